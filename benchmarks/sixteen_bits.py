@@ -75,7 +75,7 @@ def error_of_values() -> float:
         states = heads.hidden_states(model, ids, mask)
         flat = states.float().flatten(0, 1)
         model.score.weight[:] = torch.linalg.lstsq(flat, torch.full((len(flat), 1), 5.0)).solution.T
-        values = heads.token_values(model, ids, mask, ids.shape[1])
+        values = heads.token_values(model, ids, mask, ids.shape[1]).values
     exact = states.double() @ model.score.weight.double()[0]
     assert 4 < float(exact.mean()) < 6
     return float((values.double() - exact).square().mean().sqrt())

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from rlhf_ppo.data.prompts import PromptEncoder, Prompts, left_padded
 from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.generation.transformers_engine import sample_responses
-from rlhf_ppo.models.heads import check_one_label
+from rlhf_ppo.models.heads import check_critic_head
 from rlhf_ppo.models.policy_and_value import response_values
 from rlhf_ppo.models.unwrapping import in_eval_mode
 
@@ -105,7 +105,7 @@ def best_of_n(
 
     Args:
         policy: A causal language model.
-        critic: A sequence-classification model with one label, over the policy's tokens.
+        critic: The value model, over the policy's tokens.
         tokenizer: The policy's tokenizer.
         prompts: Texts or conversations.
         n: Responses to each prompt.
@@ -145,7 +145,7 @@ def value_guided_search(
 
     Args:
         policy: A causal language model.
-        critic: A sequence-classification model with one label, over the policy's tokens.
+        critic: The value model, over the policy's tokens.
         tokenizer: The policy's tokenizer.
         prompts: Texts or conversations.
         width: Blocks sampled for each prompt in a round; a multiple of `keep`.
@@ -196,7 +196,7 @@ class _Search:
         prompts: Sequence[Any],
         how: Sampling,
     ) -> None:
-        check_one_label(critic, "critic")
+        check_critic_head(critic, "critic")
         encode = PromptEncoder(tokenizer, "prompts", None)
         self.prompts = [encode({"prompt": prompt}, row)["input_ids"] for row, prompt in enumerate(prompts)]
         self.policy, self.critic, self.tokenizer, self.how = policy, critic, tokenizer, how
@@ -281,7 +281,7 @@ def values_of(
     Training never teaches the value after a stop token, so a response that has ended gets the value before it.
 
     Args:
-        critic: A sequence-classification model with one label.
+        critic: The value model.
         prompts: Token ids of `B` prompts.
         responses: Token ids of `B` responses or beginnings, at least one each.
         ended: Whether each response ends in its stop token.
@@ -296,6 +296,6 @@ def values_of(
     written = torch.arange(width, device=device) < lengths[:, None]
     real = left_padded([[1] * len(each) for each in prompts], 0).bool().to(device)
     with in_eval_mode(critic):
-        before, after = response_values(critic, ids, torch.cat((real, written), dim=1), written)
+        before, after, _ = response_values(critic, ids, torch.cat((real, written), dim=1), written)
     last = before.gather(1, lengths[:, None] - 1).squeeze(1)
     return torch.where(torch.tensor(ended, device=device), last, after)

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
+from rlhf_ppo.algorithm.losses import (
+    PolicyLoss,
+    ValueLoss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    hl_gauss_value_loss,
+)
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_whiten
 from rlhf_ppo.algorithm.penalties import KLController, check_coefficient, token_rewards
 from rlhf_ppo.config import PPOConfig
@@ -22,8 +28,9 @@ from rlhf_ppo.evaluation.rollouts import check_best_metric
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.models.logprobs import ResponseLogprobs
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
 from rlhf_ppo.models.unwrapping import configuration_kept
+from rlhf_ppo.models.value_heads import cover_returns, value_head_of
 from rlhf_ppo.processes.distributed import (
     get_logger,
     is_single_process,
@@ -542,6 +549,8 @@ class PPOTrainer(TrainerBase):
         advantages, returns = self.compute_advantages(rollout, rewards)
         if self._warmup.maybe_end(rollout, returns):  # returns of warm-up use lambda 1
             advantages, returns = self.compute_advantages(rollout, rewards)
+        if args.value_loss == "hl_gauss" and args.value_range is None:
+            cover_returns(self.value_model, returns, mask, run.gather)
         whitened = masked_whiten(advantages, mask, reduce_sum=run.sum_over_ranks)
         weights = rollout.importance_weights(args.importance_sampling_clip_max, args.importance_sampling_mode)
         of_tokens = (shaped, returns, whitened)
@@ -666,7 +675,7 @@ class PPOTrainer(TrainerBase):
             policy_share = backward(self.accelerator, policy_term(policy, of_policy, part, num_tokens, self.args))
         with self._forward_context():
             of_values = model(*part.batch, only="value_model", places=part.places)
-            value = self.value_loss(of_values.values, part)
+            value = self._value_loss(of_values, part)
         term = value_term(value, part, num_tokens, self.args)
         term = term + zero_of_policy(model, self._unwrapped(model).policy) if freezes_policy else term
         loss = policy_share + backward(self.accelerator, term)
@@ -705,7 +714,7 @@ class PPOTrainer(TrainerBase):
         """
         num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
         output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
-        value = self.value_loss(output.values, inputs)
+        value = self._value_loss(output, inputs)
         if self._warmup.freezes_policy:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
             policy_share = 0.0 * output.logprobs.sum()
             policy, output = no_policy_loss(inputs.logprobs), output._replace(logprobs=inputs.logprobs)
@@ -731,15 +740,25 @@ class PPOTrainer(TrainerBase):
         clips = (self.args.cliprange, experience.importance_weights, self.args.cliprange_high, self.args.dual_clip)
         return clipped_policy_loss(logprobs, experience.logprobs, experience.advantages, *clips)
 
-    def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
-        """Compute the value loss of each token: the clipped squared error, before `vf_coef`.
+    def _value_loss(self, output: PolicyAndValueOutput | ResponseValues, part: Experience) -> ValueLoss:
+        if output.value_logits is None:
+            return self.value_loss(output.values, part)
+        return self.value_loss(output.values, part, output.value_logits)
+
+    def value_loss(self, values: Tensor, experience: Experience, logits: Tensor | None = None) -> ValueLoss:
+        """Compute the value loss of each token before `vf_coef`: the clipped squared error, or HL-Gauss.
 
         Args:
             values: Current value estimates of the response tokens, `(B, T)`.
             experience: The micro-batch.
+            logits: With `value_loss="hl_gauss"`: logits of the values' bins, `(B, T, num_bins)`.
 
         Returns:
             Losses of the tokens, `(B, T)`. Training minimizes `vf_coef` times the mean of `loss` over
             `experience.loss_mask`, and logs each entry of `figures` by its name.
         """
+        if logits is not None:
+            return hl_gauss_value_loss(
+                logits, experience.returns, value_head_of(self.value_model).centers_on(logits.device)
+            )
         return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)

@@ -94,6 +94,7 @@ from rlhf_ppo.training.saving import (
     apply_own_optimization,
     draws_anew,
     load_models,
+    load_range,
     loading_without_policy_state,
     resume,
     run_fingerprint,
@@ -272,6 +273,7 @@ class TrainerBase(Trainer):
         health = health_settings(self.callback_handler.callbacks)
         self._directory.note(self._get_output_dir(trial), self.state.log_history, made_of, health)
         run.stateful.start(checkpoint)
+        load_range(self._unwrapped(self.model).value_model, checkpoint)
         if checkpoint is not None and self.reference is not None:
             self.reference.resume(checkpoint, model)
         counted = (epoch, num_skipped, per_epoch)
@@ -583,11 +585,11 @@ class TrainerBase(Trainer):
         loading = loading_without_policy_state(checkpoint, policy) if self.is_fsdp_enabled else nullcontext()
         with explaining_load_error(checkpoint, "its optimizer.pt or scheduler.pt"), loading:
             super()._load_optimizer_and_scheduler(checkpoint)
-        given = (self._run, self._optimization, checkpoint)
-        apply_own_optimization(*given, self.optimizer, self._get_learning_rate)
+        apply_own_optimization(self._run, self._optimization, checkpoint, self.optimizer, self._get_learning_rate)
 
     def _load_best_model(self) -> None:
         best = self._checkpoints.checked_best()
+        load_range(self._unwrapped(self.model).value_model, best)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             super()._load_best_model()
             return

@@ -38,7 +38,7 @@ class ValueLoss(NamedTuple):
     """Result of a value loss for each token.
 
     Attributes:
-        loss: The loss to minimise, float32 `(..., T)`, in the reward's unit squared.
+        loss: The loss to minimise, float32 `(..., T)`, in the reward's unit squared, or nats.
         clipped: Whether the clipped branch is the larger loss, so that the token has no gradient, bool `(..., T)`.
         figures: Further metrics, `(..., T)` by name; their means over the real tokens of an update are logged.
     """
@@ -223,6 +223,50 @@ def clipped_value_loss(
     nearby_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     clipped_loss = 0.5 * (nearby_values - returns).square()
     return ValueLoss(torch.maximum(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss)
+
+
+def hl_gauss_targets(returns: Tensor, centers: Tensor) -> Tensor:
+    """Spread each return over bins: the mass that a Gaussian around it has in each.
+
+        p_i = (Phi((e_{i+1} - R) / sigma) - Phi((e_i - R) / sigma)) / (Phi((e_n - R) / sigma) - Phi((e_0 - R) / sigma))
+
+    where `e` are the edges of the bins and `sigma = 0.75` widths of a bin, so that about six bins have mass. HL-Gauss:
+    Farebrother et al., 2403.03950, section 3.1; a return outside the range counts as its nearest edge.
+
+    Args:
+        returns: Regression targets, `(..., T)`, in the reward's unit.
+        centers: Centers of the bins, rising and equally far apart, `(num_bins,)`, in the reward's unit.
+
+    Returns:
+        Probabilities of the bins, float32 `(..., T, num_bins)`.
+    """
+    width = centers[1] - centers[0]
+    edges = torch.cat((centers[:1] - width, centers)) + width / 2
+    inside = returns.float().clamp(edges[0], edges[-1])[..., None]
+    cumulative = torch.erf((edges - inside) / (0.75 * width * 2**0.5))  # 2 Phi - 1
+    return cumulative.diff(dim=-1) / (cumulative[..., -1:] - cumulative[..., :1])
+
+
+def hl_gauss_value_loss(logits: Tensor, returns: Tensor, centers: Tensor) -> ValueLoss:
+    """Compute the cross-entropy of a value distribution with the return's, without clipping.
+
+        loss = -sum_i p_i(R) log softmax(logits)_i
+
+    Farebrother et al., 2403.03950, section 3. Its minimum is the entropy of `p`, about 1 nat.
+
+    Args:
+        logits: Logits of the model being trained, `(..., T, num_bins)`.
+        returns: Regression targets, `(..., T)`, in the reward's unit.
+        centers: Centers of the bins, `(num_bins,)`, in the reward's unit.
+
+    Returns:
+        Loss of each token in nats, `clipped` False, and `val/out_of_range_frac`, whether the return is outside the
+        range; meaningless outside the response mask.
+    """
+    targets = hl_gauss_targets(returns, centers)
+    loss = -(targets * logits.float().log_softmax(dim=-1)).sum(dim=-1)
+    outside = (returns.float() - centers.mean()).abs() > (centers[-1] - centers[0] + centers[1] - centers[0]) / 2
+    return ValueLoss(loss, torch.zeros_like(outside), {"val/out_of_range_frac": outside.float()})
 
 
 def importance_weights(

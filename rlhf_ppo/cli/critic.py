@@ -22,7 +22,7 @@ from rlhf_ppo.config.validation import PositiveShare, Share, check_ranges, optio
 from rlhf_ppo.evaluation.critic_audit import AUDIT_NAME, CriticAudit, Estimate
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.frozen import asks_for_reference
-from rlhf_ppo.models.loading import load_scalar_model
+from rlhf_ppo.models.loading import load_value_model
 from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, has_log, training_log
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
@@ -327,6 +327,6 @@ def critic_trainer(
     train = [each for each in examples if tuple(each["prompt_id"]) not in held_out]
     test = [each for each in examples if tuple(each["prompt_id"]) in held_out]
     set_seed(args.seed)  # determines a new head
-    model = load_scalar_model(path, "value_model", trust_remote_code=script_args.trust_remote_code)
+    model = load_value_model(path, "value_model", trust_remote_code=script_args.trust_remote_code)
     tokenizer = load_tokenizer(path, script_args.trust_remote_code, "model_name_or_path")
     return CriticTrainer(model, args, train, test, processing_class=tokenizer)

@@ -26,7 +26,7 @@ from rlhf_ppo.config.validation import (
 from rlhf_ppo.data.prompts import prompt_column
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.decoding import Decoded, Sampling, best_of_n, value_guided_search
-from rlhf_ppo.models.loading import load_pretrained, load_scalar_model
+from rlhf_ppo.models.loading import load_pretrained, load_value_model
 from rlhf_ppo.terminal.text import print_text
 
 # HfArgumentParser reads the annotations, so they are not postponed.
@@ -110,7 +110,7 @@ def decode(options: GenerateArguments, prompts: Sequence[Any]) -> Decoded:
     tokenizer = load_tokenizer(options.model, options.trust_remote_code, "model")
     device = PartialState().device
     policy: Any = load_pretrained(AutoModelForCausalLM, options.model, "model", dtype="auto", **settings)
-    critic = load_scalar_model(options.critic, "critic", **settings)
+    critic = load_value_model(options.critic, "critic", **settings)
     how = Sampling(options.max_new_tokens, options.temperature, top_p=options.top_p, batch_size=options.batch_size)
     set_seed(options.seed)
     policy, critic = policy.to(device), critic.to(device)

@@ -309,6 +309,18 @@ class RecipeArguments:
         "deviation 1 / sqrt(d + 1) (arXiv 2403.17031).",
     )
 
+    value_loss: Literal["mse", "hl_gauss"] = _option(
+        "mse",
+        "Value loss: 'mse', the clipped squared error; 'hl_gauss', the cross-entropy of a distribution over bins, "
+        "whose expectation is the value (arXiv 2403.03950).",
+    )
+    value_bins: Annotated[int, Interval(2, 10_000)] = _option(51, "Bins of value_loss='hl_gauss'.")
+    value_range: list[float] | None = _option(
+        None,
+        "Lower and upper edge of the bins of value_loss='hl_gauss', such as -1 2. None: all returns so far, with some "
+        "room; the values stretch whenever it grows.",
+        nargs="+",
+    )
     critic_learning_rate: NotNegative | None = _option(
         None,
         "Learning rate of the value model, with the schedule of learning_rate, such as 1e-5 with learning_rate 1e-6. "
@@ -457,6 +469,12 @@ def check_recipes(args: RecipeArguments, kl_coef: float) -> None:
     if args.kl_target is not None and kl_coef == 0:
         raise ValueError(
             f"kl_target={args.kl_target} multiplies kl_coef=0, which stays 0; start from a positive kl_coef"
+        )
+    if (edges := args.value_range) is not None and not (
+        len(edges) == 2 and -math.inf < edges[0] < edges[1] < math.inf
+    ):
+        raise ValueError(
+            f"value_range={edges!r} must be two finite numbers, the lower one first, such as [-1, 2]; or leave it out"
         )
     highest = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
     if args.dual_clip is not None and args.dual_clip <= highest:

@@ -251,7 +251,7 @@ def _probe(module: nn.Module, dtype: torch.dtype) -> Tensor:
     with torch.autocast(ids.device.type, dtype):
         outputs = module(*batch)
     parts = [outputs] if isinstance(outputs, Tensor) else outputs
-    return torch.cat([part.nan_to_num().flatten() for part in parts])
+    return torch.cat([part.nan_to_num().flatten() for part in parts if part is not None])
 
 
 MOVED_NAME = "moved_reference.safetensors"

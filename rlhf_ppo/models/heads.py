@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from rlhf_ppo.models.unwrapping import (
     autocast_if_stored_in_16_bits,
     backbone,
     in_eval_mode,
+    is_peft_model,
     is_sharded,
     output_layer,
     probe_ids,
@@ -26,16 +27,19 @@ from rlhf_ppo.models.unwrapping import (
     text_config,
     transformers_model,
 )
-from rlhf_ppo.processes.distributed import preserve_rng
+from rlhf_ppo.models.value_heads import HeadValues, ValueHead, value_head_of
+from rlhf_ppo.processes.distributed import get_logger, preserve_rng
+
+logger = get_logger(__name__)
 
 
 def scalar_head(model: nn.Module) -> nn.Module | None:
-    """Return the linear layer that maps a hidden state to a number, or None."""
+    """Return the linear layer that maps a hidden state to a number (to one per bin: see `ValueHead`), or None."""
     base = transformers_model(model)
     if isinstance(head := getattr(base, "score", None), nn.Module):
         return head
-    body = backbone(model)
-    linear = [child for child in base.children() if child is not body and getattr(child, "out_features", None) == 1]
+    body, count = backbone(model), value_head_of(model).num_outputs
+    linear = [each for each in base.children() if each is not body and getattr(each, "out_features", None) == count]
     return linear[0] if len(linear) == 1 else None
 
 
@@ -75,6 +79,17 @@ def check_one_label(model: nn.Module, argument: str) -> None:
         )
 
 
+def check_critic_head(model: nn.Module, argument: str) -> None:
+    """Check that a sequence-classification model has one output, or those that its configuration describes.
+
+    Raises:
+        ValueError: It has others, or is not a sequence-classification model.
+    """
+    head = value_head_of(model)
+    if head == ValueHead() or transformers_model(model).config.num_labels != head.num_outputs:
+        check_one_label(model, argument)
+
+
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
     """Tell whether the model's score is its head applied to the last token's hidden state.
@@ -91,9 +106,9 @@ def reads_last_token(model: nn.Module) -> bool:
     ids = probe_ids(model)
     mask = torch.ones_like(ids, dtype=torch.bool)
     with in_eval_mode(model), _no_id_is_padding(base):
-        ours = last_token_score(model, ids, mask)
+        ours = _last_token_outputs(model, ids, mask)
         with autocast_if_stored_in_16_bits(base):
-            theirs = base(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
+            theirs = base(input_ids=ids, attention_mask=mask.long()).logits.float()[:, : ours.shape[1]]
     if not (ours.isfinite().all() and theirs.isfinite().all()):
         return by_name
     return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
@@ -115,21 +130,21 @@ def _no_id_is_padding(base: Any) -> Iterator[None]:
 
 def token_values(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int, places: PackedIndices | None = None
-) -> Tensor:
-    """Apply the scalar head to the last `last` positions.
+) -> HeadValues:
+    """Apply the value model's head to the last `last` positions.
 
     Args:
-        model: A model with a per-token scalar head.
+        model: A model with a per-token head.
         input_ids: Token ids, long `(B, L)`.
         attention_mask: True on real tokens, bool `(B, L)`.
         last: Number of positions, counted from the right.
         places: Indices of the real tokens; None reads them from the device.
 
     Returns:
-        One number per position, float32 `(B, last)`.
+        One value per position, float32 `(B, last)`.
     """
     states = hidden_states(model, input_ids, attention_mask, places)[:, -last:]
-    return _apply_head(model, states)
+    return value_head_of(model).read(_apply_head(model, states))
 
 
 def last_token_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -143,6 +158,10 @@ def last_token_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor
     Returns:
         One score per row, float32 `(B,)`.
     """
+    return _last_token_outputs(model, input_ids, attention_mask).squeeze(-1)
+
+
+def _last_token_outputs(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     states = hidden_states(model, input_ids, attention_mask)
     return _apply_head(model, states[torch.arange(len(states), device=states.device), last_real(attention_mask)])
 
@@ -207,7 +226,7 @@ def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
     if not is_in_float32(head):
         states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
     with torch.autocast(states.device.type, enabled=False):  # at values near 5 bfloat16's steps are .03
-        return head(states).squeeze(-1).float()
+        return head(states).float()
 
 
 class StoredLinear(nn.Linear):
@@ -347,3 +366,55 @@ def empty_classifier(model: nn.Module) -> nn.Module:
             "value_model=None, but transformers has no sequence-classification class for "
             f"{type(transformers_model(model)).__name__}; pass value_model"
         ) from error
+
+
+def fit_head(value_model: nn.Module, wanted: ValueHead, has_fixed_range: bool) -> None:
+    """Give a value model a head of the wanted layout.
+
+    A head of one number cannot become a head with bins: the new one has zero weights, and its values are the middle of
+    the range.
+
+    Args:
+        value_model: A model with a per-token head, without an adapter over the head; changed in place.
+        wanted: The layout.
+        has_fixed_range: Whether the range is given; a running one continues from the model's.
+
+    Raises:
+        ValueError: The model's head has other bins, or an adapter trains it.
+    """
+    own = value_head_of(value_model)
+    if own.centers is not None:
+        if own.num_outputs != wanted.num_outputs:
+            given = "value_loss='mse'" if wanted.centers is None else f"value_bins={wanted.num_outputs}"
+            raise ValueError(
+                f"value_model has a head with {own.num_outputs} bins, but {given}; set value_loss='hl_gauss' and "
+                f"value_bins={own.num_outputs}, or pass another value_model"
+            )
+        if has_fixed_range and own.centers != wanted.centers:
+            raise ValueError(
+                f"value_range={[*wanted.range]}, but the bins of value_model range from {own.range[0]:g} to "
+                f"{own.range[1]:g}, and its values would stretch; leave value_range out, or pass another value_model"
+            )
+        return
+    if wanted.centers is None:
+        return
+    if is_peft_model(value_model):
+        raise ValueError(
+            "value_loss='hl_gauss' makes a new head, which value_model cannot get below its adapter; pass the model "
+            "without adapter, with value_peft_config for a new one, or value_model=None"
+        )
+    if torch.count_nonzero(cast(Any, head_of_scorer(value_model)).weight):
+        logger.info(f"The value model's head is new, with {wanted.num_outputs} bins: one number cannot seed them.")
+    replace_head(value_model, wanted)
+
+
+def replace_head(value_model: nn.Module, layout: ValueHead) -> None:
+    """Replace a value model's head by one with zero weights and another layout, in place."""
+    base, head = cast(Any, transformers_model(value_model)), cast(Any, head_of_scorer(value_model))
+    name = next(name for name, module in base.named_modules() if module is head)
+    new = nn.Linear(head.in_features, layout.num_outputs, head.bias is not None).to(head.weight)
+    for parameter in new.parameters():
+        nn.init.zeros_(parameter)
+    base.set_submodule(name, new.train())
+    layout.write_to(base.config)
+    base.num_labels = layout.num_outputs

@@ -17,10 +17,12 @@ from transformers.trainer_utils import number_of_arguments
 
 from rlhf_ppo.models.adapters import adapter_kind, base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.heads import (
+    check_critic_head,
     check_one_label,
     empty_classifier,
     head_of_scorer,
     reads_last_token,
+    replace_head,
     scalar_head,
 )
 from rlhf_ppo.models.node_memory import load_once, make_once
@@ -37,6 +39,7 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
     weight_of,
 )
+from rlhf_ppo.models.value_heads import ValueHead, saved_value_head
 from rlhf_ppo.terminal.console import hide_model_bars
 
 
@@ -109,6 +112,33 @@ def load_scalar_model(
     """
     model = load_classifier(model, argument, merges_adapter, num_labels=1, **kwargs)
     check_one_label(model, argument)
+    return model
+
+
+def load_value_model(
+    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
+) -> nn.Module:
+    """Return the value model itself, or load it from a directory or the hub, with the head that was saved.
+
+    Args:
+        model: The model, a directory, or a hub name; a new directory or name gets a head of one number.
+        argument: Name of the caller's argument, for error messages.
+        merges_adapter: Merge an adapter in a directory into its base.
+        **kwargs: For `from_pretrained`.
+
+    Raises:
+        ValueError: It cannot be loaded, or has other outputs than its configuration describes.
+    """
+    head = saved_value_head(model) if isinstance(model, str | os.PathLike) else ValueHead()
+    if head != ValueHead() and isinstance(model, str | os.PathLike) and is_adapter_directory(model):
+        path, kind = model, AutoModelForSequenceClassification
+        base = load_pretrained(kind, base_of_adapter(path), argument, num_labels=1, **kwargs)
+        replace_head(base, head)  # the adapter holds its weights
+        model = load_adapter(base, path)
+        model = _without_adapters(model, argument) if merges_adapter else model
+    else:
+        model = load_classifier(model, argument, merges_adapter, num_labels=head.num_outputs, **kwargs)
+    check_critic_head(model, argument)
     return model
 
 

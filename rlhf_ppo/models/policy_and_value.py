@@ -31,12 +31,14 @@ class PolicyAndValueOutput(NamedTuple):
             the entropy was not computed.
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
         final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`.
+        value_logits: Logits of the values' bins, float32 `(B, T, num_bins)`; None for a head without bins.
     """
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor
     final_values: Tensor
+    value_logits: Tensor | None = None
 
 
 class ResponseValues(NamedTuple):
@@ -45,10 +47,12 @@ class ResponseValues(NamedTuple):
     Attributes:
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
         final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`.
+        value_logits: Logits of the values' bins, float32 `(B, T, num_bins)`; None for a head without bins.
     """
 
     values: Tensor
     final_values: Tensor
+    value_logits: Tensor | None = None
 
 
 class PolicyAndValue(nn.Module):
@@ -172,9 +176,12 @@ def response_values(
         response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
         places: Indices of the real tokens; None reads them from the device.
     """
-    values = token_values(value_model, query_responses, attention_mask, response_mask.shape[1] + 1, places)
+    last = response_mask.shape[1] + 1
+    values, logits = token_values(value_model, query_responses, attention_mask, last, places)
     after_last = last_real(attention_mask[:, -values.shape[1] :])[:, None]
-    return ResponseValues(values[:, :-1].masked_fill(~response_mask, 0.0), values.gather(1, after_last).squeeze(1))
+    before, after = values[:, :-1].masked_fill(~response_mask, 0.0), values.gather(1, after_last).squeeze(1)
+    of_bins = None if logits is None else logits[:, :-1].masked_fill(~response_mask[:, :, None], 0.0)
+    return ResponseValues(before, after, of_bins)
 
 
 def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -51,13 +52,13 @@ from rlhf_ppo.models.frozen import (
     check_can_move,
     make_reference,
 )
-from rlhf_ppo.models.heads import check_classifier, freeze_critic, multiply_head_in_float32, reads_last_token
+from rlhf_ppo.models.heads import check_classifier, fit_head, freeze_critic, multiply_head_in_float32, reads_last_token
 from rlhf_ppo.models.loading import (
     check_runs_on,
     check_value_model,
     init_normal_head,
     load_policy,
-    load_scalar_model,
+    load_value_model,
     low_precision_parameters,
     made,
     make_value_model,
@@ -65,6 +66,7 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.unwrapping import as_module, is_peft_model
+from rlhf_ppo.models.value_heads import ValueHead
 from rlhf_ppo.processes.distributed import (
     autocast_dtype,
     get_logger,
@@ -268,18 +270,21 @@ def assemble_models(
     reference_model = None if ref_model is None else load_policy(given["ref_model"], "ref_model")
     critic = None
     if value_model is not None:
-        critic = load_scalar_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
+        critic = load_value_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
     loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
     _check_loaded(args, loaded)
     readable = next((reward.model for reward in rewards if reward.tokenizer is None), None)
     _check_head_init(args, critic, readable)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
-        critic = value_model_over(policy, critic, value_peft_config)
+        critic = value_model_over(policy, critic, value_peft_config, partial(_fit_head, args))
         _share_with_rewards(policy, rewards)
         check_value_model(critic)
     else:
-        critic = _new_value_model(args, policy, readable) if critic is None else critic
+        if critic is None:
+            critic = _new_value_model(args, policy, readable)
+        else:
+            _fit_head(args, critic)
         check_value_model(critic)
         if value_peft_config is not None:
             critic = add_value_adapter(critic, value_peft_config)
@@ -303,9 +308,17 @@ def assemble_models(
 
 def _new_value_model(args: PPOConfig, policy: nn.Module, reward_model: nn.Module | None) -> nn.Module:
     value_model = make_value_model(policy, reward_model)
+    _fit_head(args, value_model)
     if args.value_head_init == "normal":
         init_normal_head(value_model, args.seed)
     return value_model
+
+
+def _fit_head(args: PPOConfig, value_model: nn.Module) -> None:
+    """Give the value model the head of `value_loss`."""
+    range_ = args.value_range or (0.0, 0.0)
+    wanted = ValueHead() if args.value_loss == "mse" else ValueHead.with_bins(args.value_bins, *range_)
+    fit_head(value_model, wanted, has_fixed_range=args.value_range is not None)
 
 
 def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: Reference | None) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.algorithm.losses import explained_variance
+from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.data.prompts import left_padded
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import response_values
+from rlhf_ppo.models.value_heads import value_head_of
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR, find_completions, read_completions
 
 Example = dict[str, Any]
@@ -81,10 +82,10 @@ def collate(examples: Iterable[Example]) -> dict[str, Tensor]:
 
 
 class CriticTrainer(Trainer):
-    """Fit a value model to returns: the mean over tokens of `0.5 (V - R)^2`, without clipping.
+    """Fit a value model to returns: the mean over tokens of `0.5 (V - R)^2`, or of HL-Gauss for a head with bins.
 
     Args:
-        model: A sequence-classification model with one label over the policy's tokens.
+        model: A value model over the policy's tokens. A head with bins keeps its range.
         args: The arguments.
         train_dataset: Examples of `examples_of`.
         eval_dataset: Held-out examples, or None.
@@ -111,10 +112,16 @@ class CriticTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of a batch, a scalar in the reward's unit squared."""
+        """Return the loss of a batch, a scalar in the reward's unit squared, or nats."""
         batch = (inputs["query_responses"], inputs["attention_mask"], inputs["response_mask"])
-        values, mask = response_values(model, *batch).values, inputs["response_mask"]
-        loss = 0.5 * (values - inputs["returns"]).square()[mask].mean()
+        (values, _, logits), mask = response_values(model, *batch), inputs["response_mask"]
+        if logits is None:
+            losses = 0.5 * (values - inputs["returns"]).square()
+        else:
+            losses = hl_gauss_value_loss(
+                logits, inputs["returns"], value_head_of(model).centers_on(logits.device)
+            ).loss
+        loss = losses[mask].mean()
         return (loss, {"values": values}) if return_outputs else loss
 
     @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -210,8 +209,11 @@ def _with_unsharded(model: Any, state: Any, function: Callable[[nn.Module], T]) 
 
 def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Responses) -> PolicyAndValueOutput:
     """Compute log-probabilities and values of responses, without entropies."""
-    packs_rows = run.unwrapped(model).packs_rows
-    return PolicyAndValueOutput(*_forward(run, responses, partial(model, with_entropy=False), packs_rows))
+
+    def forward(*batch: Tensor, places: Any) -> tuple[Tensor, ...]:
+        return model(*batch, with_entropy=False, places=places)[:4]  # logits of bins are not needed
+
+    return PolicyAndValueOutput(*_forward(run, responses, forward, run.unwrapped(model).packs_rows))
 
 
 def reference_logprobs(

@@ -11,6 +11,8 @@ from rlhf_ppo.algorithm.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     explained_variance,
+    hl_gauss_targets,
+    hl_gauss_value_loss,
     importance_weights,
     token_mean,
 )
@@ -212,3 +214,49 @@ def test_weighted_losses_are_in_the_mean_those_of_the_policy():
     advantages = torch.tensor([1.0, -2.0, 3.0])
     loss = clipped_policy_loss(p.log(), p.log(), advantages, 0.2, importance_weights(p.log(), q.log(), ALL, 2.0)).loss
     assert float((q * loss).sum()) == pytest.approx(-float((p * advantages).sum()))
+
+
+def oracle_hl_gauss(logits, target, low, high):
+    """One token: loss, whether the return is out of range, and d loss / d logits."""
+    num_bins = len(logits)
+    width = (high - low) / num_bins
+
+    def below(edge):
+        inside = min(max(target, low), high)
+        return 0.5 * (1 + math.erf((edge - inside) / (0.75 * width * math.sqrt(2))))
+
+    mass = np.array([below(low + width * (i + 1)) - below(low + width * i) for i in range(num_bins)])
+    mass /= below(high) - below(low)
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    return -(mass * np.log(probabilities)).sum(), not low <= target <= high, probabilities - mass
+
+
+@pytest.mark.parametrize(("low", "high", "num_bins"), [(-1.0, 3.0, 8), (0.0, 1.0, 51), (-200.0, -100.0, 2)])
+def test_hl_gauss_loss_equals_the_oracle(low, high, num_bins):
+    rng = np.random.default_rng(num_bins)
+    targets = rng.uniform(low - (high - low) / 4, high + (high - low) / 4, (3, 5))
+    given = rng.normal(0, 2, (3, 5, num_bins))
+    width = (high - low) / num_bins
+    centers = torch.linspace(low + width / 2, high - width / 2, num_bins)
+    logits = torch.tensor(given, dtype=torch.float32, requires_grad=True)
+    result = hl_gauss_value_loss(logits, torch.tensor(targets), centers)
+    result.loss.sum().backward()
+    expected = [oracle_hl_gauss(given[place], targets[place], low, high) for place in np.ndindex(3, 5)]
+    loss, outside, gradient = (np.array(column) for column in zip(*expected, strict=True))
+    np.testing.assert_allclose(result.loss.detach().numpy().ravel(), loss, rtol=1e-4)
+    np.testing.assert_array_equal(result.figures["val/out_of_range_frac"].numpy().ravel(), outside)
+    np.testing.assert_allclose(logits.grad.numpy().reshape(-1, num_bins), gradient, atol=1e-4)
+    assert not result.clipped.any()
+    assert outside.any()
+    assert not outside.all()
+
+
+def test_hl_gauss_targets_by_hand():
+    """Three bins of width 1 around 0: a Gaussian of std .75 has .4950 in [-.5, .5] and .2297 in each next one."""
+    found = hl_gauss_targets(torch.tensor([0.0]), torch.tensor([-1.0, 0.0, 1.0]))[0]
+    np.testing.assert_allclose(found, np.array([0.2297, 0.4950, 0.2297]) / (0.4950 + 2 * 0.2297), atol=1e-4)
+
+
+def test_the_mean_of_hl_gauss_targets_is_the_return_away_from_the_edges():
+    centers, returns = torch.linspace(-0.98, 0.98, 50), torch.linspace(-0.8, 0.8, 17)
+    np.testing.assert_allclose(hl_gauss_targets(returns, centers) @ centers, returns, atol=1e-3)

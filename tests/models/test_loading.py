@@ -91,7 +91,7 @@ def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_pat
     tiny_policy().save_pretrained(tmp_path)
     assert "num_labels" not in json.loads((tmp_path / "config.json").read_text())
     loaded = load_scalar_model(tmp_path, "value_model")
-    assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
+    assert token_values(loaded, IDS, MASK, last=4).values.shape == (3, 4)
     assert torch.equal(states(loaded), states(tiny_policy()))
 
 
@@ -157,7 +157,7 @@ def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
 def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys(reward_model: Any) -> None:
     policy = tiny_policy().eval().requires_grad_(False)
     value_model = make_value_model(policy, reward_model)
-    assert not token_values(value_model, IDS, MASK, last=10).any()
+    assert not token_values(value_model, IDS, MASK, last=10).values.any()
     assert torch.equal(states(value_model), states(policy))
     assert all(p.requires_grad for p in value_model.parameters())
     for name, parameter in backbone(policy).named_parameters():
@@ -169,7 +169,7 @@ def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys(r
 
 def test_the_zero_head_learns() -> None:
     value_model = make_value_model(tiny_policy(), None)
-    (token_values(value_model, IDS, MASK, last=4) - 1).square().sum().backward()
+    (token_values(value_model, IDS, MASK, last=4).values - 1).square().sum().backward()
     assert value_model.score.weight.grad.any()
 
 
@@ -185,7 +185,7 @@ def test_made_from_gpt2_with_other_names() -> None:
     policy = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
     value_model = make_value_model(policy, None)
     assert torch.equal(states(value_model), states(policy))
-    assert not token_values(value_model, IDS, MASK, last=10).any()
+    assert not token_values(value_model, IDS, MASK, last=10).values.any()
 
 
 def test_an_architecture_without_such_a_class_is_an_error() -> None:

@@ -87,7 +87,7 @@ def test_trainer_reads_the_policys_configuration_through_an_adapter() -> None:
     assert model._no_split_modules == ["LlamaDecoderLayer"]
     batch = ragged_batch()
     assert torch.equal(model(*batch).logprobs, response_logprobs(adapted, *batch, 1.0).logprobs)
-    assert torch.equal(model(*batch).values[:, 0], token_values(model.value_model, *batch[:2], last=6)[:, 0])
+    assert torch.equal(model(*batch).values[:, 0], token_values(model.value_model, *batch[:2], last=6).values[:, 0])
 
 
 def test_a_state_may_leave_out_what_is_frozen_under_each_of_its_names() -> None:

@@ -73,6 +73,7 @@ CHANGES: dict[str, Any] = {
     "num_ppo_epochs": 1,
     "num_critic_epochs": 3,
     "critic_freeze": "attention",
+    "value_loss": "hl_gauss",
     "num_mini_batches": 1,
     "gamma": 0.5,
     "lam": 0.3,
@@ -87,6 +88,8 @@ CHANGES: dict[str, Any] = {
 
 IDLE_ALONE: dict[str, Any] = {
     "kl_horizon": 500.0,
+    "value_bins": 11,
+    "value_range": [-1.0, 2.0],
     "positive_nll_threshold": 0.3,
     "importance_sampling_correction": False,
     "importance_sampling_clip_max": 3.0,
@@ -218,6 +221,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dual_clip": 3.0, "num_ppo_epochs": 1}, {}, "an update is one optimizer step"),
     ({"policy_loss": "dis", "num_ppo_epochs": 1}, {}, "before which all ratios are 1"),
     ({"cliprange_value": 0.1, "num_ppo_epochs": 1}, {}, "before which no value has changed"),
+    ({"cliprange_value": 0.1, "value_loss": "hl_gauss"}, {}, "value_loss='hl_gauss' is not clipped"),
     ({"lam": 0.5, "gamma": 0.0}, {}, "gamma is 0"),
     ({"critic_learning_rate": 0.5, "vf_coef": 0.0}, {}, "nothing trains the value model"),
     ({"chat_template_kwargs": {"a": 1}}, {"has_chats": False}, "the prompts are texts or ids"),

@@ -32,6 +32,11 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("step += discount * following", "step += following"),
     ],
     ("losses.py", all_tests("losses")): [
+        ("(0.75 * width * 2**0.5)", "(width * 2**0.5)"),
+        ("torch.cat((centers[:1] - width, centers)) + width / 2", "torch.cat((centers[:1] - width, centers))"),
+        (" / (cumulative[..., -1:] - cumulative[..., :1])", " / 2"),
+        ("returns.float().clamp(edges[0], edges[-1])[..., None]", "returns.float()[..., None]"),
+        ("centers[-1] - centers[0] + centers[1] - centers[0]) / 2", "centers[-1] - centers[0]) / 2"),
         ("zero_outside(log_ratio, mask).sum(dim=-1, keepdim=True)", "log_ratio.sum(dim=-1, keepdim=True)"),
         ("(weights < 1 / clip_max) | (weights > clip_max)", "(weights > clip_max)"),
         ("unclipped_loss = -advantages * ratio\n", "unclipped_loss = advantages * ratio\n"),

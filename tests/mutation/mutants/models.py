@@ -1,6 +1,18 @@
 """Mutants of the room `models`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("value_heads.py", "tests/training/test_value_heads.py"): [
+        ("outputs.softmax(dim=-1) @", "outputs @"),
+        ("low + width * (index + 0.5)", "low + width * index"),
+        ("returns.float().masked_fill(~mask, -torch.inf)", "returns.float()"),
+        ("if not is_new and low <= first else", "if low <= first else"),
+        ("saved.write_to(transformers_model(model).config)", "pass"),
+        ("min(first, low)", "first"),
+    ],
+    ("heads.py", "tests/training/test_value_heads.py"): [
+        ("has_fixed_range and own.centers != wanted.centers", "False"),
+        ("nn.init.zeros_(parameter)", "pass"),
+    ],
     ("heads.py", "tests/training/test_critic_warmup.py"): [
         ("parameter.requires_grad_(False)", "pass"),
         ("id(each) in of_policy), None)", "False), None)"),
