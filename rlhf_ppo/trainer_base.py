@@ -912,10 +912,8 @@ class TrainerBase(Trainer):
         super()._init_training_state(*counted, resume_from_checkpoint, trial)
         models, num_prompts = self._unwrapped(self.model), num_rows(self.train_dataset) or 0
         reference = None if self.reference is None else self.reference.model
-        made_of = (models, reference, self.reward_models, self.train_dataset)
-        fingerprint = partial(run_fingerprint, self._run, *made_of)
-        counted = (num_prompts, num_update_steps_per_epoch)
-        resume(self._run, resume_from_checkpoint, self._learning, *counted, fingerprint)
+        fingerprint = partial(run_fingerprint, self._run, models, reference, self.reward_models, self.train_dataset)
+        resume(self._run, resume_from_checkpoint, self._learning, num_prompts, num_update_steps_per_epoch, fingerprint)
         progress = self._run.progress
         return progress.epoch, 0 if self.args.ignore_data_skip else progress.batches_in_epoch
 
