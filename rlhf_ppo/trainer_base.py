@@ -588,11 +588,9 @@ class TrainerBase(Trainer):
         apply_own_optimization(self._run, self._optimization, checkpoint, self.optimizer, self._get_learning_rate)
 
     def _load_best_model(self) -> None:
-        best = self._checkpoints.checked_best()
-        load_range(self._unwrapped(self.model).value_model, best)
+        load_range(self._unwrapped(self.model).value_model, best := self._checkpoints.checked_best())
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            super()._load_best_model()
-            return
+            return super()._load_best_model()
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
         self._load_from_checkpoint(best)
 
