@@ -197,6 +197,7 @@ OPTIONS_OF_OTHERS = {
         "ntasks-per-node",
         "signal",
     },  # torchrun, SLURM
+    "docs/critic.md": {"data"},  # of the benchmark
     "docs/judging.md": {"num_examples"},  # of the script
     "docs/metrics.md": {"env-ids", "filters", "output-filename", "pc", "scan-history"},  # openrlbenchmark
     "docs/pipeline.md": {"judge_preferences", "minutes", "preferences", "prompts", "texts"},  # of `rlhf-ppo init`
@@ -256,7 +257,7 @@ OF_EPISODES = ("episode/", "environment/", "tools/", "time/environment", "reward
 def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer, tmp_path):
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
     trainer = make_trainer(
-        eval_dataset=[{"input_ids": [5, 6]}] * 8,
+        eval_dataset=[{"input_ids": [5, 6]}, {"input_ids": [7]}] * 4,
         eval_strategy="steps",
         eval_steps=1,
         on_divergence="skip",

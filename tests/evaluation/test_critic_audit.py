@@ -145,6 +145,11 @@ def test_audits_in_training_are_logged_and_change_nothing(make_trainer: Callable
         ({}, {"whiten_rewards": True}, "whiten_rewards=True"),
         ({}, {"eval_dataset": None}, "needs held-out prompts"),
         ({}, {"eval_dataset": None, "critic_audit_steps": 2}, "critic_audit_steps=2 evaluates"),
+        (
+            {},
+            {"eval_dataset": [{"input_ids": [5, 6]}] * 8, "critic_audit_steps": 2},
+            "critic_audit_steps=2 compares prompts",
+        ),
     ],
 )
 def test_an_impossible_audit_is_refused(

@@ -24,7 +24,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("critic_fitting.py", "tests/training/test_critic_fitting.py"): [
         ("gae(rewards, values, written, gamma, lam)[1]", "gae(rewards, values, written, gamma, 1.0)[1]"),
-        (".square()[mask].mean()", ".square().mean()"),
+        ("losses[mask].mean()", "losses.mean()"),
         ("torch.cat((left_padded(prompts, 0), padded", "torch.cat((padded('token_id', 0), padded"),
     ],
     (
