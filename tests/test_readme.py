@@ -271,6 +271,7 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer, tmp_path):
         critic_audit_steps=1,
         score_scaling=True,
         policy_loss="cispo",
+        value_loss="hl_gauss",
     )
 
     trainer.train()
