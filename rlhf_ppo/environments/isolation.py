@@ -111,12 +111,14 @@ class ThreadSeat:
         with self._lock:
             self._thread = threading.get_ident()
         process = os.getpid()
-        with _keeping_outputs():
-            reply = self.host.perform(request, *arguments)
-        if os.getpid() != process:  # the tool forked: this is the copy
-            os._exit(0)
-        with self._lock:
-            self._thread = None
+        try:
+            with _keeping_outputs():
+                reply = self.host.perform(request, *arguments)
+        finally:
+            if os.getpid() != process:  # the tool forked: this is the copy
+                os._exit(0)
+            with self._lock:
+                self._thread = None
         with contextlib.suppress(InvalidStateError):  # given up
             outcome.set_result(reply)
 
@@ -138,8 +140,9 @@ class ThreadSeat:
             coroutine.cancel()
             abandon_blocked_event_loop()
         with self._lock:
-            if self._thread is not None:
-                end_thread(self._thread)
+            thread, self._thread = self._thread, None  # once: another thread may get the number of one that has ended
+            if thread is not None:
+                end_thread(thread)
         if self._outcome is not None:
             with contextlib.suppress(InvalidStateError):
                 self._outcome.set_exception(GivenUpError())

@@ -27,7 +27,8 @@ SECONDS_UNTIL_BLOCKED = 0.2
 """An event loop that does not turn for as long counts as blocked."""
 
 _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()
-"""The thread of each event loop."""
+"""The thread of each event loop that runs and that nobody has ended."""
+_ending = threading.Lock()
 
 
 def in_daemon_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -131,9 +132,9 @@ def abandon_blocked_event_loop() -> None:
     loop.call_soon_threadsafe(turned.set)
     if not turned.wait(SECONDS_UNTIL_BLOCKED):
         abandon_event_loop()
-        thread = _threads.get(loop)
-        if thread is not None:
-            end_thread(thread)
+        with _ending:  # once, while it runs: another thread may get the number of one that has ended
+            if (thread := _threads.pop(loop, None)) is not None:
+                end_thread(thread)
 
 
 def end_thread(identifier: int) -> None:
@@ -181,7 +182,11 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     def run() -> None:
         _threads[loop] = threading.get_ident()
         torch.set_grad_enabled(False)  # per thread; a context manager would leak between interleaved coroutines
-        loop.run_forever()
+        try:
+            loop.run_forever()
+        finally:
+            with _ending:
+                _threads.pop(loop, None)
 
     threading.Thread(target=run, name="rlhf_ppo-event-loop", daemon=True).start()
     return loop

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.environments.calls import EpisodeError, answer_calls, ask_rewards
-from rlhf_ppo.environments.isolation import ProcessDiedError, ProcessSeat
+from rlhf_ppo.environments.isolation import GivenUpError, ProcessDiedError, ProcessSeat
 from rlhf_ppo.environments.pool import Environments
 from rlhf_ppo.environments.tools import MARK, shortened
+from rlhf_ppo.processes import waiting
 from tests.environments.kinds import Base, Broken, Counter, Derived, Plain, later, multiply
 
 Make = Callable[..., Environments]
@@ -324,6 +325,39 @@ def test_an_environment_of_the_script_itself(guard: str, printed: str, tmp_path:
 
     assert printed in (ran.stdout if ran.returncode == 0 else ran.stderr), ran.stderr
     assert (ran.returncode == 0) == (printed in ran.stdout)
+
+
+def test_a_thread_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives the number of a thread that has ended to a new one, which a second attempt would end."""
+    begun, goes_on, ended = threading.Event(), threading.Event(), list[int]()
+
+    def wait() -> str:
+        """Wait.
+
+        Returns:
+            A word.
+        """
+        begun.set()
+        goes_on.wait(60)
+        return "done"
+
+    def ask() -> None:
+        with pytest.raises(GivenUpError):
+            seat.ask(60.0, "call", "wait", {})
+
+    monkeypatch.setattr(waiting, "end_thread", ended.append)
+    pool = Environments(None, [wait], timeout=60.0)
+    seat, thread = pool.tool_seat(), threading.Thread(target=ask)
+    thread.start()
+    assert begun.wait(60)
+    seat.give_up()
+    seat.close()
+    goes_on.set()
+    thread.join()
+    seat.close()
+
+    assert len(ended) == 1
+    pool.close()
 
 
 @pytest.mark.parametrize("use", ["a request that is sent", "a time limit that ends the call"])
