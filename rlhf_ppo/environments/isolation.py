@@ -523,7 +523,8 @@ def _serve(
             os._exit(0)
         try:
             request, arguments = pickle.loads(message)
-            reply = json.dumps(host.perform(request, *arguments)).encode()
+            with _keeping_outputs():  # a later episode's tools may print
+                reply = json.dumps(host.perform(request, *arguments)).encode()
         except BaseException as error:
             reply = json.dumps({"raised": named_text_of(error), "trace": ""}).encode()
         if os.getpid() != process:  # the tool forked: this is the copy

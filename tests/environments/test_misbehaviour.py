@@ -140,6 +140,8 @@ def test_whatever_a_tool_raises_or_returns_is_an_answer(tool: str, make: Make) -
     for what, text in SUCCEEDS.items():
         (answer,) = answer_calls([episode], [[call(tool, what)]])[0].answers
         assert (answer.content == text, answer.failed) == (True, False), what
+    (again,) = answer_calls([episode], [[call(tool, "closes stdout")]])[0].answers
+    assert (again.content, again.failed) == ("None", False)
     assert answer_calls([episode], [[call(tool, "recursion")]])[0].answers[0].failed
     assert answer_calls([episode], [[call(tool, "StopIteration")]])[0].answers[0].failed
     os.fstat(1)  # stdout is open again
