@@ -49,7 +49,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
-    """Subtract a penalty from the score of every response that did not stop: `score - penalty * [not ended]`.
+    """Subtract a penalty from the score of every response that did not end: `score - penalty * [not ended]`.
 
     A softer form of the *EOS trick* (N+ implementation details, 2403.17031, section 7), which replaces the score.
 
@@ -80,7 +80,7 @@ def clip_scores(scores: Tensor, score_clip: float | None) -> Tensor:
 
 
 def replace_missing_eos(scores: Tensor, ended: Tensor, replacement: float | None) -> Tensor:
-    """Replace the score of every response that did not stop: `score if ended else replacement`.
+    """Replace the score of every response that did not end: `score if ended else replacement`.
 
     The *EOS trick* of the N+ implementation details, 2403.17031, section 7.
 

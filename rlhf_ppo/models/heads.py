@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 
 def scalar_head(model: nn.Module) -> nn.Module | None:
-    """Return the linear layer that maps a hidden state to a number (to one per bin: see `ValueHead`), or None."""
+    """Return the linear layer that maps a hidden state to the outputs of `ValueHead`, or None."""
     base = transformers_model(model)
     if isinstance(head := getattr(base, "score", None), nn.Module):
         return head

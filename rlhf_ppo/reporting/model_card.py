@@ -268,7 +268,7 @@ def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[st
 def names_of_parts(
     policy: nn.Module, reward_models: Sequence[nn.Module], names: Sequence[str], reward_funcs: Any, dataset: str | None
 ) -> dict[str, Any]:
-    """Return what a run is made of, as `RunSettings` records it.
+    """Return the parts of a run, as `RunSettings.made_of` records them.
 
     Args:
         policy: The policy.
