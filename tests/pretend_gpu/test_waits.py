@@ -15,6 +15,7 @@ EXPECTED = {
         "generation/sampling.py:check_beside": 3,
         "generation/protocol.py:sample_with": 1,
         "generation/stopping.py:join_responses": 1,
+        "generation/transformers_engine.py:_repeats": 1,
     },
     "score": {"rewards/scorer.py:_rows": 1, "rewards/scorer.py:_weighted_sum": 1},
     "learn": {
@@ -25,8 +26,8 @@ EXPECTED = {
 }
 """Waits of an update of two mini-batches, of two micro-batches each, without those in transformers.
 
-In generation the host must know which rows go on after each of three calls of `generate`, whether the engine sampled
-all tokens, and how long the responses are: the next shapes follow from it.
+In generation the host must know whether adjacent prompts are equal, which rows go on after each of three calls of
+`generate`, whether the engine sampled all tokens, and how long the responses are: the next shapes follow from it.
 """
 
 
