@@ -228,7 +228,7 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
         default=math.inf,
         help="within which to end; workloads share them, and what there is no time for is left out, which is said",
     )
-    parser.add_argument("--output", type=Path, default=FOLDER / "RESULTS.md")
+    parser.add_argument("--output", type=Path, default=FOLDER / "RESULTS.md", help="a copy of RESULTS.md")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU here")
@@ -237,6 +237,10 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     given.threads = given.threads or ([1, 2] if given.device == "cpu" else [1])
     if given.device == "cuda" and len(given.threads) > 1:
         parser.error(f"--threads {given.threads}: on a GPU give one number")
+    try:
+        with_section(given.output.read_text(), given.device, "")
+    except (OSError, ValueError) as error:
+        parser.error(f"--output {given.output} cannot take the table: {error}. Give a copy of RESULTS.md")
     return given
 
 
@@ -270,7 +274,7 @@ def with_section(text: str, device: str, content: str) -> str:
     before, found, rest = text.partition(start)
     _, closed, after = rest.partition(end)
     if not (found and closed):
-        raise ValueError(f"the results have no section from {start.strip()!r} to {end!r}; --output names another file")
+        raise ValueError(f"it has no section from {start.strip()!r} to {end!r}")
     return f"{before}{start}{content}\n{end}{after}"
 
 

@@ -175,6 +175,20 @@ def process_results(seconds: float, memory: float) -> dict[str, Any]:
     return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}
 
 
+@pytest.mark.parametrize("text", [None, "no marks", "<!-- compare.py cuda -->\n<!-- end -->"])
+def test_a_file_that_cannot_take_the_table_is_refused_before_any_measurement(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from compare import command_line
+
+    output = tmp_path / "table.md"
+    if text is not None:
+        output.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        command_line(["--trl-python", "python", "--device", "cpu", "--output", str(output)])
+    assert f"--output {output} cannot take the table" in capsys.readouterr().err
+
+
 def test_the_row_of_a_workload_gives_medians_and_ratios() -> None:
     from compare import COLUMNS, row
 
