@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
@@ -31,14 +32,7 @@ from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.models.value_heads import cover_returns, value_head_of
-from rlhf_ppo.processes.distributed import (
-    get_logger,
-    is_single_process,
-    num_processes,
-    raise_on_all_ranks,
-    sequential_backward,
-    use_one_device,
-)
+from rlhf_ppo.processes import distributed
 from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
@@ -46,24 +40,12 @@ from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, positive_responses, shape_scores, whole_scores
 from rlhf_ppo.terminal.console import hide_library_logs, hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
-from rlhf_ppo.training import checks, construction
+from rlhf_ppo.training import checks, construction, learning
 from rlhf_ppo.training.construction import ModelOrPath
-from rlhf_ppo.training.datasets import ColumnCheck, batches_of_pass, check_data, load_data
+from rlhf_ppo.training.datasets import batches_of_pass, check_data, column_check, load_data
 from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.external_loop import given_responses
-from rlhf_ppo.training.learning import (
-    CriticWarmup,
-    PolicyLossFunction,
-    accumulate,
-    advantages_and_returns,
-    backward,
-    no_policy_loss,
-    policy_term,
-    resolve_policy_loss,
-    value_term,
-    weighted_micro_batches,
-    zero_of_policy,
-)
+from rlhf_ppo.training.learning import PolicyLossFunction
 from rlhf_ppo.training.optimization import Optimizers
 from rlhf_ppo.training.ptx import LanguageModeling
 from rlhf_ppo.training.rollouts import policy_and_value_outputs, reference_logprobs, rollout_of
@@ -72,7 +54,7 @@ from rlhf_ppo.training.run_state import RunState, Stateful, special_tokens
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-logger = get_logger(__name__)
+logger = distributed.get_logger(__name__)
 
 Losses = tuple[PolicyAndValueOutput, PolicyLoss, ValueLoss]
 """Model outputs, policy loss and value loss of each token of a micro-batch."""
@@ -177,7 +159,7 @@ class PPOTrainer(TrainerBase):
         train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
         checks.check_others(args, data_collator, callbacks, optimizers, kl_controller, engine, ptx_dataset, **adapters)
-        self._policy_loss = resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
+        self._policy_loss = learning.resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
         self.tokens = tokens = special_tokens(args, tokenizer)
         checks.check_optimization(args, optimizers, num_rows(train_dataset))
 
@@ -193,16 +175,16 @@ class PPOTrainer(TrainerBase):
         # Tokenize the prompts, make the state of the run, and call Trainer's constructor.
         preparation = construction.prompt_preparation(args, tokenizer, tokens, models, functions, episodes)
         train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
-        self.sizes = sizes = args.fill_derived(num_processes(args), num_rows(train_dataset))
+        self.sizes = sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
         self._run = run = RunState(
             args, tokenizer, tokens, functions, sizes, preparation.vocabulary, preparation.limit
         )
         self.kl_controller = construction.make_kl_controller(args, kl_controller)
-        self._warmup, self.score_moments = CriticWarmup(run), RunningMoments()
+        self._critic_only, self.score_moments = learning.CriticOnly(run), RunningMoments()
         run.stateful.register("kl_controller", self.kl_controller)
         if args.score_scaling or args.score_normalization:
             run.stateful.register("score_moments", self.score_moments)
-        use_one_device(args)
+        distributed.use_one_device(args)
         with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             both = PolicyAndValue(models.policy, models.value_model, args.temperature)
             super().__init__(
@@ -217,17 +199,18 @@ class PPOTrainer(TrainerBase):
             generate=lambda *given: self.generate_responses(*given),
         )  # fmt: skip
         self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = parts
-        self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._warmup, ptx_dataset)
+        self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._critic_only, ptx_dataset)
         self._check_columns = self._check_data(data_collator, has_callbacks=bool(callbacks))
         self._warn_of_odd_options(models, has_engine=engine is not None)
 
-    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> ColumnCheck:
+    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> Callable[..., None]:
         """Check that rewards find their columns, and that the metric for the best model exists."""
         run, episodes = self._run, self._episodes
         collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
         check_data(run, self.train_dataset, self.eval_dataset, collate)
         added = () if episodes is None else episodes.columns
-        check = ColumnCheck(self.scorer.sources, is_off=collate is not None or added is None, added=added or ())
+        may_be_added_later = collate is not None or added is None
+        check = column_check({} if may_be_added_later else self.scorer.sources, added or ())
         check(eval_dataset=self.eval_dataset)
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # an overridden one may return other metrics
             given = (run.args, self.scorer.names, run.reward_funcs, self.eval_dataset, self.reference is not None)
@@ -436,7 +419,7 @@ class PPOTrainer(TrainerBase):
     def _end_update(self) -> None:
         """Update the KL coefficient and the reference, count the update; log, evaluate and save if due."""
         mean_kl = self._run.metrics.get("objective/kl")  # an overridden step may log none
-        if mean_kl is not None and not self._warmup.is_active:  # in warm-up the policy, and so the KL, is constant
+        if mean_kl is not None and not self._critic_only.warms_up:  # in warm-up the policy, and so the KL, is constant
             self.kl_controller.update(mean_kl, self.sizes.batch_size)
             check_coefficient(self.kl_controller)  # before it is saved
         if self.reference is not None:
@@ -523,7 +506,7 @@ class PPOTrainer(TrainerBase):
         Returns:
             The weighted sums, and the scores of each source.
         """
-        with raise_on_all_ranks(self.accelerator), self._run.streams.rewards.in_use():
+        with distributed.raise_on_all_ranks(self.accelerator), self._run.streams.rewards.in_use():
             scores = self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
             raise_if_stopped()
         return scores
@@ -547,7 +530,7 @@ class PPOTrainer(TrainerBase):
         if args.whiten_rewards:
             rewards = masked_whiten(shaped, mask, shift_mean=False, reduce_sum=run.sum_over_ranks)
         advantages, returns = self.compute_advantages(rollout, rewards)
-        if self._warmup.maybe_end(rollout, returns):  # returns of warm-up use lambda 1
+        if self._critic_only.maybe_end_warmup(rollout, returns):  # returns of warm-up use lambda 1
             advantages, returns = self.compute_advantages(rollout, rewards)
         if args.value_loss == "hl_gauss" and args.value_range is None:
             cover_returns(self.value_model, returns, mask, run.gather)
@@ -587,7 +570,7 @@ class PPOTrainer(TrainerBase):
             Advantages before whitening, and returns, float32 `(B, T)` each, in the unit of `rewards`, 0 outside
             `rollout.loss_mask`.
         """
-        return advantages_and_returns(rollout, rewards, self.args, self._warmup.is_active)
+        return learning.advantages_and_returns(rollout, rewards, self.args, self._critic_only.warms_up)
 
     @property
     def _score_unit(self) -> ScoreMoments | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -617,7 +600,7 @@ class PPOTrainer(TrainerBase):
                 if run.guard.is_update_cut:
                     break
                 learned.grad_norm = norm
-            run.metrics |= self._warmup.metrics(statistics.metrics(run.sum_over_ranks, run.gather))
+            run.metrics |= self._critic_only.metrics(statistics.metrics(run.sum_over_ranks, run.gather))
         self._engine.policy_changed()
         return learned.grad_norm
 
@@ -641,11 +624,11 @@ class PPOTrainer(TrainerBase):
             return 0.0
         losses = list[Tensor]()
         of_texts = 0.0 if self._ptx is None else self._ptx.learn(model, statistics, self._forward_context)
-        parts = weighted_micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows, run)
+        parts = learning.weighted_micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows, run)
         for part, is_last in self._learning.micro_batches(parts):
-            with accumulate(self.accelerator, model, is_last, self.args):
+            with learning.accumulate(self.accelerator, model, is_last, self.args):
                 loss, (output, policy, value) = self._backward(model, part, num_tokens)
-            statistics.add(part, output, None if self._warmup.in_critic_epoch else policy, value)
+            statistics.add(part, output, None if self._critic_only.in_critic_epoch else policy, value)
             losses.append(loss * self.accelerator.num_processes)
         losses[-1] = losses[-1] + of_texts
         grad_norm = self._optimizer_step(model, losses, statistics)
@@ -660,31 +643,36 @@ class PPOTrainer(TrainerBase):
         in memory; where the policy is frozen, the value model runs alone. Several processes, `torch_compile`, and an
         overridden `compute_loss` use `compute_loss` and one backward pass.
         """
-        freezes_policy = self._warmup.freezes_policy
+        freezes_policy = self._critic_only.freezes_policy
         if self._has_own_loss or not (self._sequential_backward or freezes_policy):
             with self._forward_context():
                 loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
-            return backward(self.accelerator, loss), figures
+            return learning.backward(self.accelerator, loss), figures
         if freezes_policy:  # the old log-probabilities take the place of a forward pass
             of_policy = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
-            policy_share, policy = 0.0, no_policy_loss(part.logprobs)
+            policy_share, policy = 0.0, learning.no_policy_loss(part.logprobs)
         else:
             with self._forward_context():
                 of_policy = model(*part.batch, only="policy", places=part.places)
                 policy = self.policy_loss(of_policy.logprobs, part)
-            policy_share = backward(self.accelerator, policy_term(policy, of_policy, part, num_tokens, self.args))
+            term = learning.policy_term(policy, of_policy, part, num_tokens, self.args)
+            policy_share = learning.backward(self.accelerator, term)
         with self._forward_context():
             of_values = model(*part.batch, only="value_model", places=part.places)
             value = self._value_loss(of_values, part)
-        term = value_term(value, part, num_tokens, self.args)
-        term = term + zero_of_policy(model, self._unwrapped(model).policy) if freezes_policy else term
-        loss = policy_share + backward(self.accelerator, term)
+        term = learning.value_term(value, part, num_tokens, self.args)
+        term = term + learning.zero_of_policy(model, self._unwrapped(model).policy) if freezes_policy else term
+        loss = policy_share + learning.backward(self.accelerator, term)
         return loss, (PolicyAndValueOutput(*of_policy, *of_values), policy, value)
 
     @property
     def _sequential_backward(self) -> bool:
-        is_alone = is_single_process(self.accelerator)
-        return not self._has_own_loss and sequential_backward(is_alone, self.args.torch_compile)
+        """Whether policy and value model run forward and backward one after the other, which saves memory.
+
+        DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every parameter takes part.
+        """
+        is_alone = self.accelerator.distributed_type == DistributedType.NO
+        return is_alone and not self.args.torch_compile and not self._has_own_loss
 
     @property
     def _has_own_loss(self) -> bool:
@@ -715,13 +703,13 @@ class PPOTrainer(TrainerBase):
         num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
         output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
         value = self._value_loss(output, inputs)
-        if self._warmup.freezes_policy:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
+        if self._critic_only.freezes_policy:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
             policy_share = 0.0 * output.logprobs.sum()
-            policy, output = no_policy_loss(inputs.logprobs), output._replace(logprobs=inputs.logprobs)
+            policy, output = learning.no_policy_loss(inputs.logprobs), output._replace(logprobs=inputs.logprobs)
         else:
             policy = self.policy_loss(output.logprobs, inputs)
-            policy_share = policy_term(policy, output, inputs, num_tokens, self.args)
-        loss = policy_share + value_term(value, inputs, num_tokens, self.args)
+            policy_share = learning.policy_term(policy, output, inputs, num_tokens, self.args)
+        loss = policy_share + learning.value_term(value, inputs, num_tokens, self.args)
         return (loss, (output, policy, value)) if return_outputs else loss
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:

@@ -36,17 +36,8 @@ from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
+from rlhf_ppo.evaluation import rollouts as evaluations
 from rlhf_ppo.evaluation.critic_audit import CriticAudit, audit, check_audit, prefixes_of
-from rlhf_ppo.evaluation.rollouts import (
-    evaluated,
-    evaluated_name,
-    first_prompts,
-    held_out_prompts,
-    is_due,
-    missing_best_metric,
-    show_table,
-    table_of,
-)
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.capabilities import detecting_overflow
@@ -60,47 +51,20 @@ from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, not
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.training import datasets, rollouts, saving, search
 from rlhf_ppo.training.checks import check_datasets, check_kept
 from rlhf_ppo.training.construction import set_up_engine
-from rlhf_ppo.training.datasets import (
-    PromptPreparation,
-    counts,
-    data_order,
-    explaining_empty_streams,
-    num_prompts,
-)
 from rlhf_ppo.training.external_loop import StepDriver
 from rlhf_ppo.training.guards import SignalStop, awaited
 from rlhf_ppo.training.learning import (
-    CriticWarmup,
+    CriticOnly,
     InterruptibleLearning,
     gradient_norms,
     monte_carlo_returns,
 )
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
-from rlhf_ppo.training.rollouts import (
-    RolloutMetrics,
-    Sampler,
-    apart_from_training,
-    audit_columns,
-    metrics_of_evaluation,
-    rows_of_samples,
-)
 from rlhf_ppo.training.run_state import LoopState, RunState
-from rlhf_ppo.training.saving import (
-    CheckpointWriter,
-    RunDirectory,
-    apply_own_optimization,
-    draws_anew,
-    load_models,
-    load_range,
-    loading_without_policy_state,
-    resume,
-    run_fingerprint,
-    without_frozen,
-)
-from rlhf_ppo.training.search import Recipe, prune_if_due, search
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,11 +94,11 @@ class TrainerBase(Trainer):
     scorer: Scorer
     kl_controller: KLController
     _run: RunState
-    _warmup: CriticWarmup
+    _critic_only: CriticOnly
     _engine: GenerationEngine
     _estimate: RunEstimate
-    _rollouts: Sampler
-    _preparation: PromptPreparation
+    _rollouts: rollouts.Sampler
+    _preparation: datasets.PromptPreparation
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
     _as_given: dict[str, Any]  # callbacks, and models that may be functions
 
@@ -177,13 +141,16 @@ class TrainerBase(Trainer):
         run = self._run
         run.connect(self.accelerator, self.callback_handler, self.model)
         use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
-        self._directory = RunDirectory(self.args, self.accelerator, self.is_deepspeed_enabled, self.is_fsdp_enabled)
+        engine = (self.is_deepspeed_enabled, self.is_fsdp_enabled)
+        self._directory = saving.RunDirectory(self.args, self.accelerator, *engine)
         # Signal listeners are global; they must not keep the trainer alive.
         pending = partial(TrainerBase._pending, weakref.proxy(self))
-        run.signals = StopOnSignal(run.sum_over_ranks, pending, self.accelerator.num_processes)
-        self._rollout_metrics = RolloutMetrics(run)
-        self._learning = InterruptibleLearning(run, self._warmup, self._rollout_metrics.keep)
-        self._checkpoints = CheckpointWriter(run, self._directory, self._learning, lambda: self.create_model_card())
+        reduce_sum: Any = partial(self.accelerator.reduce, reduction="sum")
+        run.signals = StopOnSignal(reduce_sum, pending, self.accelerator.num_processes)
+        self._rollout_metrics = rollouts.RolloutMetrics(run)
+        self._learning = InterruptibleLearning(run, self._critic_only, self._rollout_metrics.keep)
+        own = (self._directory, self._learning)
+        self._checkpoints = saving.CheckpointWriter(run, *own, write_card=lambda: self.create_model_card())
         self._stop = SignalStop(
             run, self._learning, lambda *given: self._save_checkpoint(*given), lambda: self.scorer.stop()
         )
@@ -260,7 +227,7 @@ class TrainerBase(Trainer):
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
         epoch, num_skipped = self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, trial)
         model, loader = self._prepare_for_training(max_steps, loader, checkpoint)
-        self._warmup.begin(self.optimizer, self._optimization.policy_groups)
+        self._critic_only.begin(self.optimizer, self._optimization.policy_groups)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
         loss = run.progress.loss_of(args.process_index, self.accelerator.num_processes)
@@ -273,7 +240,7 @@ class TrainerBase(Trainer):
         health = health_settings(self.callback_handler.callbacks)
         self._directory.note(self._get_output_dir(trial), self.state.log_history, made_of, health)
         run.stateful.start(checkpoint)
-        load_range(self._unwrapped(self.model).value_model, checkpoint)
+        saving.load_range(self._unwrapped(self.model).value_model, checkpoint)
         if checkpoint is not None and self.reference is not None:
             self.reference.resume(checkpoint, model)
         counted = (epoch, num_skipped, per_epoch)
@@ -311,7 +278,7 @@ class TrainerBase(Trainer):
     def _sample_and_audit(self) -> None:
         """Make a sample table and an audit of the value model, if they are due."""
         num_tables, audit_steps = self.args.num_sample_generations, self.args.critic_audit_steps
-        if num_tables > 0 and is_due(self.state.global_step, self.state.max_steps, num_tables):
+        if num_tables > 0 and evaluations.is_due(self.state.global_step, self.state.max_steps, num_tables):
             self.generate_completions(sampling=True)
         if audit_steps > 0 and self.state.global_step % audit_steps == 0:
             found = self.audit_critic()
@@ -435,14 +402,14 @@ class TrainerBase(Trainer):
             Gradient norm before clipping.
         """
         run, args, accelerator = self._run, self.args, self.accelerator
-        self._warmup.drop_policy_gradients(self._unwrapped(model).policy)
+        self._critic_only.drop_policy_gradients(self._unwrapped(model).policy)
         norms = gradient_norms(accelerator, self._unwrapped(model))
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
             grad_norm = math.inf  # it has stepped, or skipped an overflow
         if run.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
-            statistics.add_grad_norms(None if self._warmup.in_critic_epoch else norms)
+            statistics.add_grad_norms(None if self._critic_only.in_critic_epoch else norms)
             run.fire("on_pre_optimizer_step")
             self.optimizer.step()
             run.fire("on_optimizer_step")
@@ -459,8 +426,8 @@ class TrainerBase(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose batches are this rank's prompts for one update each."""
-        with data_order(self.args):  # the sampler is seeded when it is made
-            size, sampler = num_prompts(self.sizes, self.args), self._get_train_sampler
+        with datasets.data_order(self.args):  # the sampler is seeded when it is made
+            size, sampler = datasets.num_prompts(self.sizes, self.args), self._get_train_sampler
             return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
@@ -540,7 +507,7 @@ class TrainerBase(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = as_module(self.model_wrapped)
-        with without_frozen(engine, self._unwrapped(self.model), self.is_deepspeed_enabled):
+        with saving.without_frozen(engine, self._unwrapped(self.model), self.is_deepspeed_enabled):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -574,7 +541,7 @@ class TrainerBase(Trainer):
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            load_models(self._unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
+            saving.load_models(self._unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, then apply this run's arguments if they changed."""
@@ -582,13 +549,14 @@ class TrainerBase(Trainer):
             return
         check_optimizer(self.optimizer, checkpoint)
         policy = self._unwrapped(self.model).policy
-        loading = loading_without_policy_state(checkpoint, policy) if self.is_fsdp_enabled else nullcontext()
+        loading = saving.loading_without_policy_state(checkpoint, policy) if self.is_fsdp_enabled else nullcontext()
         with explaining_load_error(checkpoint, "its optimizer.pt or scheduler.pt"), loading:
             super()._load_optimizer_and_scheduler(checkpoint)
-        apply_own_optimization(self._run, self._optimization, checkpoint, self.optimizer, self._get_learning_rate)
+        own = (self._run, self._optimization)
+        saving.apply_own_optimization(*own, checkpoint, self.optimizer, self._get_learning_rate)
 
     def _load_best_model(self) -> None:
-        load_range(self._unwrapped(self.model).value_model, best := self._checkpoints.checked_best())
+        saving.load_range(self._unwrapped(self.model).value_model, best := self._checkpoints.checked_best())
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
@@ -632,14 +600,14 @@ class TrainerBase(Trainer):
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         with raise_on_all_ranks(self.accelerator), self._checkpoints.naming_full_log():
             self._directory.write_history(self.state.log_history)
-        if (missing := missing_best_metric(self.args, metrics)) is not None:
+        if (missing := evaluations.missing_best_metric(self.args, metrics)) is not None:
             if self.state.global_step > 0:
                 self.control.should_evaluate = True  # the resumed run repeats this evaluation
                 self._stop.save_where_it_stopped(as_module(self.model_wrapped), trial)
                 missing += f"; continue with resume_from_checkpoint={self._run.guard.last_checkpoint!r}"
             raise ValueError(missing)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
-            self.lr_scheduler.step(metrics[evaluated_name(self.args.metric_for_best_model or "score")])
+            self.lr_scheduler.step(metrics[evaluations.evaluated_name(self.args.metric_for_best_model or "score")])
         return metrics
 
     @torch.no_grad()
@@ -655,7 +623,7 @@ class TrainerBase(Trainer):
         run, gather_for_metrics = self._run, self.accelerator.gather_for_metrics
         gather: Callable[..., Any] = gather_for_metrics
         self._engine.policy_changed()  # the weights may have changed
-        with apart_from_training(run, self.model_wrapped) as model:
+        with rollouts.apart_from_training(run, self.model_wrapped) as model:
             self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
 
             def evaluate(prompts: Prompts) -> Mapping[str, Tensor]:
@@ -663,9 +631,9 @@ class TrainerBase(Trainer):
                 return evaluation_columns(rollout, self.args, self.kl_controller.coef)
 
             fire = partial(run.fire, "on_prediction_step")
-            with explaining_empty_streams("eval_dataset", self.args.max_prompt_length):
-                columns = evaluated(dataloader, evaluate, gather, self.args.device, fire)
-        metrics = metrics_of_evaluation(run, columns, metric_key_prefix, self._score_unit)
+            with datasets.explaining_empty_streams("eval_dataset", self.args.max_prompt_length):
+                columns = evaluations.evaluated(dataloader, evaluate, gather, self.args.device, fire)
+        metrics = rollouts.metrics_of_evaluation(run, columns, metric_key_prefix, self._score_unit)
         return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
@@ -687,14 +655,14 @@ class TrainerBase(Trainer):
         if held_out:
             gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True)
         self._engine.policy_changed()
-        with apart_from_training(run, self.model_wrapped) as model:
+        with rollouts.apart_from_training(run, self.model_wrapped) as model:
             batches = itertools.islice(self._sample_prompts(), 1 if sampling else None)
-            rows = rows_of_samples(run, batches, partial(self._respond_greedily, model), gather)
+            rows = rollouts.rows_of_samples(run, batches, partial(self._respond_greedily, model), gather)
         if not rows:
             return None
-        table = table_of(rows, self.scorer.names)
+        table = evaluations.table_of(rows, self.scorer.names)
         if self.is_world_process_zero():
-            self._printed = show_table(table, self, held_out, self._printed)
+            self._printed = evaluations.show_table(table, self, held_out, self._printed)
         return table
 
     def _respond_greedily(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
@@ -737,11 +705,11 @@ class TrainerBase(Trainer):
         run, sets = self._run, cast(Any, self.eval_dataset if eval_dataset is None else eval_dataset)
         generator = np.random.default_rng((self.args.seed, self.args.process_index))
         self._engine.policy_changed()
-        with apart_from_training(run, self.model_wrapped) as model:
-            batches = held_out_prompts(
+        with rollouts.apart_from_training(run, self.model_wrapped) as model:
+            batches = evaluations.held_out_prompts(
                 sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
             )
-            continue_prefixes = partial(audit_columns, run, self._rollouts, model, self._returns_of_responses)
+            continue_prefixes = partial(rollouts.audit_columns, run, self._rollouts, model, self._returns_of_responses)
             drawn = (num_prefixes, num_continuations, generator)
             gather: Callable[..., Any] = self.accelerator.gather_for_metrics
             rows = [gather(continue_prefixes(batch, *drawn)) for batch in batches]
@@ -765,13 +733,13 @@ class TrainerBase(Trainer):
         """
         latest, args = self._run.latest_prompts, self.args
         if self.eval_dataset is not None:
-            with explaining_empty_streams("eval_dataset", args.max_prompt_length):
-                yield from held_out_prompts(self.eval_dataset, self.get_eval_dataloader, args.device)
+            with datasets.explaining_empty_streams("eval_dataset", args.max_prompt_length):
+                yield from evaluations.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, args.device)
         elif num_rows(self.train_dataset) is not None:
             collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
             rows: Any = self.train_dataset
             given = (rows, args.eval_batch_size, collate)
-            yield first_prompts(*given, self.accelerator, args.device)
+            yield evaluations.first_prompts(*given, self.accelerator, args.device)
         elif latest is not None:
             yield latest.first(args.eval_batch_size)
 
@@ -810,12 +778,17 @@ class TrainerBase(Trainer):
         Raises:
             ValueError: The search, or a trial, cannot run.
         """
-        recipe = Recipe(type(self), *self._made_with, self._as_given | {"kl_controller": self.kl_controller})
-        how = (hp_space, compute_objective, n_trials, direction, backend, hp_name)
+        args, accelerator = self.args, self.accelerator
+        how = (n_trials, direction, backend, kwargs)
+        search.check_search(args, accelerator, self.eval_dataset, *how, compares_score=compute_objective is None)
+        given = self._as_given | {"kl_controller": self.kl_controller}
+        recipe = search.Recipe(type(self), *self._made_with, given)
+        recipe.check_starts_anew(args)
         reference = None if self.reference is None else self.reference.model
-        frozen = [] if self.args.offload_frozen else [reference, *self.reward_models]
-        given = (self.args, self.accelerator, self.eval_dataset, [self.model, *frozen])
-        return search(recipe, *given, *how, options=kwargs)
+        frozen = [] if args.offload_frozen else [reference, *self.reward_models]
+        functions = (hp_space or search.default_hp_space, compute_objective or search.eval_score, hp_name)
+        with search.on_cpu([self.model, *frozen], args.device):
+            return search.Trials(recipe, args, accelerator, *functions).run(n_trials, direction, **kwargs)
 
     def _hp_search_setup(self, trial: Any) -> None:
         self._trial = trial  # the arguments are the trial's already
@@ -828,7 +801,7 @@ class TrainerBase(Trainer):
         if self.hp_search_backend is not None and trial is not None:
             self.objective, self.objective_step = self.compute_objective(metrics.copy()), step
             end = partial(self.callback_handler.on_train_end, self.args, self.state, self.control)
-            prune_if_due(trial, self.objective, step, self.accelerator, end)
+            search.prune_if_due(trial, self.objective, step, self.accelerator, end)
 
     # ---- The hub ----
 
@@ -896,7 +869,7 @@ class TrainerBase(Trainer):
         self, args: PPOConfig, dataloader: DataLoader
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Count epochs, steps and samples in PPO updates."""
-        return counts(self.sizes, dataloader)
+        return datasets.counts(self.sizes, dataloader)
 
     def _init_training_state(
         self,
@@ -908,16 +881,19 @@ class TrainerBase(Trainer):
     ) -> tuple[int, int]:
         counted = (max_steps, num_update_steps_per_epoch, num_train_epochs)
         super()._init_training_state(*counted, resume_from_checkpoint, trial)
-        models, num_prompts = self._unwrapped(self.model), num_rows(self.train_dataset) or 0
+        run, num_prompts = self._run, num_rows(self.train_dataset) or 0
         reference = None if self.reference is None else self.reference.model
-        fingerprint = partial(run_fingerprint, self._run, models, reference, self.reward_models, self.train_dataset)
-        resume(self._run, resume_from_checkpoint, self._learning, num_prompts, num_update_steps_per_epoch, fingerprint)
-        progress = self._run.progress
+        made_of = (self._unwrapped(self.model), reference, self.reward_models, self.train_dataset)
+        fingerprint = partial(saving.run_fingerprint, run, *made_of)
+        saving.resume(
+            run, resume_from_checkpoint, self._learning, num_prompts, num_update_steps_per_epoch, fingerprint
+        )
+        progress = run.progress
         return progress.epoch, 0 if self.args.ignore_data_skip else progress.batches_in_epoch
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore each rank's random numbers; reseed them if the number of processes changed."""
-        if checkpoint is None or draws_anew(self._run):
+        if checkpoint is None or saving.draws_anew(self._run):
             return
         with (
             raise_on_all_ranks(self.accelerator),

@@ -1,12 +1,13 @@
 """Tables of the options on the page that names their groups: `<!-- options: Rollout -->`.
 
 A group is the fields of a class of `rlhf_ppo/config`, or those below a comment `# --- Rollout ---` in it.
-`<!-- refused: REJECTED -->` shows a table of `inherited.py` or `hints.py` there.
+`<!-- refused: REJECTED -->` shows a table of `inherited.py` there, and REMOVED that of `hints.toml`.
 """
 
 import ast
 import html
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ def on_page_markdown(markdown: str, **_: object) -> str:
         return markdown
     found = groups()
     markdown = OPTIONS.sub(lambda match: _options(found[match[1]], {n for g in found.values() for n in g}), markdown)
-    return REFUSED.sub(
-        lambda match: _refused((constants(CONFIG / "inherited.py") | constants(CONFIG / "hints.py"))[match[1]]),
-        markdown,
-    )
+    tables = constants(CONFIG / "inherited.py") | {"REMOVED": removed()}
+    return REFUSED.sub(lambda match: _refused(tables[match[1]]), markdown)
+
+
+def removed() -> dict[str, str]:
+    """Return the advice for each argument that transformers no longer has."""
+    advice = tomllib.loads((CONFIG / "hints.toml").read_text(encoding="utf-8"))["removed"]
+    return dict(sorted((name, text) for text, names in advice.items() for name in names))
 
 
 def groups() -> dict[str, dict[str, tuple[str, str]]]:

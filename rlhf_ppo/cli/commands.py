@@ -35,7 +35,7 @@ from rlhf_ppo.config.validation import check_ranges
 from rlhf_ppo.data.sources import hold_out_pairs
 from rlhf_ppo.estimate.run import estimate_run, multiplied_dtype
 from rlhf_ppo.estimate.update import Estimate
-from rlhf_ppo.processes.distributed import mixed_precision_dtype, sequential_backward
+from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
@@ -110,7 +110,7 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
         if episodes is not None:
             episodes.environments.close()
     sizes = args.fill_derived(devices.count, num_prompts)
-    in_turn = sequential_backward(devices.engine == "", args.torch_compile)
+    in_turn = devices.engine == "" and not args.torch_compile
     how = (devices.sharding, mixed_precision_dtype(args), in_turn)
     found = estimate_run(args, sizes, policy, value_model, frozen, prompt_length, *how)
     rates = (script_args.device_flops, script_args.device_bandwidth)

@@ -11,29 +11,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 import torch
 from transformers import TrainingArguments
 
-from rlhf_ppo.config.arguments import (
-    AgentArguments,
-    EngineArguments,
-    LoggingArguments,
-    RecipeArguments,
-    check_recipes,
-    check_warmup_length,
-    logging_interval,
-    parse_thresholds,
-    resolve_clip_ranges,
-)
-from rlhf_ppo.config.inherited import (
-    INHERITED_RANGES,
-    REJECTED,
-    check_dicts,
-    check_inherited,
-    default_bf16,
-    inherited_types,
-    reject_unsupported,
-)
+from rlhf_ppo.config import arguments, inherited
 from rlhf_ppo.config.presets import PresetArguments
 from rlhf_ppo.config.redaction import RedactsSecrets
-from rlhf_ppo.config.sizes import Sizes, check_divides, check_total_episodes
+from rlhf_ppo.config.sizes import Sizes, check_divides, check_num_prompts, check_total_episodes, made_of, run_length
 from rlhf_ppo.config.validation import (
     LONGEST_WAIT,
     AtLeastOne,
@@ -83,10 +64,10 @@ logger = visible_logger(__name__)
 class PPOConfig(
     RedactsSecrets,
     PresetArguments,
-    LoggingArguments,
-    RecipeArguments,
-    AgentArguments,
-    EngineArguments,
+    arguments.LoggingArguments,
+    arguments.RecipeArguments,
+    arguments.AgentArguments,
+    arguments.EngineArguments,
     TrainingArguments,
 ):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
@@ -273,11 +254,12 @@ class PPOConfig(
         self.derived_values: dict[str, Any] = {}
         self.resolve_preset()
         if self.bf16 is None:
-            self.bf16 = default_bf16(self)
+            self.bf16 = inherited.default_bf16(self)
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
-        resolve_clip_ranges(self, self._named, is_known={field.name for field in fields(self)} > {*self._named})
+        names = {field.name for field in fields(self)}
+        arguments.resolve_clip_ranges(self, self._named, is_known=names > {*self._named})
         self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
@@ -323,17 +305,17 @@ class PPOConfig(
         """
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
-        self.health_thresholds = parse_thresholds(self.health_thresholds)
+        self.health_thresholds = arguments.parse_thresholds(self.health_thresholds)
         example = '{"enable_thinking": false}'
         self.chat_template_kwargs = parse_object("chat_template_kwargs", self.chat_template_kwargs, example)
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name, annotation in _checked_annotations().items():
             setattr(self, name, python_number(getattr(self, name)))
             check_type(name, getattr(self, name), annotation, helps[name])
-        reject_unsupported(self)
+        inherited.reject_unsupported(self)
         check_ranges(self, RANGES)
-        check_dicts(self)
-        check_inherited(self)
+        inherited.check_dicts(self)
+        inherited.check_inherited(self)
         for names in EXCLUSIVE:
             values = {name: getattr(self, name) for name in names}
             if not any(value is None or value is False for value in values.values()):
@@ -345,7 +327,7 @@ class PPOConfig(
                 "warmup_steps alone, which is a share of the run below 1"
             )
         self.check_engine()
-        check_recipes(self, self.kl_coef)
+        arguments.check_recipes(self, self.kl_coef)
         if self.num_critic_epochs is not None and self.num_critic_epochs < self.num_ppo_epochs:
             raise ValueError(
                 f"num_critic_epochs={self.num_critic_epochs} is below num_ppo_epochs={self.num_ppo_epochs}; raise it, "
@@ -373,19 +355,27 @@ class PPOConfig(
                 a derived field was set to another number than follows from the others.
         """
         self.validate()
-        sizes = Sizes.of(
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            self.num_mini_batches,
-            num_processes,
-            num_examples,
-            self.num_train_epochs,
-            max_steps=self.user_value("max_steps"),
-            total_episodes=self.user_value("total_episodes"),
-            num_generations=self.num_generations,
-            max_prompt_length=self.max_prompt_length,
+        of_process = per_device, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        max_steps, total_episodes = self.user_value("max_steps"), self.user_value("total_episodes")
+        check_total_episodes(total_episodes, *of_process, num_processes)
+        local = per_device * accumulation
+        batch, of_pass = local * num_processes, None
+        if num_examples is not None:
+            of_pass = num_examples * self.num_generations
+            factors = f"{made_of(*of_process)} x {num_processes} processes"
+            check_num_prompts(num_examples, batch, self.num_generations, factors, self.max_prompt_length)
+        num_updates, num_episodes = run_length(batch, of_pass, self.num_train_epochs, max_steps, total_episodes)
+        sizes = Sizes(
+            world_size=num_processes,
+            local_batch_size=local,
+            micro_batch_size=per_device * num_processes,
+            batch_size=batch,
+            local_mini_batch_size=local // self.num_mini_batches,
+            mini_batch_size=batch // self.num_mini_batches,
+            num_total_batches=num_updates,
+            total_episodes=num_episodes,
         )
-        check_warmup_length(self, sizes.num_total_batches)
+        arguments.check_warmup_length(self, num_updates)
         for name, size in asdict(sizes).items():
             if self.user_value(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(
@@ -412,7 +402,7 @@ class PPOConfig(
         for name, value in self.derived_values.items():
             setattr(self, name, value)
         if not self.was_given("logging_steps"):
-            self.logging_steps = logging_interval(sizes.num_total_batches)
+            self.logging_steps = arguments.logging_interval(sizes.num_total_batches)
         return sizes
 
     def user_value(self, name: str) -> Any:
@@ -428,7 +418,7 @@ class PPOConfig(
         return super().main_process_first(local, desc)
 
 
-RANGES = ranges_of(PPOConfig) | INHERITED_RANGES
+RANGES = ranges_of(PPOConfig) | inherited.INHERITED_RANGES
 """Range of each numeric argument."""
 
 EXCLUSIVE = (
@@ -443,7 +433,7 @@ EXCLUSIVE = (
 @functools.cache
 def _checked_annotations() -> dict[str, Any]:
     """Return the type of every field, PPO's own first; rejected arguments are left out: they have one valid value."""
-    hints, inherited = get_type_hints(PPOConfig), inherited_types()
+    hints, of_parent = get_type_hints(PPOConfig), inherited.inherited_types()
     names = [*inspect.get_annotations(PPOConfig), *(field.name for field in fields(PPOConfig))]
-    own = {name: hints[name] for name in names if name not in inherited or name in PPOConfig.__annotations__}
-    return own | {name: hint for name, hint in inherited.items() if name not in {*own, *REJECTED}}
+    own = {name: hints[name] for name in names if name not in of_parent or name in PPOConfig.__annotations__}
+    return own | {name: hint for name, hint in of_parent.items() if name not in {*own, *inherited.REJECTED}}

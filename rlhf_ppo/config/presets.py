@@ -2,97 +2,21 @@
 
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
+
+import yaml
 
 from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
 from rlhf_ppo.config.hints import ExplainsUnknown
 from rlhf_ppo.config.validation import option as _option
 
-_TRL: dict[str, Any] = {
-    "learning_rate": 3e-6,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "num_ppo_epochs": 4,
-    "num_mini_batches": 1,
-    "response_length": 53,
-    "temperature": 0.7,
-    "kl_coef": 0.05,
-    "kl_estimator": "k1",
-    "gamma": 1.0,
-    "lam": 0.95,
-    "cliprange": 0.2,
-    "cliprange_value": 0.2,
-    "vf_coef": 0.1,
-    "whiten_rewards": False,
-}
-
-PRESETS = MappingProxyType[str, dict[str, Any]](
-    {
-        "trl": _TRL,
-        "nplus": _TRL | {"adam_epsilon": 1e-5, "stop_token": "eos", "missing_eos_score": -1.0},
-        "aitraining": {
-            "learning_rate": 3e-5,
-            "lr_scheduler_type": "linear",
-            "optim": "adamw_torch",
-            "warmup_steps": 0.1,
-            "weight_decay": 0.0,
-            "max_grad_norm": 1.0,
-            "num_train_epochs": 1,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 4,
-            "num_ppo_epochs": 4,
-            "num_mini_batches": 1,
-            "local_rollout_forward_batch_size": 128,
-            "response_length": 128,
-            "stop_token": "eos",
-            "temperature": 1.0,
-            "top_k": 50,
-            "top_p": 1.0,
-            "kl_coef": 0.1,
-            "gamma": 0.99,
-            "lam": 0.95,
-            "cliprange": 0.2,
-            "cliprange_value": 0.2,
-            "vf_coef": 1.0,
-        },
-        "recommended": _TRL | {"critic_learning_rate": 1.5e-5, "num_mini_batches": 2},
-        "reasoning": {
-            "learning_rate": 1e-6,
-            "critic_learning_rate": 5e-6,
-            "critic_warmup_steps": 50,
-            "critic_warmup_explained_variance": 0.5,
-            "lr_scheduler_type": "constant",
-            "temperature": 1.0,
-            "kl_coef": 0.0,
-            "gamma": 1.0,
-            "lam": 1.0,
-            "cliprange": 0.2,
-            "cliprange_high": 0.28,
-        },
-        "sao": {
-            "num_generations": 1,
-            "old_logprobs": "sampling",
-            "policy_loss": "dis",
-            "cliprange": 0.8,
-            "cliprange_high": 3.0,
-            "num_ppo_epochs": 1,
-            "num_mini_batches": 1,
-            "num_critic_epochs": 2,
-            "critic_freeze": "attention",
-            "critic_warmup_steps": 10,
-            "length_adaptive_alpha": 0.05,
-            "lam_critic": 1.0,
-            "gamma": 1.0,
-            "temperature": 1.0,
-        },
-    }
+PRESETS: Mapping[str, dict[str, Any]] = MappingProxyType(
+    yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
 )
 """Options of each preset, by name; docs/recipes.md gives their sources."""
 

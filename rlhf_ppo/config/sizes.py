@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Self
 
 
 @dataclass(frozen=True)
@@ -34,64 +33,26 @@ class Sizes:
     num_total_batches: int
     total_episodes: int
 
-    @classmethod
-    def of(
-        cls,
-        per_device: int,
-        accumulation: int,
-        num_mini_batches: int,
-        num_processes: int,
-        num_examples: int | None,
-        num_train_epochs: float,
-        max_steps: int | None,
-        total_episodes: int | None,
-        num_generations: int = 1,
-        max_prompt_length: int | None = None,
-    ) -> Self:
-        """Compute the sizes of a run.
 
-        Args:
-            per_device: `per_device_train_batch_size`.
-            accumulation: `gradient_accumulation_steps`.
-            num_mini_batches: Optimizer steps per pass over a rollout.
-            num_processes: Processes that train together.
-            num_examples: Prompts of the training set, or None if it has no length.
-            num_train_epochs: Passes over the training set; need not be whole.
-            max_steps: Number of updates; not set if None or not positive.
-            total_episodes: Number of episodes, or None.
-            num_generations: Responses to each prompt of an update.
-            max_prompt_length: Longer prompts were dropped; None if none were.
+def check_num_prompts(
+    num_prompts: int, batch_size: int, num_generations: int, factors: str, max_prompt_length: int | None
+) -> None:
+    """Raise a `ValueError` if the training set has fewer prompts than one update.
 
-        Raises:
-            ValueError: A process's episodes cannot be split into equal mini-batches or groups; the training set has
-                fewer prompts, or the run fewer episodes, than one update; `max_steps` and `total_episodes` disagree,
-                or the length is unknown.
-        """
-        check_divides("num_mini_batches", num_mini_batches, per_device, accumulation)
-        check_divides("num_generations", num_generations, per_device, accumulation)
-        check_total_episodes(total_episodes, per_device, accumulation, num_processes)
-        local = per_device * accumulation
-        batch = local * num_processes
-        if num_examples is not None and num_examples * num_generations < batch:
-            shared = "" if num_generations == 1 else f" / num_generations={num_generations}"
-            dropping = f", or raise max_prompt_length={max_prompt_length}, which drops longer ones"
-            raise ValueError(
-                f"the training set has {num_examples} prompts, fewer than the {batch // num_generations} of one batch "
-                f"({_made_of(per_device, accumulation)} x {num_processes} processes{shared}); lower "
-                "per_device_train_batch_size or gradient_accumulation_steps, or add prompts"
-                f"{'' if max_prompt_length is None else dropping}"
-            )
-        episodes_of_pass = None if num_examples is None else num_examples * num_generations
-        num_updates, num_episodes = run_length(batch, episodes_of_pass, num_train_epochs, max_steps, total_episodes)
-        return cls(
-            world_size=num_processes,
-            local_batch_size=local,
-            micro_batch_size=per_device * num_processes,
-            batch_size=batch,
-            local_mini_batch_size=local // num_mini_batches,
-            mini_batch_size=batch // num_mini_batches,
-            num_total_batches=num_updates,
-            total_episodes=num_episodes,
+    Args:
+        num_prompts: Prompts of the training set.
+        batch_size: Episodes of an update.
+        num_generations: Responses to each prompt of an update.
+        factors: The factors of the batch size, for the message.
+        max_prompt_length: Longer prompts were dropped; None if none were.
+    """
+    if num_prompts * num_generations < batch_size:
+        shared = "" if num_generations == 1 else f" / num_generations={num_generations}"
+        dropping = f", or raise max_prompt_length={max_prompt_length}, which drops longer ones"
+        raise ValueError(
+            f"the training set has {num_prompts} prompts, fewer than the {batch_size // num_generations} of one batch "
+            f"({factors}{shared}); lower per_device_train_batch_size or gradient_accumulation_steps, or add prompts"
+            f"{'' if max_prompt_length is None else dropping}"
         )
 
 
@@ -102,7 +63,7 @@ def check_divides(argument: str, number: int, per_device: int, accumulation: int
         divisors = [divisor for divisor in range(1, local + 1) if local % divisor == 0]
         raise ValueError(
             f"{argument}={number} does not divide the {local} episodes of a process "
-            f"({_made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
+            f"({made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
         )
 
 
@@ -113,11 +74,12 @@ def check_total_episodes(total_episodes: int | None, per_device: int, accumulati
         several = "" if num_processes == 1 else f" x {num_processes} processes"
         raise ValueError(
             f"total_episodes={total_episodes} is less than the {batch_size} episodes of one update "
-            f"({_made_of(per_device, accumulation)}{several}); raise it, or lower the other two"
+            f"({made_of(per_device, accumulation)}{several}); raise it, or lower the other two"
         )
 
 
-def _made_of(per_device: int, accumulation: int) -> str:
+def made_of(per_device: int, accumulation: int) -> str:
+    """Return the factors of a process's episodes, for messages."""
     return f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
 
 

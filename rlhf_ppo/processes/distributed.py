@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import MultiProcessAdapter
-from accelerate.utils import DistributedType, gather_object, reduce, set_seed
+from accelerate.utils import gather_object, reduce, set_seed
 from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
@@ -79,28 +79,6 @@ def is_fsdp(accelerator: Accelerator) -> bool:
 def is_sharding(accelerator: Accelerator) -> bool:
     """Return whether weights are sharded, so that every rank takes part in saving them."""
     return is_fsdp(accelerator) or zero_stage(accelerator) == 3
-
-
-def is_single_process(accelerator: Accelerator) -> bool:
-    """Return whether one process trains, without DDP, DeepSpeed or FSDP."""
-    return accelerator.distributed_type == DistributedType.NO
-
-
-def sequential_backward(is_alone: bool, is_compiled: bool) -> bool:
-    """Return whether policy and value model run forward and backward one after the other, which saves memory.
-
-    DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every parameter takes part.
-
-    Args:
-        is_alone: Whether one process trains, without any of these.
-        is_compiled: Whether `torch.compile` compiles both models as one.
-    """
-    return is_alone and not is_compiled
-
-
-def sum_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
-    """Return a function that sums a small tensor over all ranks; with one process it returns the tensor."""
-    return lambda tensor: accelerator.reduce(tensor, reduction="sum")  # pyright: ignore[reportReturnType]
 
 
 def gather_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:

@@ -38,8 +38,8 @@ from rlhf_ppo.training.run_state import RunState, SpecialTokens
 KEPT = frozenset(
     """
     kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _as_given
-    _check_columns _checkpoints _directory _driver _engine _episodes _estimate _is_stepped _learning
-    _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run _stop _warmup
+    _check_columns _checkpoints _critic_only _directory _driver _engine _episodes _estimate _is_stepped _learning
+    _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run _stop
     """.split()
 )
 """Attributes of `PPOTrainer` that Trainer does not have."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -24,58 +25,12 @@ from rlhf_ppo.estimate.counting import copy_without_storage
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.models.adapters import (
-    activate_adapter,
-    add_adapter,
-    add_value_adapter,
-    check_adapter,
-    share_base,
-    shares_parameters,
-    value_model_over,
-    warn_of_rank_allocation,
-)
-from rlhf_ppo.models.capabilities import (
-    Vocabulary,
-    check_consistent,
-    check_finite,
-    position_limit,
-    positions,
-    shared_vocabulary,
-)
-from rlhf_ppo.models.frozen import (
-    EMAReference,
-    FrozenScorer,
-    Offload,
-    Reference,
-    asks_for_reference,
-    cast_frozen_weights,
-    check_can_move,
-    make_reference,
-)
-from rlhf_ppo.models.heads import check_classifier, fit_head, freeze_critic, multiply_head_in_float32, reads_last_token
-from rlhf_ppo.models.loading import (
-    check_runs_on,
-    check_value_model,
-    init_normal_head,
-    load_policy,
-    load_value_model,
-    low_precision_parameters,
-    made,
-    make_value_model,
-    prepare_trainable,
-)
+from rlhf_ppo.models import adapters, capabilities, heads, loading
+from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.unwrapping import as_module, is_peft_model
 from rlhf_ppo.models.value_heads import ValueHead
-from rlhf_ppo.processes.distributed import (
-    autocast_dtype,
-    get_logger,
-    is_fsdp,
-    is_sharding,
-    mixed_precision_dtype,
-    raise_on_all_ranks,
-    zero_stage,
-)
+from rlhf_ppo.processes import distributed
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
@@ -88,7 +43,7 @@ from rlhf_ppo.training.external_loop import ExternalScores
 from rlhf_ppo.training.rollouts import Generate, Sampler
 from rlhf_ppo.training.run_state import RunState, SpecialTokens
 
-logger = get_logger(__name__)
+logger = distributed.get_logger(__name__)
 
 
 def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
@@ -99,7 +54,7 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
         model: Policy and value model.
     """
     _keep_sums_in_float32(accelerator)
-    if zero_stage(accelerator) == 3:  # save_model writes unsharded weights
+    if distributed.zero_stage(accelerator) == 3:  # save_model writes unsharded weights
         zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True
         _give_trained_one_type(model, accelerator)
@@ -113,7 +68,7 @@ def _keep_sums_in_float32(accelerator: Accelerator) -> None:
     DeepSpeed's own configuration file is kept.
     """
     state: Any = accelerator.state
-    if zero_stage(accelerator) is not None:
+    if distributed.zero_stage(accelerator) is not None:
         config = state.deepspeed_plugin.deepspeed_config
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         config.setdefault("communication_data_type", "fp32")
@@ -128,7 +83,7 @@ def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
     ZeRO-3 keeps trainable weights in buffers of one type; its optimizer has float32 copies. PEFT creates float32
     adapters over 16-bit models.
     """
-    if (dtype := mixed_precision_dtype(accelerator)) is None:
+    if (dtype := distributed.mixed_precision_dtype(accelerator)) is None:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(parameter, "ds_id"):
@@ -164,23 +119,24 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
     Returns:
         The module to call.
     """
-    if zero_stage(accelerator) == 3:
+    if distributed.zero_stage(accelerator) == 3:
         from trl.models.utils import prepare_deepspeed
 
         return prepare_deepspeed(model, accelerator)
-    if is_fsdp(accelerator):
+    if distributed.is_fsdp(accelerator):
         from trl.models.utils import prepare_fsdp
 
         # Each call moves the module to the device: one block at a time.
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)
         return cast(nn.Module, prepare_fsdp(model, accelerator))
-    if zero_stage(accelerator) is not None and (dtype := mixed_precision_dtype(accelerator)) is not None:
+    dtype = None if distributed.zero_stage(accelerator) is None else distributed.mixed_precision_dtype(accelerator)
+    if dtype is not None:
         for parameter in model.parameters():  # not buffers: rotary frequencies stay exact
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     if offload and accelerator.device.type != "cpu":
-        cast(Any, model).offload = Offload(model, accelerator.device)
+        cast(Any, model).offload = frozen_models.Offload(model, accelerator.device)
         return model
     return model.to(accelerator.device)
 
@@ -202,26 +158,14 @@ class Models:
 
     policy: nn.Module
     value_model: nn.Module
-    reference: Reference | None
+    reference: frozen_models.Reference | None
     rewards: Sequence[LoadedRewardModel]
 
     @property
     def reading_policy_tokens(self) -> dict[str, nn.Module]:
         """All models that read the policy's tokens, by their names in errors."""
-        rewards = {f"reward_model{_number(index, self.rewards)}": reward for index, reward in enumerate(self.rewards)}
-        return {
-            "model": self.policy,
-            "value_model": self.value_model,
-            **{name: reward.model for name, reward in rewards.items() if reward.tokenizer is None},
-        }
-
-    def vocabulary(self, tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens) -> Vocabulary:
-        """Return the ids that all models embed.
-
-        Raises:
-            ValueError: A model cannot embed ids that another one produces.
-        """
-        return shared_vocabulary(self.reading_policy_tokens, self.frozen_reference, tokenizer, tokens.pad, tokens.stop)
+        rewards = {name: reward.model for name, reward in _by_name(self.rewards).items() if reward.tokenizer is None}
+        return {"model": self.policy, "value_model": self.value_model, **rewards}
 
     @property
     def frozen_reference(self) -> nn.Module | None:
@@ -229,15 +173,17 @@ class Models:
         return None if self.reference is None else self.reference.model
 
     @property
-    def read_other_tokens(self) -> bool:
-        """Whether a reward model uses another tokenizer than the policy."""
-        return any(reward.tokenizer is not None for reward in self.rewards)
-
-    @property
     def longest_sequence(self) -> PositionLimit | None:
         """The longest sequence that every model supports; None without a limit."""
         given = [*self.reading_policy_tokens.values(), self.frozen_reference]
-        return smallest(position_limit(model) for model in given if model is not None)
+        return smallest(capabilities.position_limit(model) for model in given if model is not None)
+
+
+def _by_name(rewards: Sequence[LoadedRewardModel]) -> dict[str, LoadedRewardModel]:
+    """Return the reward models by their names in errors."""
+    if len(rewards) == 1:
+        return {"reward_model": rewards[0]}
+    return {f"reward_model[{index}]": reward for index, reward in enumerate(rewards)}
 
 
 def assemble_models(
@@ -260,72 +206,89 @@ def assemble_models(
     """
     check_keeps_models_whole(args)
     set_seed(args.seed)  # for new adapters and heads; Trainer's constructor sets it later
-    given: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
-    given = {name: made(source, name) for name, source in given.items()}
-    scorers = {f"reward_model{_number(index, rewards)}": reward.model for index, reward in enumerate(rewards)}
-    _check_distinct(
-        **{"model": given["model"], "ref_model": given["ref_model"], **scorers, "value_model": given["value_model"]}
-    )
-    policy = load_policy(given["model"], "model")
-    reference_model = None if ref_model is None else load_policy(given["ref_model"], "ref_model")
-    critic = None
-    if value_model is not None:
-        critic = load_value_model(given["value_model"], "value_model", merges_adapter=not args.share_base_model)
-    loaded = {"model": policy, "ref_model": reference_model, "value_model": critic} | scorers
-    _check_loaded(args, loaded)
+    policy, given_reference, critic = _load_given(args, rewards, model, ref_model, value_model)
     readable = next((reward.model for reward in rewards if reward.tokenizer is None), None)
     _check_head_init(args, critic, readable)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
-        critic = value_model_over(policy, critic, value_peft_config, partial(_fit_head, args))
+        critic = adapters.value_model_over(policy, critic, value_peft_config, partial(_fit_head, args))
         _share_with_rewards(policy, rewards)
-        check_value_model(critic)
+        loading.check_value_model(critic)
     else:
-        if critic is None:
-            critic = _new_value_model(args, policy, readable)
-        else:
-            _fit_head(args, critic)
-        check_value_model(critic)
-        if value_peft_config is not None:
-            critic = add_value_adapter(critic, value_peft_config)
-        policy = _with_adapter(args, policy, peft_config, needs_reference and reference_model is None)
-    check_consistent(critic, "value_model", args)
+        critic = _separate_critic(args, policy, critic, readable, value_peft_config)
+        policy = _with_adapter(args, policy, peft_config, needs_reference and given_reference is None)
+    capabilities.check_consistent(critic, "value_model", args)
     check_logits(policy)
-    warn_of_rank_allocation(policy)
-    reference, named = None, (args.ref_adapter_name, peft_config is not None)
-    if needs_reference or reference_model is not None:
-        reference = make_reference(policy, reference_model, *named, args.temperature)
+    adapters.warn_of_rank_allocation(policy)
+    reference = None
+    if needs_reference or given_reference is not None:
+        named = (args.ref_adapter_name, peft_config is not None)
+        reference = frozen_models.make_reference(policy, given_reference, *named, args.temperature)
     _set_up_language_models(args, policy, reference)
-    prepare_trainable(policy, critic)
-    freeze_critic(critic, policy, args.critic_freeze)
+    loading.prepare_trainable(policy, critic)
+    heads.freeze_critic(critic, policy, args.critic_freeze)
     check_critic_alone(args, policy, critic)
-    # Before Trainer moves the weights that a reward model shares with the policy.
-    rewards = [replace(reward, scorer=FrozenScorer(reward.model)) for reward in rewards]
-    if args.offload_frozen:  # unless it shares the policy's weights
-        rewards = [replace(reward, offloads=not shares_parameters(reward.model, policy)) for reward in rewards]
-    return Models(policy, critic, reference, rewards)
+    return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
 
 
-def _new_value_model(args: PPOConfig, policy: nn.Module, reward_model: nn.Module | None) -> nn.Module:
-    value_model = make_value_model(policy, reward_model)
-    _fit_head(args, value_model)
-    if args.value_head_init == "normal":
-        init_normal_head(value_model, args.seed)
-    return value_model
+def _load_given(
+    args: PPOConfig, rewards: Sequence[LoadedRewardModel], model: Any, ref_model: Any, value_model: Any
+) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
+    """Load the given policy, reference and value model, and check them before other models are made from them."""
+    given = {"model": model, "ref_model": ref_model, "value_model": value_model}
+    given = {name: loading.made(source, name) for name, source in given.items()}
+    scorers = {name: reward.model for name, reward in _by_name(rewards).items()}
+    _check_distinct({"model": given["model"], "ref_model": given["ref_model"], **scorers, **given})
+    policy: nn.Module = loading.load_policy(given["model"], "model")
+    reference = critic = None
+    if ref_model is not None:
+        reference = loading.load_policy(given["ref_model"], "ref_model")
+    if value_model is not None:
+        merges_adapter = not args.share_base_model
+        critic = loading.load_value_model(given["value_model"], "value_model", merges_adapter=merges_adapter)
+    _check_loaded(args, {"model": policy, "ref_model": reference, "value_model": critic} | scorers)
+    return policy, reference, critic
+
+
+def _separate_critic(
+    args: PPOConfig, policy: nn.Module, critic: nn.Module | None, reward_model: nn.Module | None, peft_config: Any
+) -> nn.Module:
+    """Return the value model, made from reward model or policy if none is given, with its head and adapter."""
+    is_new = critic is None
+    critic = loading.make_value_model(policy, reward_model) if critic is None else critic
+    _fit_head(args, critic)
+    if is_new and args.value_head_init == "normal":
+        loading.init_normal_head(critic, args.seed)
+    loading.check_value_model(critic)
+    return critic if peft_config is None else adapters.add_value_adapter(critic, peft_config)
+
+
+def _frozen_rewards(
+    args: PPOConfig, rewards: Sequence[LoadedRewardModel], policy: nn.Module
+) -> list[LoadedRewardModel]:
+    """Wrap the reward models before Trainer moves weights that they share with the policy."""
+    return [
+        replace(
+            reward,
+            scorer=frozen_models.FrozenScorer(reward.model),
+            offloads=args.offload_frozen and not adapters.shares_parameters(reward.model, policy),
+        )
+        for reward in rewards
+    ]
 
 
 def _fit_head(args: PPOConfig, value_model: nn.Module) -> None:
     """Give the value model the head of `value_loss`."""
     range_ = args.value_range or (0.0, 0.0)
     wanted = ValueHead() if args.value_loss == "mse" else ValueHead.with_bins(args.value_bins, *range_)
-    fit_head(value_model, wanted, has_fixed_range=args.value_range is not None)
+    heads.fit_head(value_model, wanted, has_fixed_range=args.value_range is not None)
 
 
-def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: Reference | None) -> None:
+def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: frozen_models.Reference | None) -> None:
     own_reference = None if reference is None else reference.own_policy
-    check_can_move(args.reference_ema, own_reference, policy)
+    frozen_models.check_can_move(args.reference_ema, own_reference, policy)
     for language_model in filter(None, (policy, own_reference)):
-        multiply_head_in_float32(language_model, args.lm_head_float32)
+        heads.multiply_head_in_float32(language_model, args.lm_head_float32)
     _warn_of_low_precision(policy, args.learning_rate)
 
 
@@ -333,14 +296,14 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
     """Check each loaded model, by its argument's name, before other models are made from it."""
     for name, module in loaded.items():
         if module is not None:
-            check_runs_on(module, name, args.device)
-            with raise_on_all_ranks(PartialState()):  # each rank checks its shard
-                check_finite(module, name)
-            check_adapter(module, name)
+            loading.check_runs_on(module, name, args.device)
+            with distributed.raise_on_all_ranks(PartialState()):  # each rank checks its shard
+                capabilities.check_finite(module, name)
+            adapters.check_adapter(module, name)
             if name in ("model", "ref_model"):
-                check_consistent(module, name, args if name == "model" else None)
+                capabilities.check_consistent(module, name, args if name == "model" else None)
             elif name.startswith("reward_model"):
-                check_classifier(module, name)
+                heads.check_classifier(module, name)
 
 
 def _check_head_init(args: PPOConfig, critic: nn.Module | None, reward_model: nn.Module | None) -> None:
@@ -348,7 +311,7 @@ def _check_head_init(args: PPOConfig, critic: nn.Module | None, reward_model: nn
     reasons = {
         "share_base_model=True": args.share_base_model,
         "value_model is given": critic is not None,
-        "the value model is a copy of reward_model": reward_model is not None and reads_last_token(reward_model),
+        "the value model is a copy of reward_model": reward_model is not None and heads.reads_last_token(reward_model),
     }
     if args.value_head_init == "normal" and any(reasons.values()):
         raise ValueError(
@@ -358,7 +321,7 @@ def _check_head_init(args: PPOConfig, critic: nn.Module | None, reward_model: nn
 
 
 def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
-    if low := low_precision_parameters(policy):
+    if low := loading.low_precision_parameters(policy):
         logger.warning(
             f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
             f"an update at learning_rate={learning_rate} is rounded away; load the policy in float32 and set "
@@ -369,9 +332,9 @@ def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
 def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:
     """Add the given adapter, or activate the adapter to train."""
     if peft_config is not None:
-        return add_adapter(policy, peft_config, args.model_adapter_name, base_serves_others)
+        return adapters.add_adapter(policy, peft_config, args.model_adapter_name, base_serves_others)
     if is_peft_model(policy):
-        activate_adapter(policy, args.model_adapter_name)
+        adapters.activate_adapter(policy, args.model_adapter_name)
     elif args.model_adapter_name is not None:
         raise ValueError(
             f"model_adapter_name={args.model_adapter_name!r}, but model is not a PeftModel; pass peft_config"
@@ -380,27 +343,21 @@ def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_ser
 
 
 def _share_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel]) -> None:
-    for index, reward in enumerate(rewards):
-        if is_peft_model(reward.model) and (difference := share_base(reward.model, policy)) is not None:
+    for name, reward in _by_name(rewards).items():
+        if is_peft_model(reward.model) and (difference := adapters.share_base(reward.model, policy)) is not None:
             logger.warning(
-                f"reward_model{_number(index, rewards)} is an adapter over another base than the policy's, and keeps "
-                f"its own: {difference}."
+                f"{name} is an adapter over another base than the policy's, and keeps its own: {difference}."
             )
 
 
-def _number(index: int, rewards: Sequence[Any]) -> str:
-    return "" if len(rewards) == 1 else f"[{index}]"
-
-
-def _check_distinct(**models: Any) -> None:
+def _check_distinct(models: Mapping[str, Any]) -> None:
     given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
-    for index, (name, model) in enumerate(given):
-        for other_name, other in given[index + 1 :]:
-            if model is other:
-                raise ValueError(
-                    f"{name} and {other_name} are the same object, so training one would change the other; load the "
-                    f"model twice, or pass {other_name}=None to have a copy made"
-                )
+    for (name, model), (other_name, other) in itertools.combinations(given, 2):
+        if model is other:
+            raise ValueError(
+                f"{name} and {other_name} are the same object, so training one would change the other; load the model "
+                f"twice, or pass {other_name}=None to have a copy made"
+            )
 
 
 def reward_functions(
@@ -425,28 +382,23 @@ def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: The policy has no name, or no tokenizer is saved with it.
     """
-    path = (
-        model if isinstance(model, str | os.PathLike) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    is_name = isinstance(model, str | os.PathLike)
+    path = model if is_name else getattr(getattr(model, "config", None), "_name_or_path", "")
+    tokenizer = tokenizer_beside(path) if path else None
+    if tokenizer is not None:
+        return tokenizer
+    missing = f"={os.fspath(path)!r} has none" if path else f" is a {type(model).__name__} without one"
+    raise ValueError(
+        "processing_class=None loads the tokenizer from the model's directory or hub name, but model"
+        f"{missing}; save it there with tokenizer.save_pretrained, or pass "
+        "processing_class=AutoTokenizer.from_pretrained(...)"
     )
-    if not path:
-        raise ValueError(
-            f"processing_class=None loads the tokenizer from the model's directory or hub name, but model is a "
-            f"{type(model).__name__} without one; pass processing_class=AutoTokenizer.from_pretrained(...)"
-        )
-    tokenizer = tokenizer_beside(path)
-    if tokenizer is None:
-        raise ValueError(
-            f"processing_class=None loads the tokenizer from the model's directory or hub name, but model="
-            f"{os.fspath(path)!r} has none; save it there with tokenizer.save_pretrained, or pass "
-            "processing_class=AutoTokenizer.from_pretrained(...)"
-        )
-    return tokenizer
 
 
 def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:
     """Return whether a run needs a reference that was not given: for the KL, or for rewards that compare with it."""
     asked = [opponent_of(function) for function in functions]
-    return asks_for_reference(args) or kl_controller is not None or "reference" in asked
+    return frozen_models.asks_for_reference(args) or kl_controller is not None or "reference" in asked
 
 
 def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLController:
@@ -479,13 +431,13 @@ def store_and_place(
     """
     reference, decay = models.frozen_reference, args.reference_ema
     staying = [*[reward.scorer for reward in models.rewards], reference if decay is None else None]
-    cast_frozen_weights([trained, *staying], autocast_dtype(accelerator))
+    frozen_models.cast_frozen_weights([trained, *staying], distributed.autocast_dtype(accelerator))
     frozen = [
         *([] if reference is None else [reference.policy]),
         *[reward.model for reward in models.rewards],
     ]
     counted: Sequence[nn.Module] | None = frozen
-    if is_sharding(accelerator):
+    if distributed.is_sharding(accelerator):
         try:
             counted = [copy_without_storage(model, trained.parameters()) for model in frozen]
         except Exception as error:  # training works without the estimate
@@ -493,7 +445,7 @@ def store_and_place(
             counted = None
     if models.reference is not None and models.reference.model is not None:
         if decay is not None and (own := models.reference.own_policy) is not None:
-            models.reference.ema = EMAReference(decay, own, models.policy)
+            models.reference.ema = frozen_models.EMAReference(decay, own, models.policy)
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     return counted
 
@@ -511,24 +463,16 @@ def prompt_preparation(
     Raises:
         ValueError: A model cannot embed ids that another one produces.
     """
+    reading, special = models.reading_policy_tokens, (tokens.pad, tokens.stop)
+    read_other_tokens = any(reward.tokenizer is not None for reward in models.rewards)
     return PromptPreparation(
         tokenizer,
         args,
-        models.vocabulary(tokenizer, tokens),
+        capabilities.shared_vocabulary(reading, models.frozen_reference, tokenizer, *special),
         models.longest_sequence,
-        columns_are_read=bool(functions) or models.read_other_tokens or episodes is not None,
+        columns_are_read=bool(functions) or read_other_tokens or episodes is not None,
         encoder=None if episodes is None else episodes.encoder,
     )
-
-
-class Parts(NamedTuple):
-    """Parts of a trainer that need its accelerator."""
-
-    estimate: RunEstimate
-    engine: GenerationEngine
-    preparation: PromptPreparation
-    sampler: Sampler
-    scorer: Scorer
 
 
 def make_parts(
@@ -540,7 +484,7 @@ def make_parts(
     engine: GenerationEngine | None,
     generate: Generate,
     sequential_backward: bool,
-) -> Parts:
+) -> tuple[RunEstimate, GenerationEngine, PromptPreparation, Sampler, Scorer]:
     """Place the frozen models, and make engine, sampler and scorer.
 
     Args:
@@ -568,7 +512,7 @@ def make_parts(
     sampler = Sampler(
         run, generate, engine.reads_sharded, baselines, models.reference, play, preparation.longest_sequence
     )
-    return Parts(estimate, engine, preparation, sampler, make_scorer(run, models.rewards))
+    return estimate, engine, preparation, sampler, make_scorer(run, models.rewards)
 
 
 def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
@@ -584,8 +528,8 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
             None if reward.tokenizer is None else (run.tokenizer, reward.tokenizer),
-            positions(reward.model),
-            lambda: raise_on_all_ranks(accelerator),
+            capabilities.positions(reward.model),
+            lambda: distributed.raise_on_all_ranks(accelerator),
             refuse,
         )
         for reward in rewards

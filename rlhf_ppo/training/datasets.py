@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from accelerate import skip_first_batches
@@ -152,28 +153,14 @@ def check_data(run: RunState, train_dataset: Any, eval_dataset: Any, collate: Ca
         check_collator(collate, [train_dataset[row] for row in range(min(length, run.sizes.local_batch_size))])
 
 
-@dataclass(frozen=True)
-class ColumnCheck:
-    """Check that data sets have the columns that rewards read.
+def column_check(sources: Mapping[str, RewardSource], added: Sequence[str]) -> Callable[..., None]:
+    """Return a check that data sets, given by their arguments' names, have the columns that rewards read.
 
-    Attributes:
+    Args:
         sources: The reward sources.
-        is_off: Whether columns may come from a collator.
         added: Columns that the rollout adds.
     """
-
-    sources: Mapping[str, RewardSource]
-    is_off: bool
-    added: Sequence[str] = ()
-
-    def __call__(self, **datasets: Any) -> None:
-        """Check data sets, given by their arguments' names.
-
-        Raises:
-            ValueError: A column is missing.
-        """
-        if not self.is_off:
-            check_columns(self.sources.values(), [*OPPONENT_COLUMNS.values(), *self.added], **datasets)
+    return partial(check_columns, sources.values(), [*OPPONENT_COLUMNS.values(), *added])
 
 
 @dataclass(frozen=True)

@@ -193,17 +193,22 @@ def given_responses(
         ValueError: A value does not fit; see `PPOTrainer.step`.
     """
     num_rows, device = run.sizes.local_batch_size, run.args.device
-    check_rows(queries, responses, response_masks, num_rows, run.vocabulary)
+    for name, of_rows in {"queries": queries, "responses": responses}.items():
+        for row, ids in enumerate(_counted(name, of_rows, num_rows)):
+            _check_ids(f"{name}[{row}]", ids, run.vocabulary)
+    if response_masks is not None:
+        _check_masks(response_masks, responses)
     rows = padded_responses(queries, responses, response_masks, num_rows, run.tokens.pad, device)
     check_lengths(rows.context_length, rows.responses.shape[1], run.longest_sequence)
     if sampling_logprobs is not None:
-        rows = replace(rows, sampling_logprobs=padded_logprobs(sampling_logprobs, rows))
+        rows = replace(rows, sampling_logprobs=_logprobs(sampling_logprobs, rows))
     if ended is not None:
-        rows = replace(rows, ended=truths("ended", ended, num_rows).to(device))
-    if are_of_tokens(scores):
-        values, per_token = token_scores_of(scores, rows)
+        rows = replace(rows, ended=_bools("ended", ended, num_rows).to(device))
+    if _are_of_tokens(scores):
+        values, per_token = _token_scores(scores, rows)
         return rows, Scores(values, per_token, {ExternalScores.name: values + per_token.sum(dim=1)})
-    values = scores_of(scores, num_rows, device)
+    numbers = [_number(f"scores[{row}]", score) for row, score in enumerate(_counted("scores", scores, num_rows))]
+    values = torch.tensor(numbers, dtype=torch.float32, device=device)
     per_token = torch.zeros_like(rows.response_mask, dtype=torch.float32)
     return rows, Scores(values, per_token, {ExternalScores.name: values})
 
@@ -237,34 +242,11 @@ def padded_responses(
     return Responses(ids.to(device), attention.to(device), written.to(device))
 
 
-def check_rows(
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    response_masks: Sequence[Tensor] | None,
-    num_rows: int,
-    vocabulary: Vocabulary,
-) -> None:
-    """Check the token ids and masks that a caller of `step` passes.
-
-    Args:
-        queries: Token ids of each prompt.
-        responses: Token ids of each response.
-        response_masks: True on the policy's tokens of each response; None: all tokens.
-        num_rows: Required number of rows.
-        vocabulary: Ids that all models embed.
-
-    Raises:
-        TypeError: A value is not a tensor of ids, or no bool mask.
-        ValueError: The number of rows is wrong, a row is empty, or an id is not in a vocabulary.
-    """
-    for name, rows in {"queries": queries, "responses": responses}.items():
-        for row, ids in enumerate(_counted(name, rows, num_rows)):
-            _check_ids(f"{name}[{row}]", ids, vocabulary)
-    for row, mask in enumerate(() if response_masks is None else _counted("response_masks", response_masks, num_rows)):
-        name, num_tokens = f"response_masks[{row}]", len(responses[row])
+def _check_masks(response_masks: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+    for row, mask in enumerate(_counted("response_masks", response_masks, len(responses))):
+        name = f"response_masks[{row}]"
         _check_row(name, mask, "True for the tokens that the policy wrote")
-        if len(mask) != num_tokens:
-            raise ValueError(f"{name} has {len(mask)} values for the {num_tokens} tokens of the response")
+        _check_length(name, mask, len(responses[row]))
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise ValueError(f"{name}={mask!r:.60} must hold only True and False")
         if not bool(mask.any()):
@@ -274,21 +256,23 @@ def check_rows(
             )
 
 
-def _counted(name: str, rows: Sequence[Tensor], num_rows: int) -> Sequence[Tensor]:
+def _counted(name: str, rows: Any, num_rows: int) -> Any:
     """Return an argument's rows; check their number."""
-    if (found := _length(name, rows)) != num_rows:
+    try:
+        found = len(rows)
+    except TypeError:
+        raise TypeError(f"{name}={rows!r:.60} must be a list with one entry for each response") from None
+    if found != num_rows:
         raise ValueError(
-            f"{name} has {found} rows, but an update takes {num_rows} on each process: "
+            f"{name} has {found} entries, but an update takes {num_rows} responses on each process: "
             "per_device_train_batch_size x gradient_accumulation_steps"
         )
     return rows
 
 
-def _length(name: str, rows: Sequence[object] | Tensor) -> int:
-    try:
-        return len(rows)
-    except TypeError:
-        raise TypeError(f"{name}={rows!r:.60} must be a list with one entry for each response") from None
+def _check_length(name: str, row: Tensor, num_tokens: int) -> None:
+    if len(row) != num_tokens:
+        raise ValueError(f"{name} has {len(row)} values for the {num_tokens} tokens of the response")
 
 
 def _check_row(name: str, row: Tensor, of: str) -> None:
@@ -319,107 +303,75 @@ MAX_ROUNDING = 1e-3
 """Largest log-probability in nats: engines that compute in 16 bits may round to a little above 0."""
 
 
-def padded_logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
-    """Return the sampling log-probabilities, float32 `(B, T)`, 0 on tokens that the policy did not write.
+def _of_tokens(name: str, given: Sequence[Tensor], rows: Responses) -> Tensor:
+    """Pad numbers of each response's tokens on the right, float32 `(B, T)`, on the CPU.
 
     Args:
-        given: Log-probabilities of each response's tokens, nats, floating point `(T_i,)`.
+        name: Name of the argument.
+        given: Numbers of each response, floating point `(T_i,)`.
         rows: The padded responses.
 
-    Raises:
-        TypeError: A value is not a one-dimensional floating-point tensor.
-        ValueError: The number of values is wrong, or one of the policy's tokens is not finite or above 0.
+    Returns:
+        The numbers, 0 on tokens that the policy did not write.
     """
-    if (found := _length("sampling_logprobs", given)) != len(rows):
-        raise ValueError(f"sampling_logprobs has {found} rows for the {len(rows)} responses; pass one for each")
     padded = torch.zeros(rows.response_mask.shape)
-    written, lengths = rows.response_mask.cpu(), rows.episode_mask.sum(dim=1).tolist()
-    for row, (logprobs, length) in enumerate(zip(given, lengths, strict=True)):
-        name = f"sampling_logprobs[{row}]"
-        _check_row(name, logprobs, "log-probabilities")
+    lengths = rows.episode_mask.sum(dim=1).tolist()
+    for row, (numbers, length) in enumerate(zip(_counted(name, given, len(rows)), lengths, strict=True)):
+        _check_row(f"{name}[{row}]", numbers, "numbers of tokens")
+        _check_length(f"{name}[{row}]", numbers, length)
+        padded[row, :length] = numbers.detach().float().cpu()
+    return padded.masked_fill_(~rows.response_mask.cpu(), 0.0)
+
+
+def _logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
+    """Return the sampling log-probabilities, nats, float32 `(B, T)`, 0 on tokens that the policy did not write."""
+    padded = _of_tokens("sampling_logprobs", given, rows)
+    for row, logprobs in enumerate(given):
         if not logprobs.is_floating_point():
-            raise TypeError(f"{name}={logprobs!r:.60} must be a tensor of log-probabilities with one dimension")
-        if len(logprobs) != length:
-            raise ValueError(f"{name} has {len(logprobs)} values for the {length} tokens of the response")
-        padded[row, :length] = logprobs.detach().float().cpu()
-        of_policy = padded[row].masked_fill_(~written[row], 0.0)
-        wrong = ~of_policy.isfinite() | (of_policy > MAX_ROUNDING)
-        if wrong.any():
-            token = int(wrong.int().argmax())
-            raise ValueError(
-                f"{name} is {float(of_policy[token]):g} at token {token}; pass the natural logarithm of the "
-                "probability that the engine drew the token with, which is finite and at most 0"
-            )
+            raise TypeError(f"sampling_logprobs[{row}]={logprobs!r:.60} must hold floating-point log-probabilities")
+    wrong = (~padded.isfinite() | (padded > MAX_ROUNDING)).nonzero().tolist()
+    if wrong:
+        row, token = wrong[0]
+        raise ValueError(
+            f"sampling_logprobs[{row}] is {float(padded[row, token]):g} at token {token}; pass the natural logarithm "
+            "of the probability that the engine drew the token with, which is finite and at most 0"
+        )
     return padded.to(rows.response_mask.device)
 
 
-def are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
+def _are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
     """Tell whether scores are rewards of tokens: a list of tensors, of which one has several numbers."""
     if not isinstance(scores, list | tuple):
         return False
     return all(isinstance(row, Tensor) and row.dim() == 1 for row in scores) and any(len(row) > 1 for row in scores)
 
 
-def token_scores_of(scores: Sequence[Tensor], rows: Responses) -> tuple[Tensor, Tensor]:
+def _token_scores(scores: Sequence[Tensor], rows: Responses) -> tuple[Tensor, Tensor]:
     """Pad the rewards of tokens.
-
-    Args:
-        scores: For each response a number for each of its tokens, `(T_i,)`; those of tokens that the policy did not
-            write are not paid. All NaN on the policy's tokens: nothing is learned from the response.
-        rows: The padded responses.
 
     Returns:
         0, or NaN where a response has no rewards, `(B,)`; and the rewards, float32 `(B, T)`.
-
-    Raises:
-        ValueError: There are more or fewer than responses or tokens, or one cannot be paid.
     """
-    if len(scores) != len(rows):
-        raise ValueError(f"scores has {len(scores)} values for the {len(rows)} responses")
-    padded, values = torch.zeros(rows.response_mask.shape), torch.zeros(len(rows))
-    lengths = rows.episode_mask.sum(dim=1).tolist()
-    for row, (given, length, written) in enumerate(zip(scores, lengths, rows.response_mask.cpu(), strict=True)):
-        if len(given) != length:
-            raise ValueError(f"scores[{row}] has {len(given)} values for the {length} tokens of the response")
-        padded[row, :length] = given.detach().float().cpu()
-        padded[row].masked_fill_(~written, 0.0)
-        if padded[row][written].isnan().all():
-            padded[row], values[row] = 0.0, math.nan
-        elif wrong := (~(padded[row].abs() <= MAX_SCORE)).nonzero().flatten().tolist():
-            token = wrong[0]
-            raise ValueError(
-                f"scores[{row}][{token}]={float(padded[row, token]):g} must lie between {-MAX_SCORE:g} and "
-                f"{MAX_SCORE:g}; pass a smaller number, or NaN for all tokens to learn nothing from the response"
-            )
+    padded = _of_tokens("scores", scores, rows)
+    has_none = (padded.isnan() | ~rows.response_mask.cpu()).all(dim=1)
+    padded[has_none] = 0.0
+    if wrong := (~(padded.abs() <= MAX_SCORE)).nonzero().tolist():
+        row, token = wrong[0]
+        raise ValueError(
+            f"scores[{row}][{token}]={float(padded[row, token]):g} must lie between {-MAX_SCORE:g} and "
+            f"{MAX_SCORE:g}; pass a smaller number, or NaN for all tokens to learn nothing from the response"
+        )
+    values = torch.zeros(len(rows)).masked_fill(has_none, math.nan)
     return values.to(rows.response_mask.device), padded.to(rows.response_mask.device)
 
 
-def truths(name: str, given: Sequence[bool] | Tensor, num_rows: int) -> Tensor:
-    """Return one truth value for each response, bool `(B,)`.
-
-    Raises:
-        TypeError: Something is not a truth value.
-        ValueError: There are more or fewer than `num_rows`.
-    """
-    if (found := _length(name, given)) != num_rows:
-        raise ValueError(f"{name} has {found} values for the {num_rows} responses")
-    values = given.tolist() if isinstance(given, Tensor) else list(given)
+def _bools(name: str, given: Sequence[bool] | Tensor, num_rows: int) -> Tensor:
+    """Return one truth value for each response, bool `(B,)`."""
+    rows = _counted(name, given, num_rows)
+    values = rows.tolist() if isinstance(rows, Tensor) else list(rows)
     if others := [value for value in values if not isinstance(value, bool)]:
         raise TypeError(f"{name} holds {others[0]!r:.60}; it must hold only True and False")
     return torch.tensor(values, dtype=torch.bool)
-
-
-def scores_of(scores: Sequence[float] | Sequence[Tensor] | Tensor, num_rows: int, device: torch.device) -> Tensor:
-    """Return scores as a float32 tensor `(B,)`.
-
-    Raises:
-        TypeError: A score is not a number.
-        ValueError: The number of scores is wrong, or one is beyond `MAX_SCORE`.
-    """
-    if (found := _length("scores", scores)) != num_rows:
-        raise ValueError(f"scores has {found} values for the {num_rows} responses")
-    numbers = [_number(f"scores[{row}]", score) for row, score in enumerate(scores)]
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def _number(name: str, score: object) -> float:

@@ -240,41 +240,41 @@ _NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "loss/positi
 """Metrics of the policy's forward passes, which warm-up skips."""
 
 
-class CriticWarmup:
-    """Critic warm-up (value pretraining: VC-PPO, 2503.01491; VAPO, 2504.05118).
+class CriticOnly:
+    """When only the value model learns: in critic warm-up, and in `num_critic_epochs` after the policy's last epoch.
 
-    During warm-up, returns have lambda 1, and the policy's parameters, including those shared with the value model,
-    have no gradient: neither weight decay nor an optimizer's moments move them. Warm-up ends after
-    `critic_warmup_steps` updates, or, on all ranks together, before an update whose values explain enough of the
-    returns' variance.
+    The policy's parameters, including those shared with the value model, then have no gradient: neither weight decay
+    nor an optimizer's moments move them. During warm-up (value pretraining: VC-PPO, 2503.01491; VAPO, 2504.05118)
+    returns have lambda 1. Warm-up ends after `critic_warmup_steps` updates, or, on all ranks together, before an
+    update whose values explain enough of the returns' variance.
 
     Args:
         run: The run.
 
     Attributes:
-        is_over: Whether the explained variance has reached the threshold.
-        in_critic_epoch: Whether the current mini-batch belongs to one of `num_critic_epochs` after the policy's last.
+        warmup_is_over: Whether the explained variance has reached the threshold.
+        in_critic_epoch: Whether the current mini-batch belongs to an epoch of the value model alone.
     """
 
     def __init__(self, run: RunState) -> None:
         self.run, self.args = run, run.args
-        self.is_over = self.in_critic_epoch = False
+        self.warmup_is_over = self.in_critic_epoch = False
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         self._left_out: list[tuple[Tensor, Tensor | None]] = []
         run.stateful.register("critic_warmup", self)
 
     @property
-    def is_active(self) -> bool:
-        """Whether only the value model learns in the current update."""
-        return not self.is_over and self.run.state.global_step < self.args.critic_warmup_steps
+    def warms_up(self) -> bool:
+        """Whether the current update is one of critic warm-up."""
+        return not self.warmup_is_over and self.run.state.global_step < self.args.critic_warmup_steps
 
     @property
     def freezes_policy(self) -> bool:
         """Whether only the value model learns from the current mini-batch."""
-        return self.is_active or self.in_critic_epoch
+        return self.warms_up or self.in_critic_epoch
 
-    def maybe_end(self, rollout: Rollout, returns: Tensor) -> bool:
+    def maybe_end_warmup(self, rollout: Rollout, returns: Tensor) -> bool:
         """End warm-up if the values explain enough of the returns' variance.
 
         Args:
@@ -285,18 +285,17 @@ class CriticWarmup:
             Whether warm-up has ended now.
         """
         gate = self.args.critic_warmup_explained_variance
-        if gate is None or not self.is_active:
+        if gate is None or not self.warms_up:
             return False
         mask = valued_tokens(rollout.loss_mask, self.args)
         found = float(explained_variance(rollout.values, returns, mask, self.run.sum_over_ranks))
-        if found < gate:
-            return False
-        self.is_over = True
-        logger.info(
-            f"Critic warm-up ends after {self.run.state.global_step} updates: the values' explained variance is "
-            f"{found:.3g}. The policy learns from now on."
-        )
-        return True
+        if found >= gate:
+            self.warmup_is_over = True
+            logger.info(
+                f"Critic warm-up ends after {self.run.state.global_step} updates: the values' explained variance is "
+                f"{found:.3g}. The policy learns from now on."
+            )
+        return self.warmup_is_over
 
     def drop_policy_gradients(self, policy: nn.Module) -> None:
         """Remove the gradients of the policy's parameters where only the value model learns."""
@@ -308,8 +307,8 @@ class CriticWarmup:
         """Drop metrics of the policy's forward passes during warm-up, and add whether it is active."""
         if self.args.critic_warmup_steps == 0:
             return dict(metrics)
-        kept = {name: value for name, value in metrics.items() if not (self.is_active and name in _NOT_MEASURED)}
-        return kept | {"val/critic_warmup": float(self.is_active)}
+        kept = {name: value for name, value in metrics.items() if not (self.warms_up and name in _NOT_MEASURED)}
+        return kept | {"val/critic_warmup": float(self.warms_up)}
 
     def begin(self, optimizer: Any, policy_groups: Sequence[int]) -> None:
         """Freeze the policy's parameter groups under DeepSpeed, whose groups always have gradients.
@@ -345,11 +344,11 @@ class CriticWarmup:
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether warm-up is over; `global_step` gives its updates."""
-        return {"is_over": self.is_over} if self.args.critic_warmup_steps else {}
+        return {"is_over": self.warmup_is_over} if self.args.critic_warmup_steps else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
-        self.is_over = bool(state["is_over"])
+        self.warmup_is_over = bool(state["is_over"])
 
 
 def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
@@ -375,7 +374,7 @@ class InterruptibleLearning:
 
     Args:
         run: The run.
-        warmup: Learns whether the current mini-batch trains the value model alone.
+        critic_only: Learns whether the current mini-batch trains the value model alone.
         keep: Saves the update's metrics in a `PartialUpdate` when learning is interrupted.
 
     Attributes:
@@ -383,8 +382,8 @@ class InterruptibleLearning:
             update to finish.
     """
 
-    def __init__(self, run: RunState, warmup: CriticWarmup, keep: Callable[[PartialUpdate], None]) -> None:
-        self.run, self.args, self.accelerator, self.warmup = run, run.args, run.accelerator, warmup
+    def __init__(self, run: RunState, critic_only: CriticOnly, keep: Callable[[PartialUpdate], None]) -> None:
+        self.run, self.args, self.accelerator, self.critic_only = run, run.args, run.accelerator, critic_only
         self.between = MicroBatchStopCheck(run.signals, self.accelerator.num_processes, self.args.device)
         self.keep = keep
         self.partial: PartialUpdate | None = None
@@ -473,11 +472,11 @@ class InterruptibleLearning:
                 self.between.check_before_minibatch()
             start = time.monotonic()
             num_shared = args.num_ppo_epochs * args.num_mini_batches
-            self.warmup.in_critic_epoch = learned.num_minibatches >= num_shared
+            self.critic_only.in_critic_epoch = learned.num_minibatches >= num_shared
             try:
                 yield minibatch
             finally:
-                self.warmup.in_critic_epoch = False
+                self.critic_only.in_critic_epoch = False
             self.between.seconds = time.monotonic() - start
             learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
             learned.sums, learned.named = list(statistics.sums), list(statistics.named)

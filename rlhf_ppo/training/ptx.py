@@ -17,7 +17,7 @@ from rlhf_ppo.data.rollout import Responses, micro_batches
 from rlhf_ppo.processes.distributed import derive_seed, get_logger
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.training.external_loop import padded_responses
-from rlhf_ppo.training.learning import CriticWarmup, accumulate, backward
+from rlhf_ppo.training.learning import CriticOnly, accumulate, backward
 from rlhf_ppo.training.run_state import RunState
 
 logger = get_logger(__name__)
@@ -133,12 +133,12 @@ class LanguageModeling:
 
     Args:
         run: The run.
-        warmup: Critic warm-up, which skips this loss.
+        critic_only: Tells when only the value model learns, which skips this loss.
         dataset: `ptx_dataset`.
     """
 
-    def __init__(self, run: RunState, warmup: CriticWarmup, dataset: Any) -> None:
-        self.run, self.warmup, self.num_drawn = run, warmup, 0
+    def __init__(self, run: RunState, critic_only: CriticOnly, dataset: Any) -> None:
+        self.run, self.critic_only, self.num_drawn = run, critic_only, 0
         self._orders: dict[int, Sequence[int]] = {}
         limit = run.longest_sequence
         sizes = (None if limit is None else limit.tokens, run.vocabulary.size or len(run.tokenizer))
@@ -169,7 +169,7 @@ class LanguageModeling:
         Returns:
             The loss as the step sums it; 0 where only the value model learns.
         """
-        if self.warmup.freezes_policy:
+        if self.critic_only.freezes_policy:
             return 0.0
         run, coef = self.run, self.run.args.ptx_coef
         rows = self._rows()
@@ -192,7 +192,7 @@ class LanguageModeling:
 
     def count_step(self) -> None:
         """Count the rows of a completed step; an interrupted step uses the same rows again."""
-        if not self.warmup.freezes_policy:
+        if not self.critic_only.freezes_policy:
             self.num_drawn += self.run.sizes.mini_batch_size
 
     def _rows(self) -> Responses:

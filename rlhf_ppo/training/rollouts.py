@@ -18,14 +18,7 @@ from rlhf_ppo.algorithm.penalties import FixedKLController, KLController
 from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
-from rlhf_ppo.evaluation.critic_audit import (
-    Continuation,
-    batches_of,
-    columns_of,
-    draw_cuts,
-    joined,
-    prefix_prompts,
-)
+from rlhf_ppo.evaluation import critic_audit as audits
 from rlhf_ppo.evaluation.rollouts import runnable, sample_rows
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.generation.sampling import naming_the_model
@@ -36,17 +29,8 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutpu
 from rlhf_ppo.models.unwrapping import as_module, gathered
 from rlhf_ppo.processes.distributed import isolated_rng, raise_on_all_ranks, zero_stage
 from rlhf_ppo.processes.signals import raise_if_stopped
+from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import KeptCompletions
-from rlhf_ppo.reporting.metrics import (
-    critic_metrics,
-    evaluation_metrics,
-    gather_columns,
-    rollout_columns,
-    rollout_metrics,
-    sampling_metrics,
-    unique_fraction,
-    warn_of_unscored,
-)
 from rlhf_ppo.rewards.scorer import Scores, scores_in_reward_unit
 from rlhf_ppo.training.learning import valued_tokens
 from rlhf_ppo.training.run_state import RunState
@@ -310,14 +294,14 @@ class RolloutMetrics:
         """
         run, args, logged = self.run, self.run.args, self.run.logged.columns
         rewards, returns, advantages = of_tokens
-        own = rollout_columns(rollout, args, kl_controller.coef, score_unit)
-        columns = gather_columns(own, run.gather)
+        own = metrics.rollout_columns(rollout, args, kl_controller.coef, score_unit)
+        columns = metrics.gather_columns(own, run.gather)
         valued = valued_tokens(rollout.loss_mask, args)
-        warn_of_unscored(columns["scores"])
-        unique = unique_fraction(rollout, run.gather)
-        run.metrics |= rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
-        run.metrics |= critic_metrics(rollout.values, returns, valued, run.sum_over_ranks, run.gather)
-        run.metrics |= sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
+        metrics.warn_of_unscored(columns["scores"])
+        unique = metrics.unique_fraction(rollout, run.gather)
+        run.metrics |= metrics.rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
+        run.metrics |= metrics.critic_metrics(rollout.values, returns, valued, run.sum_over_ranks, run.gather)
+        run.metrics |= metrics.sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
         if not isinstance(kl_controller, FixedKLController):
             run.metrics["objective/kl_coef"] = float(kl_controller.coef)
         self.num_response_tokens = int(columns["length"].sum())
@@ -394,7 +378,7 @@ def metrics_of_evaluation(
     columns["scores"] = scores_in_reward_unit(*shaped, score_unit)
     run.timer.drain()
     extra = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}
-    return evaluation_metrics(columns, prefix) | extra
+    return metrics.evaluation_metrics(columns, prefix) | extra
 
 
 def rows_of_samples(
@@ -449,26 +433,26 @@ def audit_columns(
     responses, prompts = sampler.respond(model, prompts)
     rollout, _ = evaluate(model, responses, prompts)
 
-    def evaluated(batch: Sequence[Continuation], sampled: Tensor) -> tuple[Rollout, Tensor]:
+    def evaluated(batch: Sequence[audits.Continuation], sampled: Tensor) -> tuple[Rollout, Tensor]:
         of_rows = prompts.take([each.row for each in batch])
-        ids = joined(rollout, batch, sampled, args.response_length, tokens.pad)
+        ids = audits.joined(rollout, batch, sampled, args.response_length, tokens.pad)
         return evaluate(model, join_responses(of_rows, ids, tokens.stop, tokens.pad, tokens.stop_strings), of_rows)
 
-    def returns_of(batch: Sequence[Continuation]) -> Tensor:
+    def returns_of(batch: Sequence[audits.Continuation]) -> Tensor:
         config = sampling_config(args, tokens.stop, run.vocabulary.never_sampled)
         config.max_new_tokens = args.response_length - batch[0].cut
-        return evaluated(batch, sampler.sample(model, prefix_prompts(rollout, batch), config).responses)[1]
+        return evaluated(batch, sampler.sample(model, audits.prefix_prompts(rollout, batch), config).responses)[1]
 
     def scores_at(cuts: np.ndarray) -> np.ndarray:
         """Score prefixes as they are; empty ones are not scored."""
-        rows = [Continuation(row, max(int(cut), 1), (row, 0, 0)) for row, cut in enumerate(cuts)]
+        rows = [audits.Continuation(row, max(int(cut), 1), (row, 0, 0)) for row, cut in enumerate(cuts)]
         scores = evaluated(rows, responses.responses[:, :0])[0].scores.double().cpu().numpy()
         return np.where(cuts > 0, scores, np.nan)
 
-    cuts = draw_cuts(responses.masks.response.sum(axis=1), num_prefixes, generator)
+    cuts = audits.draw_cuts(responses.masks.response.sum(axis=1), num_prefixes, generator)
     width, longest = responses.context_length + args.response_length, sampler.longest_sequence
     slack = math.inf if longest is None else longest.tokens - width
-    batches = batches_of(cuts, num_continuations, args.eval_batch_size, slack)
+    batches = audits.batches_of(cuts, num_continuations, args.eval_batch_size, slack)
     num_batches = int(run.gather(torch.tensor([len(batches)], device=args.device)).max())  # as many on every rank
     returns = np.full((*cuts.shape, num_continuations), np.nan)
     for index in range(num_batches):
@@ -476,4 +460,4 @@ def audit_columns(
         for each, of_tokens in zip(batch, returns_of(batch).cpu().numpy(), strict=True):
             returns[each.place] = of_tokens[each.cut]
     scores = np.stack([scores_at(of_rows) for of_rows in cuts.T], axis=1)
-    return columns_of(rollout, cuts, scores, returns)
+    return audits.columns_of(rollout, cuts, scores, returns)

@@ -25,7 +25,7 @@ from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.stopping import StopStrings, ended
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.processes.distributed import RngStreams, gather_over_ranks, get_logger, sum_over_ranks
+from rlhf_ppo.processes.distributed import RngStreams, get_logger
 from rlhf_ppo.processes.signals import StopOnSignal
 from rlhf_ppo.reporting.metrics import MetricWindow, PhaseTimer
 from rlhf_ppo.rewards.functions import LoggedByFunctions
@@ -88,8 +88,6 @@ class RunState:
         control: Trainer's control.
         callbacks: Trainer's callback handler.
         accelerator: Trainer's accelerator.
-        sum_over_ranks: Sums a tensor over all ranks.
-        gather: Concatenates a tensor's rows over all ranks.
         guard: The guard against divergence.
         streams: The random-number streams.
         signals: The received signals.
@@ -118,8 +116,6 @@ class RunState:
     control: TrainerControl = field(init=False)
     callbacks: CallbackHandler = field(init=False)
     accelerator: Accelerator = field(init=False)
-    sum_over_ranks: Callable[[Tensor], Tensor] = field(init=False)
-    gather: Callable[[Tensor], Tensor] = field(init=False)
     guard: DivergenceGuard = field(init=False)
     streams: RngStreams = field(init=False)
     signals: StopOnSignal = field(init=False)
@@ -139,10 +135,17 @@ class RunState:
     def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, model: nn.Module) -> None:
         """Set the objects that Trainer's constructor made, and make the parts that need them."""
         self.accelerator, self.callbacks = accelerator, callbacks
-        self.sum_over_ranks, self.gather = sum_over_ranks(accelerator), gather_over_ranks(accelerator)
         self.guard = DivergenceGuard(self, self.unwrapped(model))
         self.streams = RngStreams(self.args.process_index, self.args.seed)
         self.logged = LoggedByFunctions(is_used=bool(self.reward_funcs))
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Sum a small tensor over all ranks; one process returns the tensor."""
+        return self.accelerator.reduce(tensor, reduction="sum")  # pyright: ignore[reportReturnType]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate a tensor's rows over all ranks; one process returns the tensor."""
+        return self.accelerator.gather(tensor)  # pyright: ignore[reportReturnType]
 
     def unwrapped(self, model: nn.Module) -> PolicyAndValue:
         """Return policy and value model without the wrappers of engines and compilation."""

@@ -17,54 +17,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.complete import (
-    VALUE_MODEL_DIR,
-    check_engine,
-    check_fits,
-    check_same_processes,
-    commit_checkpoint,
-    is_converted_on_save,
-    last_complete_checkpoint,
-    load_converted,
-    models_with_optimizer_state,
-    start_checkpoint,
-    why_incomplete,
-)
-from rlhf_ppo.checkpoints.files import (
-    UNFINISHED,
-    explaining_full_disk,
-    find_damage,
-    hash_share,
-    remove_leftovers,
-    remove_links,
-    write_manifest,
-)
-from rlhf_ppo.checkpoints.run import (
-    Entry,
-    History,
-    Run,
-    check_start,
-    continue_run,
-    full_history,
-    last_entries,
-    locked,
-    parse_resume,
-    rotate,
-    start_run,
-)
-from rlhf_ppo.checkpoints.state import (
-    PPOTrainerState,
-    Progress,
-    comparable_arguments,
-    describe_changes,
-    describe_dataset,
-    hash_of_function,
-    hash_of_text,
-    hash_of_weights,
-    load_fingerprint,
-    num_learned_minibatches,
-    save_fingerprint,
-)
+from rlhf_ppo.checkpoints import complete, files
+from rlhf_ppo.checkpoints import run as runs
+from rlhf_ppo.checkpoints import state as saved
+from rlhf_ppo.checkpoints.complete import VALUE_MODEL_DIR
+from rlhf_ppo.checkpoints.run import Entry, History, Run
+from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.models.adapters import load_adapter_weights
@@ -124,12 +82,12 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
     value_directory = os.path.join(checkpoint, VALUE_MODEL_DIR)
     parts = ((models.policy, checkpoint), (models.value_model, value_directory))
     for part, directory in parts:
-        check_fits(part, directory)
+        complete.check_fits(part, directory)
     for part, directory in parts:
         if is_peft_model(part):
             load_adapter_weights(part, directory)
-        elif is_converted_on_save(part):
-            load_converted(part, directory)
+        elif complete.is_converted_on_save(part):
+            complete.load_converted(part, directory)
         else:
             with hide_library_warnings():
                 load(directory, part)
@@ -152,7 +110,7 @@ def loading_without_policy_state(checkpoint: str, policy: nn.Module) -> Iterator
         policy: The trained language model.
     """
     held = [each for each in policy.parameters() if each.requires_grad]
-    if "policy" in models_with_optimizer_state(checkpoint):
+    if "policy" in complete.models_with_optimizer_state(checkpoint):
         held = []
     for parameter in held:
         parameter.requires_grad_(False)
@@ -223,10 +181,10 @@ class CheckpointWriter:
         self.guard.check_weights()
         run_directory, num_updates = output_directory(self.args), self.run.state.global_step
         directory = os.path.join(run_directory, self.learning.checkpoint_name(num_updates))
-        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint):
+        with files.explaining_full_disk(directory, lambda: self.guard.last_checkpoint):
             written = os.path.join(run_directory, f"checkpoint-{num_updates}")
             if written != directory:  # Trainer has one name per update, which another checkpoint may have already
-                written = os.path.join(run_directory, UNFINISHED, os.path.basename(written))
+                written = os.path.join(run_directory, files.UNFINISHED, os.path.basename(written))
             self.write(written, write)
             self._mark_as_whole(written, directory)
         self.guard.last_checkpoint = directory
@@ -236,7 +194,7 @@ class CheckpointWriter:
         """Delete the run's checkpoints beyond `save_total_limit`."""
         if self.args.should_save:
             best = self.run.state.best_model_checkpoint
-            rotate(output_directory(self.args), self.directory.run, self.args.save_total_limit, best, newest)
+            runs.rotate(output_directory(self.args), self.directory.run, self.args.save_total_limit, best, newest)
 
     def write(self, directory: str, write: Callable[[str], None]) -> None:
         """Write the files of a checkpoint: those of this package, and Trainer's.
@@ -253,7 +211,7 @@ class CheckpointWriter:
                 if self.args.should_save:
                     self._begin(directory)
             state, together = self.run.state, self._failing_in_saving()
-            with self.run.override_args(**overridden), last_entries(state), together:
+            with self.run.override_args(**overridden), runs.last_entries(state), together:
                 write(directory)
         finally:
             self.run.is_saving = False
@@ -261,9 +219,9 @@ class CheckpointWriter:
     def _begin(self, directory: str) -> None:
         """Write this package's files into an empty directory."""
         run, progress = self.run, self.run.progress
-        start_checkpoint(directory)
+        complete.start_checkpoint(directory)
         self.directory.run.save(directory)
-        save_fingerprint(directory, run.fingerprint)
+        saved.save_fingerprint(directory, run.fingerprint)
         progress.pending_metrics = run.window.updates
         progress.batch_size, progress.num_generations = run.sizes.batch_size, run.args.num_generations
         progress.num_processes = self.accelerator.num_processes
@@ -279,11 +237,11 @@ class CheckpointWriter:
         self.accelerator.wait_for_everyone()  # every rank has written its files before the manifest
         with raise_on_all_ranks(self.accelerator):
             if self.args.should_save and written != directory:
-                commit_checkpoint(written, directory)
+                complete.commit_checkpoint(written, directory)
         hashes = self._hashes(directory) if self.accelerator.num_processes > 1 else None
         with raise_on_all_ranks(self.accelerator):
             if self.args.should_save:
-                write_manifest(directory, hashes)
+                files.write_manifest(directory, hashes)
 
     def _hashes(self, directory: str) -> dict[str, str]:
         """Hash this process's share of a checkpoint's files; return the hashes of this node's processes."""
@@ -291,7 +249,7 @@ class CheckpointWriter:
         node, own = rank // count, {}
         with raise_on_all_ranks(self.accelerator):
             if node == 0 or self.args.save_on_each_node:
-                own = hash_share(directory, rank % count, count)
+                own = files.hash_share(directory, rank % count, count)
         of_nodes = gather_object([(node, own)])
         return {name: value for at, found in of_nodes if at == node for name, value in found.items()}
 
@@ -307,7 +265,7 @@ class CheckpointWriter:
         with self.run.override_args(save_total_limit=None):
             yield
         if self.args.should_save and limit == 1 and best is not None:
-            rotate(output_directory(self.args), self.directory.run, limit, best, None)
+            runs.rotate(output_directory(self.args), self.directory.run, limit, best, None)
 
     def save_model(self, output_dir: str | None, is_of_checkpoint: bool, write: Callable[[], None]) -> None:
         """Save the policy and log its place; see `PPOTrainer.save_model`.
@@ -326,10 +284,10 @@ class CheckpointWriter:
         if not self.run.is_saving:
             self.guard.check_weights(together=is_sharding(self.accelerator))
             if self.args.should_save:
-                remove_leftovers(directory)
-                remove_links(directory)
+                files.remove_leftovers(directory)
+                files.remove_links(directory)
         together = self._failing_in_saving() if self.run.is_saving else nullcontext()
-        with explaining_full_disk(directory, lambda: self.guard.last_checkpoint), together:
+        with files.explaining_full_disk(directory, lambda: self.guard.last_checkpoint), together:
             write()
         if not is_of_checkpoint and self.args.process_index == 0 and not self.args.disable_tqdm:
             print_text(where_results_are(directory, own))
@@ -359,7 +317,7 @@ class CheckpointWriter:
 
     def naming_full_log(self) -> AbstractContextManager[None]:
         """Name the newest checkpoint in the error of a full disk during logging."""
-        return explaining_full_disk(
+        return files.explaining_full_disk(
             output_directory(self.args), lambda: self.guard.last_checkpoint, "what is logged or printed"
         )
 
@@ -371,7 +329,7 @@ class CheckpointWriter:
         """
         best = cast(str, self.run.state.best_model_checkpoint)
         with raise_on_all_ranks(self.accelerator):
-            if self.args.process_index == 0 and (reason := find_damage(best)) is not None:
+            if self.args.process_index == 0 and (reason := files.find_damage(best)) is not None:
                 raise ValueError(
                     f"load_best_model_at_end=True, but the best checkpoint, {best}, is no longer complete: {reason}; "
                     f"the newest one is {self.guard.last_checkpoint}"
@@ -400,14 +358,14 @@ def run_fingerprint(
     """
     trained = [name for name, value in models.named_parameters() if value.requires_grad]
     return {
-        "arguments": comparable_arguments(run.args),
-        "train_dataset": describe_dataset(train_dataset),
+        "arguments": saved.comparable_arguments(run.args),
+        "train_dataset": saved.describe_dataset(train_dataset),
         "processing_class": _described_tokenizer(run.tokenizer),
-        "reward_funcs": {function_name(function): hash_of_function(function) for function in run.reward_funcs},
-        "reward_model": [hash_of_weights(reward.parameters()) for reward in reward_models],
-        "ref_model": None if reference is None else hash_of_weights(reference.parameters()),
-        "base_model": hash_of_weights(value for value in models.parameters() if not value.requires_grad),
-        "trained": hash_of_text(" ".join(trained)),
+        "reward_funcs": {function_name(function): saved.hash_of_function(function) for function in run.reward_funcs},
+        "reward_model": [saved.hash_of_weights(reward.parameters()) for reward in reward_models],
+        "ref_model": None if reference is None else saved.hash_of_weights(reference.parameters()),
+        "base_model": saved.hash_of_weights(value for value in models.parameters() if not value.requires_grad),
+        "trained": saved.hash_of_text(" ".join(trained)),
         "num_trained": sum(value.requires_grad for value in models.parameters()),
     }
 
@@ -422,7 +380,7 @@ def compare_with(checkpoint: str, now: dict[str, Any]) -> None:
     Raises:
         ValueError: Other parameters are trained; the checkpoint's optimizer has no state for them.
     """
-    before = load_fingerprint(checkpoint)
+    before = saved.load_fingerprint(checkpoint)
     if before.get("trained") != now["trained"]:
         raise ValueError(
             f"resume_from_checkpoint={checkpoint!r} is of a run that trained {before.get('num_trained')} parameters, "
@@ -430,14 +388,14 @@ def compare_with(checkpoint: str, now: dict[str, Any]) -> None:
             "them; train the same parameters, or start a new run from the checkpoint with model=<checkpoint> and "
             "value_model=<checkpoint>/value_model"
         )
-    if lines := describe_changes(before, now):
+    if lines := saved.describe_changes(before, now):
         logger.warning("\n  ".join([f"{checkpoint} is resumed with changes:", *lines]))
 
 
 def _described_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id]
-    return hash_of_text(json.dumps([vocabulary, special, str(getattr(tokenizer, "chat_template", None))]))
+    return saved.hash_of_text(json.dumps([vocabulary, special, str(getattr(tokenizer, "chat_template", None))]))
 
 
 class RunDirectory:
@@ -472,21 +430,21 @@ class RunDirectory:
             with raise_on_all_ranks(self.accelerator):
                 if self.args.process_index == 0:
                     os.makedirs(directory, exist_ok=True)
-                    stack.enter_context(locked(directory))
-                    remove_leftovers(directory)
+                    stack.enter_context(runs.locked(directory))
+                    files.remove_leftovers(directory)
             yield self._open(directory, resume_from_checkpoint)
 
     def _open(self, directory: str, resume_from_checkpoint: str | bool | None) -> str | None:
         """Start a new run, or find the run to continue and its checkpoint."""
         given = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        wanted = parse_resume(given)
+        wanted = runs.parse_resume(given)
         opened: list[Any] = [None]
         self._given_up = None
         with raise_on_all_ranks(self.accelerator):
             if self.args.process_index == 0:
-                check_start(directory, wanted, self.args.overwrite_output_dir)
+                runs.check_start(directory, wanted, self.args.overwrite_output_dir)
                 if wanted is False:
-                    opened = [(None, start_run(directory, self.args.overwrite_output_dir))]
+                    opened = [(None, runs.start_run(directory, self.args.overwrite_output_dir))]
                 else:
                     opened = [self._continue_run(directory, wanted)]
         checkpoint, self.run = broadcast_object_list(opened)[0]
@@ -497,10 +455,10 @@ class RunDirectory:
 
     def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
         checkpoint = _whole_checkpoint(directory, wanted)
-        check_engine(checkpoint, self.is_deepspeed, self.is_fsdp)
+        complete.check_engine(checkpoint, self.is_deepspeed, self.is_fsdp)
         step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
-        learned = num_learned_minibatches(checkpoint)
-        run, abandoned = continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))
+        learned = saved.num_learned_minibatches(checkpoint)
+        run, abandoned = runs.continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))
         later = f"{', '.join(abandoned)}) is not taken for this run's any more: it is neither resumed from nor deleted"
         told = (
             f"Going on from {checkpoint}; what comes after it ({later}, and overwritten when its update comes again."
@@ -552,7 +510,7 @@ def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
     if isinstance(wanted, str):
         _check_whole(wanted)
         return wanted
-    found = last_complete_checkpoint(directory)
+    found = complete.last_complete_checkpoint(directory)
     if found is None:
         raise ValueError(
             f"resume_from_checkpoint=True, but output_dir={directory!r} holds no complete checkpoint; "
@@ -562,7 +520,7 @@ def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
 
 
 def _check_whole(directory: str) -> None:
-    reason = why_incomplete(directory)
+    reason = complete.why_incomplete(directory)
     if reason is not None:
         raise ValueError(
             f"resume_from_checkpoint={directory!r} is not a complete checkpoint: {reason}; pass another directory, or "
@@ -591,9 +549,9 @@ def resume(
     run.progress, accelerator, args = Progress(), run.accelerator, run.args
     if checkpoint is not None:
         run.progress = progress = Progress.load(checkpoint)
-        run.state.log_history = full_history(checkpoint, run.state.log_history, progress.num_logged)
+        run.state.log_history = runs.full_history(checkpoint, run.state.log_history, progress.num_logged)
         is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        check_same_processes(progress, run.sizes.batch_size, accelerator.num_processes, is_deepspeed)
+        complete.check_same_processes(progress, run.sizes.batch_size, accelerator.num_processes, is_deepspeed)
         run.state.compute_steps(args, run.sizes.num_total_batches)
         same_batches = progress.num_generations == args.num_generations
         find_place(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
@@ -676,7 +634,7 @@ def apply_own_optimization(
         learning_rate: Returns the current learning rate.
     """
     done = run.state.global_step
-    if is_fsdp(run.accelerator) and done == 0 and not num_learned_minibatches(checkpoint):
+    if is_fsdp(run.accelerator) and done == 0 and not saved.num_learned_minibatches(checkpoint):
         optimizer.state.clear()  # torch took an empty step to save it; Adam counts that step
     if (changed := optimization.put_in_force(run.progress.optimization, done)) is not None:
         logger.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -138,51 +138,9 @@ class Recipe:
         return trial_trainer
 
 
-def search(
-    recipe: Recipe,
+def check_search(
     args: PPOConfig,
     accelerator: Accelerator,
-    eval_dataset: Any,
-    models: Sequence[nn.Module | None],
-    hp_space: Callable[[Any], dict[str, Any]] | None,
-    compute_objective: Callable[[dict[str, float]], float] | None,
-    n_trials: int,
-    direction: str | list[str],
-    backend: Any,
-    hp_name: Callable[[Any], str] | None,
-    options: Mapping[str, Any],
-) -> BestRun | list[BestRun]:
-    """Search hyperparameters, see `PPOTrainer.hyperparameter_search`.
-
-    Args:
-        recipe: Recipe of the searching trainer.
-        args: Its arguments.
-        accelerator: Its accelerator.
-        eval_dataset: Its evaluation set or sets.
-        models: Its models; they leave the device during the search.
-        hp_space: As in the method.
-        compute_objective: As in the method.
-        n_trials: As in the method.
-        direction: As in the method.
-        backend: As in the method.
-        hp_name: As in the method.
-        options: Options of Optuna.
-
-    Raises:
-        TypeError: The number of trials is not a whole number.
-        ValueError: The search, or a trial, cannot run.
-    """
-    _check_options(args, eval_dataset, n_trials, direction, backend, options, compute_objective is None)
-    if is_sharding(accelerator) or zero_stage(accelerator) is not None:
-        raise ValueError("hyperparameter_search runs in one process or under DDP, not under DeepSpeed or FSDP")
-    recipe.check_starts_anew(args)
-    how = (hp_space or default_hp_space, compute_objective or eval_score, hp_name)
-    with on_cpu(models, args.device):
-        return Trials(recipe, args, accelerator, *how).run(n_trials, direction, **options)
-
-
-def _check_options(
-    args: PPOConfig,
     eval_dataset: Any,
     n_trials: Any,
     direction: str | list[str],
@@ -190,6 +148,24 @@ def _check_options(
     options: Mapping[str, Any],
     compares_score: bool,
 ) -> None:
+    """Check the arguments of `PPOTrainer.hyperparameter_search` before the first trial.
+
+    Args:
+        args: The arguments of the searching trainer.
+        accelerator: Its accelerator.
+        eval_dataset: Its evaluation set or sets.
+        n_trials: As in the method.
+        direction: As in the method.
+        backend: As in the method.
+        options: Options of Optuna.
+        compares_score: Whether trials are compared by `eval_score`.
+
+    Raises:
+        TypeError: The number of trials is not a whole number.
+        ValueError: The search cannot run.
+    """
+    if is_sharding(accelerator) or zero_stage(accelerator) is not None:
+        raise ValueError("hyperparameter_search runs in one process or under DDP, not under DeepSpeed or FSDP")
     if backend not in (None, "optuna", HPSearchBackend.OPTUNA):
         raise ValueError(f"backend={backend!r}: hyperparameter_search runs with 'optuna' only")
     ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]().ensure_available()
@@ -199,10 +175,7 @@ def _check_options(
             "for several at a time start several processes with the same storage and study_name"
         )
     if n_trials is not None or options.get("timeout") is None:
-        if not isinstance(n_trials, int) or isinstance(n_trials, bool):
-            raise TypeError(f"n_trials={n_trials!r} must be a whole number, or None together with timeout")
-        if n_trials < 1:
-            raise ValueError(f"n_trials={n_trials} leaves nothing to compare: ask for 1 or more")
+        _check_num_trials(n_trials)
     if compares_score and (isinstance(eval_dataset, Mapping) or isinstance(direction, list)):
         raise ValueError(
             "there is more than one eval_dataset or direction, and no single eval_score: pass compute_objective, "
@@ -219,6 +192,13 @@ def _check_options(
             "generation_engine='vllm' cannot start anew for each trial of hyperparameter_search; set it to "
             "'transformers' or 'continuous'"
         )
+
+
+def _check_num_trials(number: Any) -> None:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"n_trials={number!r} must be a whole number, or None together with timeout")
+    if number < 1:
+        raise ValueError(f"n_trials={number} leaves nothing to compare: ask for 1 or more")
 
 
 @contextmanager

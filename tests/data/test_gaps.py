@@ -77,22 +77,6 @@ def test_an_update_equals_numpy(make_trainer: MakeTrainer, variant: str) -> None
     check_update(update)
 
 
-def test_learning_in_turn_takes_the_same_steps(make_trainer: MakeTrainer) -> None:
-    """Policy and value model have their backward passes apart where `compute_loss` is not overridden."""
-    run: dict[str, Any] = {"total_episodes": 8, "num_mini_batches": 1, "bootstrap_truncated": True}
-
-    class LosesWhole(RespondsInTurns):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    in_turn, whole = make_trainer(RespondsInTurns, **run), make_trainer(LosesWhole, **run)
-    before = parameters(whole)
-    in_turn.train()
-    whole.train()
-    assert_identical(parameters(in_turn), parameters(whole))
-    assert any(not torch.equal(value, before[name]) for name, value in parameters(whole).items())
-
-
 def test_a_tools_tokens_may_be_masked_out_of_a_rollout_that_holds_figures_of_them(make_trainer: MakeTrainer) -> None:
     """`collect_rollout` of a subclass takes them out late: their log-probabilities, values and KL are there."""
 

@@ -76,16 +76,6 @@ def test_optimizer_steps_are_epochs_times_mini_batches(
     assert trainer.state.global_step == num_updates
 
 
-def test_combinations_that_do_not_divide_are_errors(make_args: Callable[..., Any]) -> None:
-    for per_device, accumulation, num_mini_batches in ((1, 1, 2), (1, 1, 4), (1, 2, 4), (2, 1, 4)):
-        with pytest.raises(ValueError, match=f"num_mini_batches={num_mini_batches} does not divide"):
-            make_args(
-                per_device_train_batch_size=per_device,
-                gradient_accumulation_steps=accumulation,
-                num_mini_batches=num_mini_batches,
-            )
-
-
 # ---- Cutting ----
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import processes
-from tests.distributed.comparing import assert_same_end
+from tests.distributed.comparing import whole_and_other
 
 pytestmark = pytest.mark.distributed
 
@@ -23,21 +23,10 @@ BINS = {
 
 @pytest.mark.parametrize("config", ["multi_gpu", "deepspeed_zero3", "fsdp2"])
 def test_a_running_range_is_that_of_all_ranks_and_survives_a_resume(config, models, tmp_path):
-    def call(name, **arguments):
-        run = {"output_dir": str(tmp_path / name), "models": str(models), **BINS, "num_ppo_epochs": 2, **arguments}
-        return "train_with_checkpoints", run
-
-    whole, resumed, adapters = processes.run_all(
-        config,
-        [
-            call("whole"),
-            call("resumed", resume=str(tmp_path / "whole" / "checkpoint-1")),
-            call("adapters", adapters=True),
-        ],
-    )
-    ((alone,),) = processes.run_all("multi_gpu", [call("alone", gradient_accumulation_steps=4)], world=1)
-    assert_same_end(resumed, whole)
-    for name, ranks in (("whole", whole), ("adapters", adapters)):
+    whole, adapters = whole_and_other(config, "train_with_checkpoints", models, tmp_path, {"adapters": True}, **BINS)
+    alone = {"output_dir": str(tmp_path / "alone"), "models": str(models), **BINS, "gradient_accumulation_steps": 4}
+    (alone,) = processes.run("multi_gpu", "train_with_checkpoints", world=1, **alone)
+    for name, ranks in (("whole", whole), ("other", adapters)):
         assert [rank["num_processes"] for rank in ranks] == [2, 2]
         saved = json.loads((tmp_path / name / "checkpoint-3" / "value_model" / "config.json").read_text())
         assert len(saved["value_centers"]) == 11 and saved["value_centers"][0] < saved["value_centers"][-1]

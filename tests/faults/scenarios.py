@@ -169,7 +169,7 @@ def listening() -> Iterator[list[str]]:
 
 def killed_while_saving(rank: int, output_dir: str, models: str, **arguments: Any) -> None:
     """Train until SIGKILL ends one rank in its last part of the second checkpoint: rank 0 before the manifest."""
-    owner, name = (saving, "write_manifest") if rank == 0 else (RngStreams, "save")
+    owner, name = (saving.files, "write_manifest") if rank == 0 else (RngStreams, "save")
     original: Callable[..., Any] = getattr(owner, name)
 
     def save(*args: Any) -> None:

@@ -294,7 +294,10 @@ def test_a_run_that_goes_on_from_before_gives_it_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_a_kill_leaves_of_it_is_removed(tmp_path: Path) -> None:
-    with patch.object(saving, "commit_checkpoint", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(saving.complete, "commit_checkpoint", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         stopped_in_learning(tmp_path / "run")
     assert checkpoints(tmp_path / "run") == ["checkpoint-1", "unfinished-checkpoint"]
 

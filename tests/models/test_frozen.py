@@ -65,8 +65,8 @@ def test_weights_are_lent_for_the_time_of_a_context() -> None:
 
 @pytest.mark.parametrize(("device", "stays_home"), [("cuda", True), ("cpu", False)])
 def test_only_an_accelerator_borrows(device: str, stays_home: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_ppo.training.construction.zero_stage", lambda _: None)
-    monkeypatch.setattr("rlhf_ppo.training.construction.is_fsdp", lambda _: False)
+    monkeypatch.setattr("rlhf_ppo.processes.distributed.zero_stage", lambda _: None)
+    monkeypatch.setattr("rlhf_ppo.processes.distributed.is_fsdp", lambda _: False)
     accelerator: Any = SimpleNamespace(device=torch.device(device))
     placed = place_frozen(Frozen(tiny_scorer()), accelerator, offload=True)
     assert isinstance(placed.offload, Offload) == stays_home

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,23 +308,8 @@ def test_directory_without_a_model_and_name_of_nothing(
         make_trainer(**QUICK, **{argument: str(tmp_path / "nowhere")})
 
 
-def too_few(completions: list[str], **columns: Any) -> list[float]:
-    return [0.0] * (len(completions) - 1)
-
-
 def asks_for_a_column(completions: list[str], answer: list[str]) -> list[float]:
     return [0.0] * len(completions)
-
-
-async def late_nan(completions: list[str], **columns: Any) -> list[float]:
-    await asyncio.sleep(0)
-    return [float("nan")] * len(completions)
-
-
-FUNCTIONS: dict[Any, tuple[type[Exception], str]] = {
-    too_few: (ValueError, "'too_few' returned 1 rewards for 2 completions"),
-    late_nan: (ValueError, "'late_nan' returned nan for row 0"),
-}
 
 
 @pytest.mark.parametrize("form", ["dataset", "list", "eval_dataset", "dict"])
@@ -344,17 +328,6 @@ def test_columns_that_reward_functions_require_are_missed_first(form: str, make_
     with pytest.raises(ValueError, match=rf"^{name}: .*'asks_for_a_column' requires the arguments \['answer'\]"):
         make_trainer(reward_funcs=asks_for_a_column, **lacking).train()
     make_trainer(reward_funcs=asks_for_a_column, train_dataset=whole, eval_dataset=whole)
-
-
-@pytest.mark.usefixtures("nothing_trained")
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_wrong_reward_function_is_found_in_the_first_rollout(function: Any, make_trainer: MakeTrainer) -> None:
-    """Not in the constructor: a call on made-up responses could have effects that nobody asked for."""
-    error, message = FUNCTIONS[function]
-    trainer = make_trainer(**QUICK, reward_funcs=function)
-    with pytest.raises(error, match=message):
-        trainer.train()
-    assert trainer.state.global_step == 0
 
 
 def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None:

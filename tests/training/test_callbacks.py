@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -92,13 +91,6 @@ def test_state_counts_updates_and_episodes_when_an_update_is_done(make_trainer: 
     } <= output.metrics.keys()
 
 
-def test_train_loss_is_the_mean_of_the_logged_losses(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**RUN)
-    output = trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert output.training_loss == pytest.approx(sum(losses) / len(losses), abs=1e-6)
-
-
 def test_callbacks_get_what_trainer_gives_them(make_trainer: MakeTrainer) -> None:
     recorder = Recorder()
     trainer = make_trainer(**RUN, callbacks=[recorder], eval_dataset=Dataset.from_list(prompt_rows(3)))
@@ -135,11 +127,6 @@ def test_should_training_stop_ends_the_run_after_the_update(event: str, make_tra
     assert recorder.names[-1] == "on_train_end"
 
 
-def test_should_training_stop_at_the_end_of_an_epoch(make_trainer: MakeTrainer) -> None:
-    asking = Asking("on_epoch_end", 2, "should_training_stop")
-    assert make_trainer(**RUN, callbacks=[asking]).train().global_step == 2
-
-
 def test_should_epoch_stop_goes_on_with_the_next_epoch(make_trainer: MakeTrainer) -> None:
     recorder = Recorder()
     trainer = make_trainer(**RUN, callbacks=[Asking("on_step_end", 1, "should_epoch_stop"), recorder])
@@ -162,16 +149,6 @@ def test_should_log_evaluate_and_save_are_obeyed_once(flag: str, answer: str, ma
     answers = [event[1] for event in recorder.events if event[0] == answer]
     summary = [4] if answer == "on_log" else []  # Trainer logs how long the run took
     assert answers == [3, *summary]
-
-
-def test_callbacks_added_and_removed_later_count_too(make_trainer: MakeTrainer) -> None:
-    added, removed = Recorder(), Recorder()
-    trainer = make_trainer(**QUICK, callbacks=[removed])
-    trainer.remove_callback(removed)
-    trainer.add_callback(added)
-    trainer.train()
-    assert removed.names == ["on_init_end"]
-    assert Counter(added.names)["on_step_end"] == 3
 
 
 def test_training_twice_starts_counting_anew(make_trainer: MakeTrainer) -> None:

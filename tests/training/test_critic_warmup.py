@@ -190,7 +190,7 @@ def test_a_resumed_run_knows_that_it_is_over(make_trainer: MakeTrainer, foreseen
     resumed = make("died")
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(whole))
-    assert resumed._warmup.is_over and foreseen == []
+    assert resumed._critic_only.warmup_is_over and foreseen == []
 
 
 # ---- What it is said of ----

@@ -18,11 +18,6 @@ from tests.runs import QUICK, RecordingTrainer, assert_identical, die_and_resume
 
 MakeTrainer = Callable[..., PPOTrainer]
 FIVE_ROWS = Dataset.from_list([{**row, "number": index} for index, row in enumerate(prompt_rows(5, seed=1))])
-KEYS = {
-    "eval_score", "eval_kl", "eval_entropy", "eval_response_length_mean", "eval_ended_frac",
-    "eval_rewards/count_w4/mean", "eval_rewards/count_w4/std",
-}  # fmt: skip
-SPREAD = 2.5**0.5
 SPEED = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 
 
@@ -46,32 +41,6 @@ def test_every_row_counts_once_also_in_a_part_of_a_batch(batch_size: int, make_t
     output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
     assert output.num_samples == 5
     assert trainer.args.dataloader_drop_last is True  # training still leaves out a part of a batch
-
-
-def test_keys_and_values_follow_their_definitions(make_trainer: MakeTrainer) -> None:
-    class Keeping(PPOTrainer):
-        def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
-            self.rollout = super().collect_rollout(*args, **kwargs)
-            return self.rollout
-
-    trainer = make_trainer(
-        Keeping,
-        **QUICK,
-        eval_dataset=FIVE_ROWS,
-        per_device_eval_batch_size=5,
-        ref_model=tiny_policy(seed=9),
-        missing_eos_penalty=2.0,
-    )
-    metrics = trainer.evaluate()
-    assert KEYS | SPEED | {"epoch"} == metrics.keys()
-    rollout = cast(Any, trainer).rollout
-    assert 0 <= metrics["eval_ended_frac"] == float(rollout.ended.float().mean())
-    assert metrics["eval_kl"] == pytest.approx(float((rollout.logprobs - rollout.ref_logprobs).sum(1).mean()))
-    assert metrics["eval_entropy"] == pytest.approx(float(-rollout.logprobs.sum(1).mean()))
-    assert metrics["eval_response_length_mean"] == pytest.approx(float(rollout.response_mask.sum(1).float().mean()))
-    assert metrics["eval_rewards/count_w4/mean"] == pytest.approx(float(rollout.scores.mean()))
-    penalty = 2.0 * (1 - metrics["eval_ended_frac"])
-    assert metrics["eval_score"] == pytest.approx(float(rollout.scores.mean()) - penalty)
 
 
 def by_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
@@ -144,31 +113,6 @@ def test_every_figure_equals_trainings_on_the_same_responses(
         training = training | {"objective/scores": mean + unit.std * training["objective/scores"]}
     for evaluated, key in ALIKE.items():
         assert metrics[evaluated] == pytest.approx(training[key], rel=1e-5), (evaluated, key)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"score_clip": 2.5}, (0 + 1 + 2 + 2.5 + 2.5) / 5),
-        ({"missing_eos_score": -3.0}, (0 + 1 - 3 * 3) / 5),
-        ({"score_clip": 0.5, "missing_eos_score": -3.0}, (0 + 0.5 - 3 * 3) / 5),
-        ({"score_clip": 2.5, "missing_eos_penalty": 1.0}, (0 + 1 + 1 + 1.5 + 1.5) / 5),
-        # Of a standard deviation of the square root of 2.5: there are no scores of training yet.
-        ({"score_clip": 2.0, "missing_eos_penalty": 1.0, "score_scaling": True}, (6 + 2 * SPREAD - 3 * SPREAD) / 5),
-    ],
-)
-def test_scores_are_clipped_and_judged_for_their_stop_token(
-    settings: dict[str, Any], expected: float, make_trainer: MakeTrainer
-) -> None:
-    """Scores 0 to 4; only the first two responses hold the stop token."""
-
-    class TwoStop(PPOTrainer):
-        def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
-            rollout = super().collect_rollout(*args, **kwargs)
-            return dataclasses.replace(rollout, ended=rollout.scores < 2)
-
-    trainer = make_trainer(TwoStop, **QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers, **settings)
-    assert trainer.evaluate()["eval_score"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scaling", ["score_scaling", "score_normalization"])

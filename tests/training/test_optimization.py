@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.training.optimization import Settings
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import QUICK, parameters
 
@@ -180,8 +181,9 @@ def test_a_longer_run_has_the_schedule_of_its_length_and_its_rate(make_trainer: 
     assert rates(trainer)[3:] == pytest.approx([4e-4 * left / 6 for left in (3, 2, 1)])
     said = [record.message for record in caplog.records if "learning_rate=" in record.message]
     assert len(said) == 1
-    assert "learning_rate=0.0004 (was 0.001), num_total_batches=6 (was 3)" in said[0]
-    assert "The learning rate is now 0.0002" in said[0]
+    changes = "learning_rate=0.0004 (was 0.001), num_total_batches=6 (was 3). The learning rate is now 0.0002"
+    assert f"from update 4 on these take effect: {changes}" in said[0]
+    assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {4e-4}
 
 
 @pytest.mark.parametrize(
@@ -237,3 +239,13 @@ def test_a_plateau_schedule_keeps_what_it_learned(make_trainer: MakeTrainer) -> 
 def test_a_run_that_goes_on_unchanged_says_nothing(make_trainer: MakeTrainer, caplog: Any) -> None:
     went_on(make_trainer, at=1)
     assert not [record.message for record in caplog.records if "was another" in record.message]
+
+
+def test_rates_that_are_tensors_stay_the_very_tensors() -> None:
+    rate = torch.tensor(0.1)
+    scheduler = LambdaLR(SGD([torch.nn.Parameter(torch.ones(1))], rate), lambda update: 0.5**update)
+    settings = Settings(scheduler)
+    held = scheduler.optimizer.param_groups[0]["lr"]
+    settings.put_in_force({"num_total_batches": (1, 2)}, 2)
+    assert scheduler.optimizer.param_groups[0]["lr"] is held
+    assert float(held) == float(torch.tensor(0.1) * 0.25)

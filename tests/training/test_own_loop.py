@@ -445,7 +445,7 @@ LOGPROBS = [torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-3.0])]
 
 META = torch.ones(3, device="meta")
 NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"queries": QUERIES[:1]}, ValueError, r"queries has 1 rows, but an update takes 2 on each process"),
+    ({"queries": QUERIES[:1]}, ValueError, r"queries has 1 entries, but an update takes 2 responses on each process"),
     ({"queries": None}, TypeError, r"queries=None must be a list"),
     ({"queries": [torch.full((97,), 3), QUERIES[1]]}, ValueError, r"the longest prompt \(97 tokens\)"),
     ({"queries": [QUERIES[0], torch.tensor([6, 32])]}, ValueError, r"queries\[1\]\[1\]=32 .* policy has 32"),
@@ -460,7 +460,7 @@ NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"responses": [RESPONSES[0] > 3, RESPONSES[1]]}, TypeError, r"responses\[0\]=.* torch.bool; a mask goes"),
     ({"responses": [RESPONSES[0], torch.tensor(7)]}, TypeError, r"responses\[1\]=tensor\(7\) must be .* one dim"),
     ({"responses": [RESPONSES[0].to(torch.complex64), RESPONSES[1]]}, TypeError, r"responses\[0\]="),
-    ({"scores": [1.0]}, ValueError, r"scores has 1 values for the 2 responses"),
+    ({"scores": [1.0]}, ValueError, "scores has 1 entries"),
     ({"scores": ["good", "bad"]}, TypeError, r"scores\[0\]='good' must be one number"),
     ({"scores": ["1", "2"]}, TypeError, r"scores\[0\]='1' must be one number"),
     ({"scores": 1.0}, TypeError, r"scores=1.0 must be a list"),
@@ -475,7 +475,7 @@ NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"scores\[0\]\[1\]=nan must",
     ),
-    ({"ended": [True]}, ValueError, "ended has 1 values for the 2 responses"),
+    ({"ended": [True]}, ValueError, "ended has 1 entries"),
     ({"ended": [1, 0]}, TypeError, "ended holds 1; it must hold only True and False"),
     ({"response_masks": [torch.ones(2), torch.ones(1)]}, ValueError, r"response_masks\[0\] has 2 values"),
     (
@@ -486,7 +486,7 @@ NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"response_masks": [torch.ones(3), torch.zeros(1)]}, ValueError, r"response_masks\[1\] marks no tok"),
     ({"response_masks": [[True] * 3, torch.ones(1)]}, TypeError, r"response_masks\[0\]=\[True"),
     ({"sampling_logprobs": -1.0}, TypeError, r"sampling_logprobs=-1.0 must be a list"),
-    ({"sampling_logprobs": LOGPROBS[:1]}, ValueError, r"sampling_logprobs has 1 rows for the 2 resp"),
+    ({"sampling_logprobs": LOGPROBS[:1]}, ValueError, "sampling_logprobs has 1 entries"),
     ({"sampling_logprobs": [LOGPROBS[0]] * 2}, ValueError, r"sampling_logprobs\[1\] has 3 values for the 1 tokens"),
     (
         {"sampling_logprobs": [LOGPROBS[0], [-3.0]]},
@@ -496,7 +496,7 @@ NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"sampling_logprobs": [RESPONSES[0], LOGPROBS[1]]},
         TypeError,
-        r"sampling_logprobs\[0\]=tensor.* of log-prob",
+        r"sampling_logprobs\[0\]=tensor.* floating-point log-prob",
     ),
     ({"sampling_logprobs": [-META, LOGPROBS[1]]}, ValueError, r"sampling_logprobs\[0\] is on the device 'meta'"),
     (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Callable
@@ -101,35 +100,6 @@ def test_sigterm_ends_in_a_log_that_the_resumed_run_does_not_repeat(make_trainer
     resumed.train(resume_from_checkpoint=True)
     assert resumed._initial_global_step == 3
     assert_identical(history(resumed), history(whole))
-
-
-def test_every_log_holds_every_metric_as_a_finite_number(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK)
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logs) == 3
-    for entry in logs:
-        assert measured(entry) == METRICS | {"step"}
-        assert all(isinstance(value, int | float) and math.isfinite(value) for value in entry.values())
-        assert entry["eps"] > 0 and entry["time/tokens_per_second"] > 0
-        sums = entry["objective/scores"] + entry["objective/non_score_reward"]
-        assert entry["objective/rlhf_reward"] == pytest.approx(sums)
-    assert [entry["episode"] for entry in logs] == [2, 4, 6]
-
-
-def test_several_rewards_are_logged_by_name(make_trainer: MakeTrainer) -> None:
-    def length(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
-        return [None] + [float(len(ids)) for ids in completion_ids[1:]]
-
-    trainer = make_trainer(
-        **QUICK, reward_model=tiny_scorer(), reward_funcs=[count_w4, length], reward_weights=[0.0, 0.0, 2.0]
-    )
-    trainer.train()
-    entry = trainer.state.log_history[0]
-    for name in ("reward_model", "count_w4", "length"):
-        assert {f"rewards/{name}/mean", f"rewards/{name}/std"} <= entry.keys()
-    # Of two responses the second alone has a length; the first one's total is 0.
-    assert entry["objective/scores"] == pytest.approx(entry["rewards/length/mean"])
 
 
 def test_what_reward_functions_log_is_averaged_over_calls(make_trainer: MakeTrainer) -> None:

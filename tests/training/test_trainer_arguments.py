@@ -117,18 +117,6 @@ def test_greater_is_better_false_takes_the_lowest(make_trainer: MakeTrainer) -> 
     assert checkpoints(trainer) == [1, 2]  # those that were the best when they were written
 
 
-def test_early_stopping_stops_when_the_score_falls(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(
-        **EVALUATED,
-        reward_funcs=scores_by_update(0.0, 0.2, 0.9, 0.5, 1.0),
-        load_best_model_at_end=True,
-        save_strategy="steps",
-        save_steps=1,
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
-    )
-    assert trainer.train().global_step == 3
-
-
 def test_restore_callback_states_gives_early_stopping_its_patience_back(make_trainer: MakeTrainer) -> None:
     def run(**overrides: Any) -> PPOTrainer:
         return make_trainer(
@@ -146,20 +134,6 @@ def test_restore_callback_states_gives_early_stopping_its_patience_back(make_tra
     checkpoint = os.path.join(first.args.output_dir, "checkpoint-2")
     assert run(restore_callback_states_from_checkpoint=True).train(checkpoint).global_step == 3
     assert run().train(checkpoint).global_step == 4
-
-
-def test_max_steps_counts_updates(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**{**QUICK, "total_episodes": None}, max_steps=2)
-    assert trainer.train().global_step == 2
-    assert trainer.state.episode == 4 and trainer.state.max_steps == 2
-
-
-def test_num_train_epochs_need_not_be_whole(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(
-        **{**QUICK, "total_episodes": None}, num_train_epochs=1.5, train_dataset=Dataset.from_list(prompt_rows(4))
-    )
-    assert trainer.train().global_step == 3
-    assert trainer.state.epoch == 1.5
 
 
 # ---- When to log, evaluate and save ----
@@ -279,7 +253,6 @@ def test_save_only_model_leaves_out_what_resuming_needs(make_trainer: MakeTraine
 @pytest.mark.parametrize(
     ("arguments", "shares"),
     [
-        ({}, [1.0, 0.75, 0.5, 0.25]),
         ({"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5]),
         ({"warmup_ratio": 0.5}, [0.0, 0.5, 1.0, 0.5]),
         ({"lr_scheduler_type": "constant"}, [1.0] * 4),
@@ -332,37 +305,6 @@ def test_optimizer_arguments_reach_the_optimizer(make_trainer: MakeTrainer) -> N
     norms = {parameter for name, parameter in trainer.model.named_parameters() if "norm" in name}
     assert set(plain["params"]) == norms and len(norms) == 10  # of both models
     assert len(decayed["params"]) + len(norms) == len(list(trainer.model.parameters()))
-
-
-@pytest.mark.parametrize(("optim", "expected"), [("sgd", "SGD"), ("adafactor", "Adafactor"), ("adamw_torch", "AdamW")])
-def test_optim_chooses_the_optimizer(optim: str, expected: str, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, optim=optim)
-    before = parameters(trainer)
-    trainer.train()
-    assert type(cast(Any, trainer.optimizer).optimizer).__name__ == expected
-    assert any(not torch.equal(before[name], value) for name, value in parameters(trainer).items())
-
-
-def test_optimizers_argument_is_used(make_trainer: MakeTrainer) -> None:
-    used: list[int] = []
-
-    class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            used.append(1)
-            super().step(closure)
-
-    first = make_trainer(**QUICK)
-    optimizer = Counting(first.model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
-    trainer = make_trainer(
-        **{**QUICK, "num_ppo_epochs": 2},
-        model=first.model.policy,
-        value_model=first.model.value_model,
-        optimizers=(optimizer, schedule),
-    )
-    trainer.train()
-    assert len(used) == 6
-    assert logged(trainer, "lr") == pytest.approx([0.01, 0.01 / 2, 0.01 / 3])
 
 
 # ---- Precision and memory ----
@@ -429,12 +371,6 @@ def test_torch_empty_cache_steps(make_trainer: MakeTrainer, monkeypatch: pytest.
     trainer = make_trainer(**{**QUICK, "total_episodes": 10}, torch_empty_cache_steps=2)
     trainer.train()
     assert emptied == [2, 4]
-
-
-def test_skip_memory_metrics_false_measures_memory(make_trainer: MakeTrainer) -> None:
-    pytest.importorskip("psutil")
-    metrics = make_trainer(**QUICK, skip_memory_metrics=False).train().metrics
-    assert "train_mem_cpu_peaked_delta" in metrics
 
 
 @pytest.mark.slow

@@ -13,9 +13,7 @@ from datasets import Dataset
 from numpy.testing import assert_allclose
 
 from rlhf_ppo.data.rollout import Rollout
-from tests import oracles
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.oracles import Episode, Llama, Settings
 from tests.recorded_update import RecordingTrainer, Snapshots, share_of_w4, stopping_policy
 from tests.runs import QUICK, parameters
 
@@ -88,40 +86,6 @@ def test_the_gradient_is_that_of_the_batch_without_the_row(make_trainer: MakeTra
     for key in [*exact, "objective/scores"]:
         assert logged[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
     assert len(exact) > 9
-
-
-@pytest.mark.parametrize("whiten_rewards", [False, True])
-def test_advantages_and_loss_are_the_oracle_s_of_the_scored_rows(
-    make_trainer: MakeTrainer, whiten_rewards: bool
-) -> None:
-    trainer, snapshots = first_step(make_trainer, Unscored, whiten_rewards=whiten_rewards)
-    rollout, experience = trainer.rollout, trainer.experience
-    episodes = []
-    for row in KEPT:
-        context = rollout.context_length
-        prompt = rollout.query_responses[row, :context][rollout.attention_mask[row, :context]].tolist()
-        response = rollout.responses[row][rollout.response_mask[row]].tolist()
-        episodes.append(Episode(prompt, response, ended=1 in response))
-    llama, before = Llama.of(trainer.policy_model.config), snapshots.weights[0]
-    settings = Settings(temperature=0.7, whiten_rewards=whiten_rewards)
-    scores = share_of_w4([episode.response for episode in episodes])
-    known = oracles.estimate(
-        llama,
-        episodes,
-        before["policy"],
-        oracles.weights_of(tiny_policy(seed=5)),
-        before["value_model"],
-        scores,
-        settings,
-    )
-    for row, advantages, returns in zip(KEPT, known.advantages, known.returns, strict=True):
-        assert_allclose(experience.advantages[row, : len(advantages)], advantages, rtol=1e-4, atol=1e-5)
-        assert_allclose(experience.returns[row, : len(returns)], returns, rtol=1e-4, atol=1e-5)
-    assert not experience.advantages[list(UNSCORED)].any() and not experience.returns[list(UNSCORED)].any()
-    tokens = oracles.token_figures(
-        llama, episodes, known, range(len(episodes)), before["policy"], before["value_model"], settings
-    )
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(oracles.total_loss(tokens, settings), rel=1e-4)
 
 
 def test_advantages_by_hand(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:

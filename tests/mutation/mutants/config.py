@@ -1,9 +1,12 @@
 """Mutants of the room `config`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
+    ("ppo_config.py", "tests/config/test_sizes.py"): [
+        ("batch // self.num_mini_batches", "local // self.num_mini_batches"),
+        ("check_num_prompts(num_examples, batch,", "check_num_prompts(num_examples, local,"),
+    ],
     ("sizes.py", "tests/config/test_sizes.py"): [
-        ("batch // num_mini_batches", "local // num_mini_batches"),
-        ("num_examples * num_generations < batch", "num_examples * num_generations < local"),
+        ("num_prompts * num_generations < batch_size", "num_prompts * num_generations <= batch_size"),
         ("local % number:", "per_device % number:"),
         ("math.ceil(total_episodes / batch_size), ", "total_episodes // batch_size, "),
         ("total_episodes or max_steps * batch_size", "max_steps * batch_size"),

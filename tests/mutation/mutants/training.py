@@ -19,7 +19,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "learning.py",
         "tests/training/test_critic_warmup.py::test_the_policy_does_not_depend_on_num_critic_epochs_within_an_update",
     ): [
-        ("self.warmup.in_critic_epoch = learned.num_minibatches >= num_shared", "pass"),
+        ("self.critic_only.in_critic_epoch = learned.num_minibatches >= num_shared", "pass"),
         ("args.num_ppo_epochs if args.num_critic_epochs is None else args.num_critic_epochs", "args.num_ppo_epochs"),
     ],
     ("critic_fitting.py", "tests/training/test_critic_fitting.py"): [
@@ -31,7 +31,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "learning.py",
         "tests/training/test_critic_warmup.py::"
         "test_warmup_ends_before_the_first_update_whose_values_are_good_and_stays_over",
-    ): [("if found < gate:", "if found > gate:")],
+    ): [("if found >= gate:", "if found <= gate:")],
     (
         "learning.py",
         "tests/training/test_critic_warmup.py::"
@@ -105,7 +105,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("optimization.py", "tests/training/test_optimization.py::test_what_is_frozen_on_purpose_need_not_be_held"): [
         ("        if parameter.requires_grad\n", ""),
     ],
-    ("optimization.py", "tests/training/test_schedules.py"): [
+    ("optimization.py", "tests/training/test_optimization.py"): [
         ("for _ in range(num_steps):", "for _ in range(num_steps - 1):"),
         ("pair[0] != pair[1]", "pair[0] == pair[1]"),
         ("* new / old", "* old / new"),
