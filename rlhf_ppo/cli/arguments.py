@@ -89,7 +89,8 @@ class PPOArgumentParser(CommandParser, TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
         """Parse the command line, over the values of the YAML file after `--config`."""
-        words = [part for word in (sys.argv[1:] if args is None else args) for part in _apart(word)]
+        given = [*(sys.argv[1:] if args is None else args)]
+        words = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
         if words.count("--config") > 1:
             self.error("argument --config: given twice; use one file for all options")
         if "--config" in words:
@@ -150,10 +151,6 @@ def check_yaml(path: str) -> None:
         raise ValueError(f"--config {path!r} cannot be read as YAML: {reason}") from error
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
         raise ValueError(f"--config {path!r} must hold options as `name: value`, such as `learning_rate: 1e-6`")
-
-
-def _apart(word: str) -> list[str]:
-    return ["--config", word.removeprefix("--config=")] if word.startswith("--config=") else [word]
 
 
 # ---- Models and data sets ----
@@ -219,13 +216,8 @@ def quantization_options(model_args: ModelConfig) -> dict[str, Any]:
 
 # ---- Data set columns ----
 
-NUMBERS = {
-    "bool",
-    "double",
-    "float",
-    *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)),
-}
-"""The types of columns of numbers, by their names in `datasets`."""
+NUMBERS = ("bool", "double", "float", "int", "uint")
+"""How the names of the types of numbers begin in `datasets`, such as int64."""
 
 
 def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
@@ -243,7 +235,7 @@ def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
         wanted = " or ".join(" and ".join(f"`{name}`" for name in sorted(needed)) for needed in alternatives)
         raise ValueError(f"the data set has the columns {columns}, but training needs {wanted}; rename them")
     for name, kind in (dataset.features or {}).items():
-        if name in set().union(*alternatives) and getattr(kind, "dtype", "string") in NUMBERS:
+        if name in set().union(*alternatives) and getattr(kind, "dtype", "string").startswith(NUMBERS):
             raise ValueError(f"the column `{name}` holds {kind.dtype}, but training needs texts or messages in it")
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -30,25 +29,23 @@ from rlhf_ppo.training.checks import check_output_dir
 from rlhf_ppo.training.critic_fitting import CriticTrainer, examples_of
 from rlhf_ppo.training.saving import CRITIC_DIR
 
+# ---- Audit ----
 
-def critic(argv: Sequence[str] | None = None) -> CriticAudit | CriticTrainer:
-    """Audit the critic of a run, or with `train` as first word train one on kept completions.
+
+def critic(argv: Sequence[str] | None = None) -> CriticAudit:
+    """Audit the critic of a run: `rlhf-ppo critic RUN`.
 
     Args:
-        argv: A run's directory and options, see `audit_parser`; or "train" and its options, see `train_critic`. None
-            takes the program's own.
+        argv: A run's directory and options, see `audit_parser`. None takes the program's own.
 
     Returns:
-        The audit, or the trainer after training and saving.
+        The audit.
 
     Raises:
         SystemExit: An option, a file or a model is wrong; the message names it.
     """
     program = program_name("critic", argv)
-    words = [*(sys.argv[1:] if argv is None else argv)]
-    if words[:1] == ["train"]:
-        return train_critic(words[1:], f"{program} train")
-    options = audit_parser(program).parse_args(words)
+    options = audit_parser(program).parse_args(argv)
     with user_errors(program):
         found = audited_run(options).audit_critic(
             num_prefixes=options.num_prefixes, num_continuations=options.num_continuations
@@ -56,9 +53,6 @@ def critic(argv: Sequence[str] | None = None) -> CriticAudit | CriticTrainer:
     show_audit(found)
     print_text(f"The audit is in {os.path.join(options.run, AUDIT_NAME)}.")
     return found
-
-
-# ---- Audit ----
 
 
 def audit_parser(program: str) -> CommandParser:
@@ -268,13 +262,12 @@ class CriticArguments(DefaultBf16, TrainingArguments):
     """`TrainingArguments` with the `bf16` of `PPOConfig`."""
 
 
-def train_critic(words: Sequence[str], program: str) -> CriticTrainer:
+def train_critic(argv: Sequence[str] | None = None) -> CriticTrainer:
     """Train a value model on the kept completions of runs: `rlhf-ppo critic train`.
 
     Args:
-        words: The options: those of `CriticScriptArguments`, `TrainingArguments` and TRL's `ModelConfig`, or a YAML
-            file with them after `--config`.
-        program: Start of error messages.
+        argv: The options: those of `CriticScriptArguments`, `TrainingArguments` and TRL's `ModelConfig`, or a YAML
+            file with them after `--config`. None takes the program's own.
 
     Returns:
         The trainer, after training and saving.
@@ -282,9 +275,9 @@ def train_critic(words: Sequence[str], program: str) -> CriticTrainer:
     Raises:
         SystemExit: An option, the completions or the model is wrong; the message names it.
     """
+    program, problems = program_name("critic train", argv), Problems()
     groups: Any = (CriticScriptArguments, CriticArguments, ModelConfig)
-    problems = Problems()
-    script_args, args, model_args = parse(PPOArgumentParser(groups, prog=program), words, problems)
+    script_args, args, model_args = parse(PPOArgumentParser(groups, prog=program), argv, problems)
     problems.fail(program)
     with user_errors(program):
         check_ranges(script_args, ranges_of(CriticScriptArguments))

@@ -9,17 +9,16 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from jinja2 import Environment
 
 from rlhf_ppo.cli.errors import CommandParser, Problems, user_errors
 from rlhf_ppo.terminal.text import cell, print_text, visible
 
 if TYPE_CHECKING:  # these import torch
-    from rlhf_ppo.cli.measuring import Data, Machine
-    from rlhf_ppo.cli.proposals import Proposal
+    from rlhf_ppo.cli.measuring import Data, Machine, Proposal
 
 PROGRAM = "rlhf-ppo init"
 QUESTIONS = {
@@ -43,49 +42,8 @@ MAX_HELD_OUT = 256
 MINUTES_ON = {"cpu": 15.0, "cuda": 60.0}
 """Default of `--minutes` by the type of device."""
 
-HEAD = Template("""\
-# The steps of `rlhf-ppo pipeline $file`, in order. The same command continues
-# an interrupted pipeline. `rlhf-ppo sft --help`, `reward`, `train` and `judge`
-# show the options of the steps.
-$time
-
-output_dir: $output_dir
-seeds: [0]                 # [0, 1, 2] runs PPO and the judge three times
-# for several GPUs; `rlhf-ppo configs .` writes this file:
-# launch: accelerate_configs/deepspeed_zero2.yaml
-
-common:                    # options of every training step
-  report_to: none          # or wandb, tensorboard, trackio
-  bf16: $bf16
-$common""")
-SECTIONS = {
-    "sft": """
-$texts
-sft:
-  model_name_or_path: $model
-  dataset_name: $sft_data
-""",
-    "reward": """
-$pairs
-reward:
-$start  dataset_name: $reward_data
-""",
-    "judge_reward": """
-judge_reward:              # a second reward model: the judge, unknown to PPO
-$start  dataset_name: $judge_reward_data
-""",
-    "ppo": """
-$prompts
-ppo:
-$ppo_start  dataset_name: $ppo_data
-  kl_coef: 0.05            # higher keeps the policy nearer to its start
-  missing_eos_penalty: 1.0 # for responses that do not end
-""",
-    "judge": """
-judge:                     # policy against SFT model, on prompts new to PPO
-  dataset_name: $judge_data
-$opponent$judge""",
-}
+TEMPLATE = Path(__file__).with_name("run.yaml.jinja")
+"""The text of the file."""
 
 
 def init(argv: Sequence[str] | None = None) -> None:
@@ -121,13 +79,13 @@ def init(argv: Sequence[str] | None = None) -> None:
         if folder.exists():
             raise ValueError(f"{folder} is there already: name another directory with --output_dir, or rename it")
     from rlhf_ppo.checkpoints.files import write_text  # imports torch
-    from rlhf_ppo.cli.proposals import propose
+    from rlhf_ppo.cli.measuring import propose
 
     machine, data = measure(args)
     with user_errors(PROGRAM):
         names, data, held_out = split(args, data, folder)
         minutes = MINUTES_ON.get(machine.device.type, 60.0) if args.minutes is None else args.minutes
-        proposal = propose(machine, data, len(held_out), 1, minutes)
+        proposal = propose(machine, data, len(held_out), minutes)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, written(args, names, data, proposal, _computes_in_bf16(args, machine)))
     show(args, machine, data, held_out, proposal, minutes)
@@ -282,56 +240,27 @@ def written(
         proposal: The options of each section.
         bf16: Whether to compute in bf16.
     """
-    model = scalar(args.model)
-    values = {f"{section}_data": scalar(name) for section, name in names.items()}
-    has_sft = "sft" in names
-    texts, pairs, prompts = (
-        _comment(data[name].describe()) if name in data else "" for name in ("sft", "reward", "ppo")
-    )
-    ppo_start = "" if has_sft else f"  sft_model_path: {model}\n"
-    if args.reward_funcs:
-        ppo_start += f"  reward_funcs: [{scalar(args.reward_funcs)}]\n"
-    values |= {
-        "model": model,
-        "texts": texts,
-        "pairs": pairs,
-        "prompts": prompts,
-        "start": "" if has_sft else f"  model_name_or_path: {model}\n",
-        "ppo_start": ppo_start,
-        "opponent": "" if has_sft else f"  opponent: {model}\n",
-        "judge": _judge(args, names),
-    }
-    head = HEAD.substitute(
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"scalar": scalar, "comment": _comment}
+    sections = proposal.sections
+
+    def options(section: str) -> str:
+        return "\n".join(f"  {name}: {_number(value)}" for name, value in sections[section].items())
+
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        args=args,
         file=visible(args.file, one_line=True),
-        output_dir=scalar(args.output_dir),
-        bf16=str(bf16).lower(),
-        time=_comment(f"Expected time on this machine: {describe_time(proposal.minutes)}."),
-        common="".join(f"  {name}: {_number(value)}\n" for name, value in proposal.sections["common"].items()),
+        time=f"Expected time on this machine: {describe_time(proposal.minutes)}.",
+        names=names,
+        data=data,
+        bf16=bf16,
+        sections=sections,
+        options=options,
     )
-    parts = [head]
-    for section, template in SECTIONS.items():
-        if section in names:
-            options = proposal.sections[section].items()
-            parts += [
-                Template(template).substitute(values),
-                *(f"  {name}: {_number(value)}\n" for name, value in options),
-            ]
-    return "".join([*parts, "\nreport: {}\n"])
 
 
 def _comment(text: str) -> str:
     return textwrap.fill(text, 79, initial_indent="# ", subsequent_indent="# ")
-
-
-def _judge(args: argparse.Namespace, names: Mapping[str, str]) -> str:
-    if args.judge_model:
-        return f"  judge_model: {scalar(args.judge_model)}\n"
-    if "judge_reward" in names:
-        return ""
-    if args.preferences:
-        path = scalar(str(Path(args.output_dir) / "reward"))
-        return f"  judge_model: {path}   # PPO's own reward model; use another one that PPO never saw\n"
-    return f"  judge: {scalar(args.reward_funcs)}   # PPO's own reward; use another judge if you have one\n"
 
 
 def describe_time(minutes: Mapping[str, float]) -> str:

@@ -22,7 +22,8 @@ COMMANDS = {
     "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
     "reward": ("rlhf_ppo.cli.commands", "Train a reward model on preference pairs (TRL's RewardTrainer)."),
     "estimate": ("rlhf_ppo.cli.commands", "Estimate memory and time of `train` with the same options."),
-    "critic": ("rlhf_ppo.cli.critic", "Audit the critic of a run, or train one on kept completions."),
+    "critic": ("rlhf_ppo.cli.critic", "Audit the critic of a run."),
+    "critic train": ("rlhf_ppo.cli.critic", "Train a critic on the kept completions of runs."),
     "generate": ("rlhf_ppo.cli.generate", "Generate responses, of which a critic chooses the best."),
     "judge": ("rlhf_ppo.cli.judge", "Measure how often a judge prefers one model over another."),
     "eval": ("rlhf_ppo.cli.judge", "The same as judge."),
@@ -31,9 +32,9 @@ COMMANDS = {
     "configs": ("rlhf_ppo.cli.main", "Write accelerate's configurations and the example scripts into a directory."),
     "llm": ("rlhf_ppo.cli.aitraining", "Train with AITraining's options: --train --trainer ppo|reward|sft ..."),
 }
-"""Each subcommand: the module that holds the function of its name, and its help."""
+"""Each subcommand, of one or two words: the module that holds the function of its name, and its help."""
 
-FUNCTIONS = {"eval": "evaluate"}
+FUNCTIONS = {"eval": "evaluate", "critic train": "train_critic"}
 """Subcommands whose function has another name."""
 
 
@@ -63,7 +64,9 @@ def main(argv: list[str] | None = None) -> None:
     if argv is None:
         argv, sys.excepthook = restore_hidden_words(sys.argv[1:]), _show_traceback
     os.environ.setdefault("TQDM_DELAY", "1")  # no bars of steps that take less than a second
-    command, *options = argv or ["--help"]
+    words = argv or ["--help"]
+    num_words = 2 if " ".join(words[:2]) in COMMANDS else 1
+    command, options = " ".join(words[:num_words]), words[num_words:]
     if command in ("-h", "--help"):
         print_commands()
         return
@@ -115,8 +118,8 @@ def _of_user(traceback: TracebackType | None) -> TracebackType | None:
 # ---- configs ----
 
 PACKAGE = Path(__file__).parents[1]
-SHIPPED = PACKAGE / "shipped"
-"""Directory of the files in a wheel; in a checkout they are next to the package."""
+SHIPPED = folder if (folder := PACKAGE / "shipped").is_dir() else PACKAGE.parent
+"""Directory of the files: in a wheel in the package, in a checkout next to it."""
 
 FOLDERS = {"accelerate_configs": ("*.yaml",), "examples": ("*.py", "*.yaml", "*.ipynb")}
 """Folders to write, and patterns of their files."""
@@ -168,11 +171,11 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
         source: directory / folder / source.name
         for folder, patterns in FOLDERS.items()
         for files in patterns
-        for source in sorted((_shipped() / folder).glob(files))
+        for source in sorted((SHIPPED / folder).glob(files))
     }
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"directory={str(directory)!r} is a file; name a directory")
-    others = [str(path) for source, path in copies.items() if path.exists() and not _is_copy(source, path)]
+    others = [str(path) for source, path in copies.items() if path.exists() and not _is_same(source, path)]
     if others and not overwrite:
         verb = "exist" if len(others) > 1 else "exists"
         raise ValueError(f"{', '.join(others)} {verb} already, with other contents: add --overwrite to replace")
@@ -184,13 +187,8 @@ def write_configs(directory: Path, overwrite: bool = False) -> list[Path]:
     return list(copies.values())
 
 
-def _is_copy(source: Path, path: Path) -> bool:
+def _is_same(source: Path, path: Path) -> bool:
     return path.is_file() and path.read_bytes() == source.read_bytes()
-
-
-def _shipped() -> Path:
-    """Return the folder of the files: in an installed package, or in the checkout."""
-    return SHIPPED if SHIPPED.is_dir() else PACKAGE.parent
 
 
 # ---- demo ----
@@ -297,13 +295,11 @@ def report(argv: Sequence[str] | None = None) -> None:
     print_text(f"The report is in {path}.")
 
 
-def report_parser(prog: str = "rlhf-ppo report") -> CommandParser:
-    """Return the parser of the command's options.
-
-    Args:
-        prog: Start of error messages.
-    """
-    parser = CommandParser(prog, description="Write one HTML file about one or several runs, for any browser.")
+def report_parser() -> CommandParser:
+    """Return the parser of the command's options."""
+    parser = CommandParser(
+        "rlhf-ppo report", description="Write one HTML file about one or several runs, for any browser."
+    )
     parser.add_argument(
         "runs",
         nargs="+",

@@ -5,7 +5,10 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform, get_type_hints
+
+import yaml
 
 from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, check_type, ranges_of
@@ -21,65 +24,7 @@ ENVIRONMENTS = ("text_generation", "multi_objective", "preference_comparison")
 """Values of `rl_env_type`."""
 
 _NOT_HERE = "Not available here: "
-_ABSENT: dict[str, dict[str, Any]] = {
-    "use TRL's DPOTrainer": {"dpo_beta": 0.1},
-    "TRL's trainers append EOS to every text; PPO's prompts never end with EOS": {"add_eos_token": True},
-    "PPO drops prompts that are longer than half of block_size": {"max_prompt_length": 128},
-    "use rl_max_new_tokens (ppo) or block_size": {"max_completion_length": None},
-    "write the data set with the columns prompt, text, messages, or prompt, chosen and rejected": {
-        **dict.fromkeys(("auto_convert_dataset", "use_sharegpt_mapping", "sharegpt_mapping_enabled"), False),
-        "conversation_extension": 1,
-    },
-    "save the tokenizer with the chat template that you want": {"suggested_chat_template": None, "chat_format": None},
-    "name the columns with prompt_text_column, text_column and rejected_text_column": {
-        **{"column_mapping": None, "runtime_mapping": None},
-    },
-    "set eos_token in the tokenizer's directory": {"map_eos_token": False},
-    "pass texts instead of conversations; no template is applied to texts": {"apply_chat_template": True},
-    "use peft and quantization": {"unsloth": False},
-    "start with `accelerate launch --config_file accelerate_configs/<engine>.yaml -m rlhf_ppo llm ...`": {
-        "distributed_backend": None
-    },
-    "use TRL's GKDTrainer": {
-        **{"use_distillation": False, "teacher_model": None, "teacher_prompt_template": None},
-        **{"student_prompt_template": "{input}", "distill_temperature": 3.0, "distill_alpha": 0.7},
-        "distill_max_teacher_length": 512,
-    },
-    "search with PPOTrainer.hyperparameter_search (Optuna) from Python, as docs/usage.md shows": {
-        **{"use_sweep": False, "sweep_backend": "optuna", "sweep_n_trials": 10, "sweep_metric": "eval_loss"},
-        **{"sweep_direction": "minimize", "sweep_params": None, "wandb_sweep": False, "wandb_sweep_id": None},
-    },
-    "set W&B's environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_ID": dict.fromkeys(
-        ("wandb_sweep_project", "wandb_sweep_entity", "wandb_run_id", "wandb_token")
-    ),
-    "view the run on W&B's site, or plot it with `rlhf-ppo plot`": {"wandb_visualizer": False},
-    "pass reward functions with weight 0, which are logged as rewards/<name>/mean": {
-        **{"use_enhanced_eval": False, "eval_metrics": "perplexity", "custom_metrics": None},
-    },
-    "put the rows into a split of data_path and name it in valid_split": {"eval_dataset_path": None},
-    "evaluation uses batch_size": {"eval_batch_size": 8},
-    "PPO saves the printed samples in _samples of the project": {"eval_save_predictions": False},
-    "run EleutherAI's lm-evaluation-harness on the saved model": {"eval_benchmark": None},
-    "`rlhf-ppo sft --assistant_only_loss` learns from the assistant's messages only": {"token_weights": None},
-    "subclass PPOTrainer, whose steps are methods": {
-        **{"custom_loss": None, "custom_loss_weights": None, "use_forward_backward": False},
-        **{"forward_backward_loss_fn": None, "forward_backward_custom_fn": None, "manual_optimizer_control": False},
-    },
-    "use gradient_accumulation": {"gradient_accumulation_steps": 1},
-    "use gradient_accumulation, or rl_mini_batch_size with ppo": {"optimizer_step_frequency": 1},
-    "use max_grad_norm": {"grad_clip_value": 1.0},
-    "PPO prints three tables of greedy samples; num_sample_generations of `rlhf-ppo train` sets the number": {
-        **{"sample_every_n_steps": 0, "sample_prompts": None, "sample_temperature": 1.0},
-        **{"sample_top_k": 50, "sample_top_p": 1.0},
-    },
-    "use save_strategy and save_steps": {"manual_checkpoint_control": False},
-    "use save_strategy=steps and save_steps": {"save_state_every_n_steps": 0},
-    "use --resume-from-checkpoint, which continues the run in project_name": {"load_state_from": None},
-    "load the model with transformers' text-generation pipeline, or compare two models with `rlhf-ppo judge`": {
-        **{"inference_prompts": None, "inference_max_tokens": 256, "inference_temperature": 1.0},
-        **{"inference_top_p": 1.0, "inference_top_k": 50, "inference_output": None},
-    },
-}
+_ABSENT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("unavailable.yaml").read_text())
 """Alternative: AITraining's options that are not available here, with their defaults."""
 UNAVAILABLE = {name: alternative for alternative, names in _ABSENT.items() for name in names}
 """AITraining's unsupported options, and their alternatives."""

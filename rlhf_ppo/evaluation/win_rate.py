@@ -19,8 +19,9 @@ from rlhf_ppo.data.prompts import PositionLimit, PromptEncoder, Prompts
 from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
+from rlhf_ppo.reporting.judgements import wilson_interval
 from rlhf_ppo.rewards.builtin import response_texts
-from rlhf_ppo.rewards.reward_model import Answer, wilson_interval
+from rlhf_ppo.rewards.reward_model import Answer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from rlhf_ppo.checkpoints.files import check_values, read_object, replacing, wri
 from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.rewards.builtin import prompt_text
-from rlhf_ppo.rewards.reward_model import wilson_interval
 
 JUDGED = "judged"
 """Prefix of the names of tables of verdicts, and the name of their directory in a run's directory."""
@@ -207,7 +206,7 @@ class SeedWinRates:
             low, high = self.intervals[0]
             return float(low), float(high)
         half = float(np.mean([(high - low) / 2 for low, high in self.intervals]))
-        width = math.hypot(_student_quantile(len(self.rates) - 1) * error, half)
+        width = math.hypot(student_quantile(len(self.rates) - 1) * error, half)
         return max(0.0, self.mean - width), min(1.0, self.mean + width)
 
     def lines(self) -> Iterator[str]:
@@ -237,9 +236,24 @@ class SeedWinRates:
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-def _student_quantile(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t distribution, exact to three digits up to 10 degrees of freedom."""
-    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.7 / freedom
+def student_quantile(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t distribution: a table, then its expansion in 1 / freedom."""
+    return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.372 / freedom + 2.82 / freedom**2
+
+
+def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Compute the Wilson score interval of a share (Wilson 1927, JASA 22).
+
+        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    Args:
+        share: `p`, from 0 to 1.
+        count: `n`, at least 1.
+        z: Quantile of the normal distribution; the default gives 95%.
+    """
+    center, scale = share + z**2 / (2 * count), 1 + z**2 / count
+    margin = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, (center - margin) / scale), min(1.0, (center + margin) / scale)
 
 
 # Reward models

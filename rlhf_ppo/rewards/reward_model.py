@@ -5,9 +5,8 @@ A reward model reads the same tokens in training, as a judge and in `rlhf-ppo ju
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import eos_id, is_conversation
 from rlhf_ppo.data.rollout import pad_right
-from rlhf_ppo.data.sources import with_explicit_prompt
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
-from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
-from rlhf_ppo.models.unwrapping import in_eval_mode, transformers_model
+from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
 
 TokenizerFor = Callable[["Answer"], PreTrainedTokenizerBase | None]
@@ -265,102 +262,6 @@ class RewardModel:
                 )
             rows.append(torch.tensor([ids], dtype=torch.long))
         return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool()
-
-
-# Accuracy on preference pairs
-
-
-@dataclass(frozen=True)
-class PreferenceAccuracy:
-    """Accuracy of a reward model on preference pairs.
-
-    Attributes:
-        accuracy: Share of pairs whose chosen response has the higher score, from 0 to 1; a tie counts half.
-        interval: 95% interval of `accuracy` (Wilson 1927).
-        num_pairs: Number of pairs.
-        ties: Number of pairs with equal scores.
-    """
-
-    accuracy: float
-    interval: tuple[float, float]
-    num_pairs: int
-    ties: int
-
-    def __str__(self) -> str:
-        low, high = (f"{100 * bound:.1f}" for bound in self.interval)
-        return f"{100 * self.accuracy:.1f}% of {self.num_pairs} pairs (95% interval {low} to {high}%)"
-
-
-def preference_accuracy(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: Iterable[Mapping[str, Any]],
-    batch_size: int = 16,
-    max_length: int | None = None,
-) -> PreferenceAccuracy:
-    """Measure how often a reward model scores the chosen response above the rejected one.
-
-    The model reads the same tokens as in PPO. Its mode and the parameters' `requires_grad` are restored.
-
-    Args:
-        model: A sequence-classification model with one label, on its device.
-        tokenizer: Its tokenizer.
-        pairs: Rows with `chosen` and `rejected`, in any format of `with_explicit_prompt`.
-        batch_size: Pairs in one forward pass.
-        max_length: Longest text in tokens; pairs with a longer one are left out, as `RewardTrainer` does.
-
-    Raises:
-        ValueError: There are no pairs, a pair cannot be read, or a score is not finite.
-    """
-    answers = [answer for row in pairs for answer in _answers_of_pair(row)]
-    ids = [reward_model_ids(answer, tokenizer) for answer in answers]
-    limit = math.inf if max_length is None else max_length
-    kept = [
-        answer
-        for row in range(0, len(ids), 2)
-        if max(len(ids[row]), len(ids[row + 1])) <= limit
-        for answer in answers[row : row + 2]
-    ]
-    if not kept:
-        raise ValueError(f"no preference pair is left to measure accuracy on (max_length={max_length})")
-    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        with in_eval_mode(model), torch.no_grad():
-            scores = RewardModel(FrozenScorer(model), 2 * batch_size).score_answers(kept, lambda _: tokenizer)
-    finally:
-        for parameter, had_gradient in gradients:
-            parameter.requires_grad_(had_gradient)
-    chosen, rejected = scores[::2], scores[1::2]
-    ties = int((chosen == rejected).sum())
-    accuracy = (int((chosen > rejected).sum()) + ties / 2) / len(chosen)
-    return PreferenceAccuracy(accuracy, wilson_interval(accuracy, len(chosen)), len(chosen), ties)
-
-
-def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Compute the Wilson score interval of a share (Wilson 1927, JASA 22).
-
-        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-
-    Args:
-        share: `p`, from 0 to 1.
-        count: `n`, at least 1.
-        z: Quantile of the normal distribution; the default gives 95%.
-    """
-    center, scale = share + z**2 / (2 * count), 1 + z**2 / count
-    margin = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return max(0.0, (center - margin) / scale), min(1.0, (center + margin) / scale)
-
-
-def _answers_of_pair(row: Mapping[str, Any]) -> list[Answer]:
-    """Return the chosen and the rejected response as answers to the pair's prompt."""
-    pair = with_explicit_prompt(row)
-    prompt, answers = pair["prompt"], []
-    for response in (pair["chosen"], pair["rejected"]):
-        if isinstance(response, str):
-            answers.append(Answer(prompt, response))
-        else:  # a conversation may continue over several turns, of which the last is the response
-            answers.append(Answer([*prompt, *response[:-1]], response[-1]["content"]))
-    return answers
 
 
 def _own_tokenizer(

@@ -14,9 +14,8 @@ import torch
 import yaml
 
 from rlhf_ppo.cli.init import QUESTIONS, init, scalar
-from rlhf_ppo.cli.measuring import Data, Machine, measure_data, seconds_of
+from rlhf_ppo.cli.measuring import Data, Machine, learning_rate, measure_data, propose, seconds_of
 from rlhf_ppo.cli.pipeline import check_steps
-from rlhf_ppo.cli.proposals import learning_rate, propose
 from rlhf_ppo.data.sources import load_splits
 from rlhf_ppo.pipeline.steps import read_pipeline
 from tests.conftest import make_tokenizer, tiny_policy
@@ -178,7 +177,7 @@ def test_rates_fall_with_the_root_of_the_model_s_size() -> None:
 
 
 def test_sizes_fit_the_data() -> None:
-    found = propose(MACHINE, DATA, 100, 1, 60).sections
+    found = propose(MACHINE, DATA, 100, 60).sections
 
     assert found["sft"]["max_length"] == 64 and found["reward"]["max_length"] == 48
     assert found["ppo"]["response_length"] == found["judge"]["max_new_tokens"] == 32
@@ -186,19 +185,19 @@ def test_sizes_fit_the_data() -> None:
 
 
 def test_a_slower_machine_gets_fewer_updates_in_the_same_time() -> None:
-    fast, slow = (propose(machine, DATA, 100, 1, 15) for machine in (MACHINE, SLOW))
+    fast, slow = (propose(machine, DATA, 100, 15) for machine in (MACHINE, SLOW))
 
     assert fast.sections["ppo"]["total_episodes"] > slow.sections["ppo"]["total_episodes"] >= 20 * 64
     for found in (fast, slow):
         assert sum(found.minutes.values()) <= 15.5
-    longer = propose(SLOW, DATA, 100, 1, 60)
+    longer = propose(SLOW, DATA, 100, 60)
     assert longer.sections["ppo"]["total_episodes"] > slow.sections["ppo"]["total_episodes"]
 
 
 def test_responses_and_batches_are_smaller_where_twenty_updates_would_take_too_long() -> None:
     long = DATA | {"reward": data(4000, 10, 199, 2)}
-    assert propose(MACHINE, long, 4, 1, 15).sections["ppo"]["response_length"] == 200
-    found = propose(SLOW, long, 4, 1, 3)
+    assert propose(MACHINE, long, 4, 15).sections["ppo"]["response_length"] == 200
+    found = propose(SLOW, long, 4, 3)
 
     assert found.sections["ppo"]["response_length"] == found.sections["judge"]["max_new_tokens"] == 32
     assert found.sections["ppo"]["total_episodes"] <= 25 * 16
@@ -206,19 +205,19 @@ def test_responses_and_batches_are_smaller_where_twenty_updates_would_take_too_l
 
 
 def test_few_prompts_and_little_memory_make_small_batches() -> None:
-    few = propose(MACHINE, DATA | {"ppo": data(20, 10, 0)}, 4, 1, 15).sections["ppo"]
+    few = propose(MACHINE, DATA | {"ppo": data(20, 10, 0)}, 4, 15).sections["ppo"]
     assert few["per_device_train_batch_size"] * few["gradient_accumulation_steps"] == 16
-    full = propose(replace(MACHINE, memory=10**7 * 40 + 2**26), DATA, 4, 1, 15)
+    full = propose(replace(MACHINE, memory=10**7 * 40 + 2**26), DATA, 4, 15)
     assert full.sections["ppo"]["gradient_accumulation_steps"] > 1 and full.notes == {}
     assert (
         64 == full.sections["ppo"]["gradient_accumulation_steps"] * full.sections["ppo"]["per_device_train_batch_size"]
     )
-    (note,) = propose(replace(MACHINE, memory=10**8), DATA, 4, 1, 15).notes
+    (note,) = propose(replace(MACHINE, memory=10**8), DATA, 4, 15).notes
     assert "Use LoRA" in note
 
 
 def test_what_does_not_fit_into_the_model_is_named() -> None:
-    found = propose(MACHINE, {"sft": data(5000, 10, 900), "ppo": data(1000, 400, 0)}, 4, 1, 60)
+    found = propose(MACHINE, {"sft": data(5000, 10, 900), "ppo": data(1000, 400, 0)}, 4, 60)
 
     ppo = found.sections["ppo"]
     assert ppo["max_prompt_length"] + ppo["response_length"] == 512 == found.sections["sft"]["max_length"]

@@ -48,7 +48,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         for command in COMMANDS:
             patch.setattr(argparse.ArgumentParser, "print_help", lambda self, *_, to=command: found.update({to: self}))
             with pytest.raises(SystemExit):
-                main([command, "--help-all"])
+                main([*command.split(), "--help-all"])
     return found
 
 
@@ -70,7 +70,8 @@ def test_no_option_shows_a_secret_in_a_command_line(
         if MAY_BE_SECRET.search(name) and not HARMLESS.fullmatch(name):
             values.append(CANARY)
         for value in values:
-            for words in ([command, option, value], [command, f"{option}={value}"], [command, option, "x", value]):
+            for words in ([option, value], [f"{option}={value}"], [option, "x", value]):
+                words = [*command.split(), *words]
                 if value is CANARY and words[-2] == "x":
                     continue
                 hidden, environment = hide_from_ps(words)
@@ -94,7 +95,7 @@ def test_no_error_of_a_wrong_value_shows_a_secret(
             argparse.ArgumentParser.parse_args(parsers[command], [option, ADDRESS])
         assert not leaks(capsys.readouterr()), option
     with pytest.raises(SystemExit):
-        main([command, "--no_such_option", ADDRESS, f"--hub_tokn={CANARY}"])
+        main([*command.split(), "--no_such_option", ADDRESS, f"--hub_tokn={CANARY}"])
     assert not leaks("".join(capsys.readouterr()))
 
 

@@ -13,8 +13,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.reporting.health import HealthCallback, warnings_of
-from rlhf_ppo.reporting.health_checks import CHECKS
-from rlhf_ppo.reporting.history import RunContext
+from rlhf_ppo.reporting.health_checks import CHECKS, RunContext
 from rlhf_ppo.reporting.run_log import RunSettings, read_log
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, history
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds, logging_interval, parse_thresholds
 from rlhf_ppo.reporting.health import scaled_thresholds
-from rlhf_ppo.reporting.health_checks import CHECKS
-from rlhf_ppo.reporting.history import History, RunContext
+from rlhf_ppo.reporting.health_checks import CHECKS, History, RunContext
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {check.name: check for check in CHECKS}

@@ -1,10 +1,10 @@
-"""Win rates over seeds."""
+"""Win rates over seeds, and intervals."""
 
 from __future__ import annotations
 
 import pytest
 
-from rlhf_ppo.reporting.judgements import SeedWinRates
+from rlhf_ppo.reporting.judgements import SeedWinRates, student_quantile, wilson_interval
 
 
 def test_the_mean_over_seeds_has_a_standard_error() -> None:
@@ -26,3 +26,15 @@ def test_one_seed_has_no_standard_error() -> None:
     found = SeedWinRates([0], [0.5], [(0.4, 0.6)], [None])
 
     assert found.standard_error is None and len(list(found.lines())) == 2
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"), [(0.5, 100, 0.4038, 0.5962), (1.0, 10, 0.7225, 1.0), (0.0, 10, 0.0, 0.2775)]
+)
+def test_the_interval_is_wilsons(share: float, count: int, low: float, high: float) -> None:
+    assert wilson_interval(share, count) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(("freedom", "expected"), [(1, 12.706), (10, 2.228), (11, 2.201), (20, 2.086), (100, 1.984)])
+def test_the_quantile_is_students(freedom: int, expected: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(expected, abs=3e-3)

@@ -25,7 +25,7 @@ import pytest
 from rlhf_ppo.checkpoints.run import LOCK_NAME, Run, in_use, locked
 from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.reporting import judgements, report_data
+from rlhf_ppo.reporting import judgements, report
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.health_checks import CHECKS
 from rlhf_ppo.reporting.report import SCRIPTS, watch_report, write_report
@@ -218,7 +218,7 @@ def test_score_against_kl_is_the_mean_over_seeds_and_over_stretches_of_updates(
     assert seeds == [
         {"step": step, "kl": pytest.approx(0.15 * step), "score": pytest.approx(0.5 + step / 3)} for step in UPDATES
     ]
-    monkeypatch.setattr(report_data, "MAX_FRONTIER", 2)
+    monkeypatch.setattr(report, "MAX_FRONTIER", 2)
     seeds, _ = page_of(runs, tmp_path).data["frontier"]
     assert seeds == [
         {"step": 2, "kl": pytest.approx(0.225), "score": pytest.approx(1.0)},
@@ -322,11 +322,11 @@ def test_a_long_run_stays_a_page_that_opens(tmp_path: Path, monkeypatch: pytest.
     run = make_run(tmp_path / "long")
     lines = [json.dumps({"step": step, "episode": 8 * step, "objective/kl": step / 7}) for step in range(1, 5001)]
     (run / "log_history.jsonl").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(report_data, "MAX_TOKENS", 48)
-    monkeypatch.setattr(report_data, "MAX_UPDATES", 3)
+    monkeypatch.setattr(report, "MAX_TOKENS", 48)
+    monkeypatch.setattr(report, "MAX_UPDATES", 3)
     data = page_of([run], tmp_path).data
     curve = data["metrics"][0]["curves"][0]
-    assert 900 <= len(curve["step"]) <= report_data.MAX_POINTS and curve["step"][0] == 1 and curve["step"][-1] == 5000
+    assert 900 <= len(curve["step"]) <= report.MAX_POINTS and curve["step"][0] == 1 and curve["step"][-1] == 5000
     assert all(mean == step / 7 for step, mean in zip(curve["step"], curve["mean"], strict=True))
     shown = [(update["step"], update["kept"], len(update["rows"])) for update in data["runs"][0]["responses"]]
     assert shown == [(1, 10, 4), (3, 10, 4), (4, 10, 4)]  # 48 tokens: 3 updates of 4 responses of 4
@@ -348,7 +348,7 @@ def test_a_curve_that_is_thinned_out_keeps_its_extremes(tmp_path: Path) -> None:
     for shown in (runs[:1], runs):
         curve = page_of(shown, tmp_path).data["metrics"][0]["curves"][0]
         drawn = dict(zip(curve["step"], zip(curve["mean"], curve["std"], strict=True), strict=True))
-        assert len(drawn) <= report_data.MAX_POINTS and {1, 1234, 2500, 3210, 5000} <= drawn.keys()
+        assert len(drawn) <= report.MAX_POINTS and {1, 1234, 2500, 3210, 5000} <= drawn.keys()
         assert drawn[1234][0] == 9.0 and drawn[3210][0] == -8.0
     assert drawn[2500] == (0.0, pytest.approx(800**0.5))
 
@@ -361,21 +361,21 @@ def test_smoothing_of_a_thinned_curve_reads_the_mean_around_each_point(tmp_path:
     (curve,) = page_of([run], tmp_path).data["metrics"][0]["curves"]
     assert {*curve["mean"]} <= {0.0, 10.0, None} and len(curve["level"]) == len(curve["mean"]) < 1000
     assert statistics.mean(curve["level"]) == pytest.approx(5, abs=0.2)
-    short = report_data.curve([log_of(0)], "objective/kl", {})
+    short = report.curve([log_of(0)], "objective/kl", {})
     assert short is not None and "level" not in short  # all points are drawn
 
 
 @pytest.mark.parametrize("values", [[math.nan] * 3000, [math.nan, 1.0] * 1500])
 def test_gaps_of_a_long_curve_are_no_extremes(values: list[float]) -> None:
     means = np.array(values)
-    kept = report_data.drawn_points(means, np.zeros(3000))
-    assert len(kept) <= report_data.MAX_POINTS and kept[0] == 0 and kept[-1] == 2999
+    kept = report.drawn_points(means, np.zeros(3000))
+    assert len(kept) <= report.MAX_POINTS and kept[0] == 0 and kept[-1] == 2999
     assert np.isnan(means).all() or (~np.isnan(means[kept])).sum() > 400
 
 
 def test_the_work_of_a_report_grows_as_the_log_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are counted, and the numbers that NumPy is given."""
-    monkeypatch.setattr(report_data, "MAX_POINTS", 20)
+    monkeypatch.setattr(report, "MAX_POINTS", 20)
     interpolated, interp = 0, np.interp
 
     def counted(x: Any, xp: Any, fp: Any) -> Any:

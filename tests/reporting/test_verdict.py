@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.reporting.health import warnings_of
-from rlhf_ppo.reporting.history import RunContext
+from rlhf_ppo.reporting.health_checks import RunContext
 from rlhf_ppo.reporting.judgements import RewardAccuracy, read_accuracy
 from rlhf_ppo.reporting.run_log import RecordedRun
 from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of

@@ -16,8 +16,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
 from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.data.rollout import Experience
-from rlhf_ppo.reporting.health_checks import CHECKS
-from rlhf_ppo.reporting.history import History
+from rlhf_ppo.reporting.health_checks import CHECKS, History
 from rlhf_ppo.training import learning
 from rlhf_ppo.training.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
