@@ -193,9 +193,7 @@ def test_key_figures_are_the_first_log_and_the_mean_of_the_last_with_its_interva
         "objective/scores", "eval_score", "objective/kl", "response/ended_frac", "policy/entropy_avg"
     ]  # fmt: skip
     seeds, four_logs, _ = figures["objective/scores"]["groups"]
-    half = (
-        12.71 * 0.5
-    )  # seeds that end at 4/3 and 7/3: Student's t with one degree of freedom, times the standard error
+    half = 12.706 * 0.5  # seeds that end at 4/3 and 7/3: Student's t with one degree of freedom, times the error
     assert seeds == {name: pytest.approx(value) for name, value in zip(
         ("first", "last", "low", "high"), (5 / 6, 11 / 6, 11 / 6 - half, 11 / 6 + half), strict=True
     )}  # fmt: skip
@@ -207,7 +205,7 @@ def test_key_figures_are_the_first_log_and_the_mean_of_the_last_with_its_interva
     ]
     mean, error = 0.95, statistics.stdev([1.0, 1.0, 0.85]) / 3**0.5
     assert figures["response/ended_frac"]["groups"] == [
-        None, None, {"first": 1.0, "last": pytest.approx(mean), "low": pytest.approx(mean - 4.3 * error), "high": 1.0},
+        None, None, {"first": 1.0, "last": pytest.approx(mean), "low": pytest.approx(mean - 4.303 * error), "high": 1.0},
     ]  # fmt: skip
 
 
