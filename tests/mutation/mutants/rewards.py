@@ -1,7 +1,7 @@
 """Mutants of the room `rewards`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("environments.py", "tests/agents/test_episodes.py"): [
+    ("functions.py", "tests/agents/test_episodes.py"): [
         ("rewards[row, end - 1] += reward", "rewards[row, end - 2] += reward"),
     ],
     (
