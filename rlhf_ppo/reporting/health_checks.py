@@ -246,8 +246,7 @@ def _first_ratio(history: History, limits: HealthThresholds) -> str | None:
     thresholds=("kl_per_token", "kl"),
 )
 def _kl_budget(history: History, limits: HealthThresholds) -> str | None:
-    kls = history.last("objective/kl", limits.patience)
-    lengths = history.last("response/length_mean", limits.patience)
+    kls, lengths = (history.last(key, limits.patience) for key in ("objective/kl", "response/length_mean"))
     if not kls:
         return None
     if limits.kl is not None and min(kls) > limits.kl:
@@ -292,8 +291,7 @@ def _kl_growth(history: History, limits: HealthThresholds) -> str | None:
     ("sample from all tokens (top_k=0)", "leave top_p at 1", "leave min_p unset", "lower learning_rate"),
 )
 def _negative_kl(history: History, limits: HealthThresholds) -> str | None:
-    kls = history.last("objective/kl", limits.patience)
-    lengths = history.last("response/length_mean", limits.patience)
+    kls, lengths = (history.last(key, limits.patience) for key in ("objective/kl", "response/length_mean"))
     if limits.negative_kl is None or not kls or len(lengths) < len(kls):
         return None
     if all(kl < -limits.negative_kl * length for kl, length in zip(kls, lengths, strict=True)):

@@ -205,7 +205,9 @@ def test_key_figures_are_the_first_log_and_the_mean_of_the_last_with_its_interva
     ]
     mean, error = 0.95, statistics.stdev([1.0, 1.0, 0.85]) / 3**0.5
     assert figures["response/ended_frac"]["groups"] == [
-        None, None, {"first": 1.0, "last": pytest.approx(mean), "low": pytest.approx(mean - 4.303 * error), "high": 1.0},
+        None,
+        None,
+        {"first": 1.0, "last": pytest.approx(mean), "low": pytest.approx(mean - 4.303 * error), "high": 1.0},
     ]  # fmt: skip
 
 
