@@ -236,17 +236,21 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     if original is reward_model:
         return _without_adapters(copy_model(original), "value_model").float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original), "value_model") if is_peft_model(original) else original
-    value_model = make_once(lambda: empty_classifier(source))
-    if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
-        raise ValueError(
-            f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has for "
-            f"{type(source).__name__}, has another structure; pass value_model"
-        )
-    copy_weights(backbone(source), backbone(value_model))
-    head = weight_of(head_of_scorer(value_model))
-    with gathered([head], modify=True):
-        nn.init.zeros_(head)
-    return value_model.to(next(source.parameters()).device).train()
+
+    def classifier() -> nn.Module:
+        value_model = empty_classifier(source)
+        if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
+            raise ValueError(
+                f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has "
+                f"for {type(source).__name__}, has another structure; pass value_model"
+            )
+        copy_weights(backbone(source), backbone(value_model))
+        head = weight_of(head_of_scorer(value_model))
+        with gathered([head], modify=True):
+            nn.init.zeros_(head)
+        return value_model
+
+    return make_once(classifier).to(next(source.parameters()).device).train()
 
 
 def init_normal_head(value_model: nn.Module, seed: int) -> None:
@@ -365,7 +369,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
         settings = {"dtype": torch.float32, **kwargs}
-        with hide_model_bars(unless_terminal=True):
+        with hide_model_bars():
             load = (
                 functools.partial(_language_model, given)
                 if auto_class is AutoModelForCausalLM

@@ -49,7 +49,7 @@ def peak_of(bytes_of: Any) -> Iterator[list[int]]:
 
 
 def construct(folder: str, models: str, **frozen: Any) -> dict[str, Any]:
-    """Load a policy and a reward model from 16-bit files, make a reference and a value model, and shard the frozen."""
+    """Load a policy and perhaps a reward model from 16-bit files, make the others, and shard the frozen."""
     make_trainer(f"{folder}/warm", models)  # what is imported at first use
     with peak_of(anonymous) as most:
         trainer = make_trainer(
@@ -92,13 +92,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "multi_gpu"])
-def test_two_processes_hold_one_copy_while_models_are_loaded(config: str, folder: Path, models: Path) -> None:
-    """The second process has its shards of the frozen models, and one block; under DDP it has nothing of its own."""
-    arguments: dict[str, Any] = {"folder": str(folder), "models": str(models), "reward_model": str(folder / "reward")}
-    first, second = processes.run(config, f"{__name__}.construct", **arguments, timeout=300)
+@pytest.mark.parametrize(("config", "num_frozen"), [("fsdp2", 1), ("fsdp2", 2), ("multi_gpu", 2)])
+def test_two_processes_hold_one_copy_while_models_are_loaded(
+    config: str, num_frozen: int, folder: Path, models: Path
+) -> None:
+    """The second process has its shards of the frozen models, and one block; under DDP it has nothing of its own.
+
+    The value model is made from the policy, or from the second frozen model.
+    """
+    arguments = {"reward_model": str(folder / "reward")} if num_frozen == 2 else {}
+    run: dict[str, Any] = {"folder": str(folder), "models": str(models), **arguments}
+    first, second = processes.run(config, f"{__name__}.construct", **run, timeout=300)
     whole = first["bytes"]
-    shards = whole if config == "fsdp2" else 0  # a half of each of two models
+    shards = num_frozen * whole / 2 if config == "fsdp2" else 0
     assert second["most"] < shards + 0.35 * whole
     assert first["most"] < shards + 1.35 * whole  # that converts each
     assert first["dtypes"] == second["dtypes"] == {"torch.float32"}
