@@ -22,8 +22,8 @@ from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
     measure_accuracy,
+    measured_reward_trainer,
     policy_tokenizer,
-    reward_trainer,
     running,
     scored_ppo_trainer,
     sft_trainer,
@@ -32,7 +32,6 @@ from rlhf_ppo.cli.training import (
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import INHERITED_RANGES, check_inherited
 from rlhf_ppo.config.validation import check_ranges
-from rlhf_ppo.data.sources import hold_out_pairs
 from rlhf_ppo.estimate.run import estimate_run, multiplied_dtype
 from rlhf_ppo.estimate.update import Estimate
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
@@ -136,7 +135,7 @@ def reward(argv: Sequence[str] | None = None) -> Trainer:
     Raises:
         SystemExit: An option, the data or the model is wrong; the message names it.
     """
-    return _train("reward", RewardArguments, reward_trainer, argv)
+    return _train("reward", RewardArguments, measured_reward_trainer, argv)
 
 
 def sft(argv: Sequence[str] | None = None) -> Trainer:
@@ -161,8 +160,6 @@ def _train(command: str, config: type, make_trainer: Callable[..., Trainer], arg
     rows = check_step_options(problems, command, (script_args, args, model_args))
     problems.fail(program)
     with user_errors(program):
-        if command == "reward" and rows[1] is None:
-            rows = hold_out_pairs(rows[0])
         trainer = make_trainer(args, model_args, *rows)
     if script_args.dry_run:
         print_text(NO_PROBLEMS.format(args.output_dir))

@@ -215,7 +215,7 @@ def _write_rows(rows: Any, path: Path) -> None:
     from rlhf_ppo.checkpoints.files import replacing
     from rlhf_ppo.terminal.console import hide_data_bars
 
-    with hide_data_bars(len(rows)), replacing(path) as temporary:
+    with hide_data_bars(0), replacing(path) as temporary:
         rows.to_json(temporary, force_ascii=False)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
+from datasets import Dataset
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -41,7 +42,7 @@ from rlhf_ppo.config.arguments import logging_interval
 from rlhf_ppo.config.inherited import default_bf16
 from rlhf_ppo.config.presets import RemembersNames
 from rlhf_ppo.config.redaction import RedactsSecrets, redacted
-from rlhf_ppo.data.sources import choose_split, load_splits
+from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
@@ -328,13 +329,43 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
     return _trl_trainer(RewardTrainer, "reward", args, model_args, train_dataset, eval_dataset)
 
 
+def measured_reward_trainer(
+    args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
+) -> Trainer:
+    """Make the trainer of a reward model; without rows for evaluation, hold some out for its accuracy.
+
+    They are drawn from the pairs that remain after TRL has left out those longer than `max_length`.
+
+    Args:
+        args: As in `reward_trainer`.
+        model_args: As in `reward_trainer`.
+        train_dataset: As in `reward_trainer`; nothing is held out of a stream.
+        eval_dataset: As in `reward_trainer`.
+
+    Raises:
+        ValueError: `eval_strategy` asks for evaluations, and too few pairs remain to hold one out.
+    """
+    if eval_dataset is not None or not isinstance(train_dataset, Dataset):
+        return reward_trainer(args, model_args, train_dataset, eval_dataset)
+    some = train_dataset.select(range(min(len(train_dataset), args.dataset_num_proc or 1)))  # replaced below
+    trainer = reward_trainer(args, model_args, train_dataset, some)
+    trainer.train_dataset, trainer.eval_dataset = hold_out_pairs(trainer.train_dataset)
+    if trainer.eval_dataset is None and args.eval_strategy != "no":
+        raise ValueError(
+            f"eval_strategy={str(args.eval_strategy)!r}, but {len(trainer.train_dataset)} pairs within max_length="
+            f"{args.max_length} are too few to hold one out; give more pairs, a split for evaluation, or "
+            "eval_strategy='no'"
+        )
+    return trainer
+
+
 def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
     """Measure a reward model on held-out pairs, print its accuracy and write it beside the model.
 
     Without held-out pairs, the accuracy of an earlier model in the same directory is deleted.
 
     Args:
-        trainer: The trainer of `reward_trainer`, after training.
+        trainer: The trainer of `measured_reward_trainer`, after training.
 
     Returns:
         The accuracy; None if there are no held-out pairs, or their number is not known.
@@ -371,7 +402,7 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
 
 
 @hide_data_bars()
-@hide_model_bars(unless_terminal=True)
+@hide_model_bars()
 def _trl_trainer(
     trainer_class: Any, command: str, args: Any, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
 ) -> Trainer:
@@ -476,7 +507,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
 
 
 @hide_library_logs()
-@hide_model_bars(unless_terminal=True)
+@hide_model_bars()
 def train_and_save(
     trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False
 ) -> None:

@@ -364,15 +364,11 @@ def _filter(beginning: str) -> Callable[[logging.LogRecord], bool]:
 
 
 @contextmanager
-def hide_model_bars(unless_terminal: bool = False) -> Iterator[None]:
-    """Hide transformers' progress bars in the block.
-
-    Args:
-        unless_terminal: Whether to show them on a terminal.
-    """
+def hide_model_bars() -> Iterator[None]:
+    """Hide transformers' progress bars in the block; the hub's downloads keep theirs."""
     # The public switch also controls the hub's downloads, and loses which of these the user has disabled.
     before = getattr(transformers_logging, "_tqdm_active", None)
-    if before is None or (unless_terminal and is_terminal(sys.stderr)):
+    if before is None:
         yield
         return
     transformers_logging._tqdm_active = False  # pyright: ignore[reportAttributeAccessIssue]

@@ -260,9 +260,12 @@ def test_other_backends_and_other_parameters_are_errors():
 
 
 def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys):
+    """Pairs above `max_length` are neither learned from nor held out."""
     rows = [{"prompt": f"a {row}", "chosen": " b", "rejected": " c"} for row in range(20)]
+    rows += [{"prompt": f"d {row}", "chosen": " b", "rejected": 20 * " c"} for row in range(80)]
     Path("more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = commands.reward(["--model_name_or_path", "base", "--dataset_name", "more.jsonl", *QUICK])
+    options = ["--model_name_or_path", "base", "--dataset_name", "more.jsonl", "--max_length", "16", *QUICK]
+    trainer = commands.reward(options)
     found = read_accuracy("out")
     assert found is not None and found.num_pairs == 2 and len(trainer.train_dataset) == 18
     assert f"The reward model is {found}." in capsys.readouterr().out

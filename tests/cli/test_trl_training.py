@@ -63,7 +63,7 @@ def train(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_ru
             (tmp_path / path.name).symlink_to(path)
 
     def run(command: str, *words: str, callback: TrainerCallback | None = None) -> Trainer:
-        name = f"{command}_trainer"
+        name = {"sft": "sft_trainer", "reward": "measured_reward_trainer"}[command]
         make = getattr(commands, name)
 
         def with_callback(*args: Any) -> Trainer:
