@@ -296,6 +296,6 @@ def values_of(
     written = torch.arange(width, device=device) < lengths[:, None]
     real = left_padded([[1] * len(each) for each in prompts], 0).bool().to(device)
     with in_eval_mode(critic):
-        before, after, _ = response_values(critic, ids, torch.cat((real, written), dim=1), written)
+        before, after, *_ = response_values(critic, ids, torch.cat((real, written), dim=1), written)
     last = before.gather(1, lengths[:, None] - 1).squeeze(1)
     return torch.where(torch.tensor(ended, device=device), last, after)

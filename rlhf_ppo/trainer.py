@@ -31,7 +31,7 @@ from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
 from rlhf_ppo.models.unwrapping import configuration_kept
-from rlhf_ppo.models.value_heads import cover_returns, value_head_of
+from rlhf_ppo.models.value_heads import cover_returns, of_own_heads, value_head_of
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -471,7 +471,7 @@ class PPOTrainer(TrainerBase):
             ref_logprobs = reference_logprobs(run, model, self.reference, responses, output.logprobs)
         with run.timer.phase("score"):
             scores = score()
-        return rollout_of(responses, ended, output, ref_logprobs, scores)
+        return rollout_of(responses, ended, output, ref_logprobs, scores, run.args.process_index)
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or stop string.
@@ -521,7 +521,8 @@ class PPOTrainer(TrainerBase):
 
         Returns:
             The experience that the losses read. Advantages have mean 0 and variance 1 over `loss_mask` on all ranks;
-            `loss_mask` leaves out padding, tokens of tools, and responses without a score.
+            `loss_mask` leaves out padding, tokens of tools, and responses without a score. `critic_agreement_mask`
+            sets some to 0 afterwards.
         """
         args, run, mask = self.args, self._run, rollout.loss_mask
         if args.score_scaling or args.score_normalization:
@@ -533,13 +534,15 @@ class PPOTrainer(TrainerBase):
         if self._critic_only.maybe_end_warmup(rollout, returns):  # returns of warm-up use lambda 1
             advantages, returns = self.compute_advantages(rollout, rewards)
         if args.value_loss == "hl_gauss" and args.value_range is None:
-            cover_returns(self.value_model, returns, mask, run.gather)
+            cover_returns(self.value_model, returns, learning.valued_tokens(mask, args), run.gather)
         whitened = masked_whiten(advantages, mask, reduce_sum=run.sum_over_ranks)
+        whitened, of_entropy = learning.masked_by_agreement(rollout, whitened, args, run.gather)
         weights = rollout.importance_weights(args.importance_sampling_clip_max, args.importance_sampling_mode)
         of_tokens = (shaped, returns, whitened)
         scores = self._rollout_metrics.record(rollout, self.kl_controller, self._score_unit, of_tokens, weights)
         weights = weights if args.importance_sampling_correction and args.old_logprobs == "training" else None
-        return Experience.of(rollout, whitened, returns, weights, positive_responses(scores, args), args.old_logprobs)
+        positive = positive_responses(scores, args)
+        return Experience.of(rollout, whitened, returns, weights, positive, args.old_logprobs, of_entropy)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Compute each token's reward: minus its KL penalty, plus its token reward, plus the score at the last token.
@@ -729,15 +732,17 @@ class PPOTrainer(TrainerBase):
         return clipped_policy_loss(logprobs, experience.logprobs, experience.advantages, *clips)
 
     def _value_loss(self, output: PolicyAndValueOutput | ResponseValues, part: Experience) -> ValueLoss:
-        if output.value_logits is None:
-            return self.value_loss(output.values, part)
-        return self.value_loss(output.values, part, output.value_logits)
+        values, logits = output.values, output.value_logits
+        if part.own_heads is not None and output.head_values is not None:
+            values = of_own_heads(output.head_values, part.own_heads)
+            logits = None if logits is None else of_own_heads(logits, part.own_heads)
+        return self.value_loss(values, part) if logits is None else self.value_loss(values, part, logits)
 
     def value_loss(self, values: Tensor, experience: Experience, logits: Tensor | None = None) -> ValueLoss:
         """Compute the value loss of each token before `vf_coef`: the clipped squared error, or HL-Gauss.
 
         Args:
-            values: Current value estimates of the response tokens, `(B, T)`.
+            values: Current value estimates of the response tokens, `(B, T)`; of several heads those of the row's own.
             experience: The micro-batch.
             logits: With `value_loss="hl_gauss"`: logits of the values' bins, `(B, T, num_bins)`.
 

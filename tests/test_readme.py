@@ -272,6 +272,7 @@ def test_metrics_page_lists_exactly_what_a_run_logs(make_trainer, tmp_path):
         score_scaling=True,
         policy_loss="cispo",
         value_loss="hl_gauss",
+        critic_ensemble=2,
     )
 
     trainer.train()

@@ -18,11 +18,11 @@ from rlhf_ppo.cli.errors import CommandParser, program_name, user_errors
 from rlhf_ppo.cli.training import DefaultBf16, check_model, load_tokenizer, running
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import PositiveShare, Share, check_ranges, option, ranges_of
-from rlhf_ppo.evaluation.critic_audit import AUDIT_NAME, CriticAudit, Estimate
+from rlhf_ppo.evaluation.critic_audit import CriticAudit, Estimate
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import load_value_model
-from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, has_log, training_log
+from rlhf_ppo.reporting.run_log import AUDIT_NAME, SETTINGS_NAME, RunSettings, has_log, training_log
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
@@ -164,7 +164,8 @@ def audit_arguments(recorded: Mapping[str, Any], run: str, batch_size: int | Non
         chosen["kl_coef"] = coefficients[-1]
     if batch_size is not None:
         chosen["per_device_eval_batch_size"] = batch_size
-    chosen |= {"per_device_train_batch_size": 1, "max_steps": 1, "num_sample_generations": 0}
+    rows = chosen.get("critic_ensemble", 1)  # one for each head
+    chosen |= {"per_device_train_batch_size": rows, "max_steps": 1, "num_sample_generations": 0}
     chosen |= {"output_dir": run, "report_to": "none", "health_checks": False, "log_console": "none"}
     return PPOConfig(**chosen)
 

@@ -39,6 +39,7 @@ from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.heads import multiply_head_in_float32
 from rlhf_ppo.models.loading import load_pretrained
+from rlhf_ppo.models.value_heads import ValueHead
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
 from rlhf_ppo.terminal.console import hide_library_warnings
@@ -156,7 +157,8 @@ def models_without_weights(
         frozen.append(make(AutoModelForSequenceClassification, "reward_model_path"))
         if _can_be_value_model(frozen[-1], script_args, args, model_args):
             value_argument = "reward_model_path"
-    value_model = make(AutoModelForSequenceClassification, value_argument, dtype=torch.float32)
+    num_outputs = ValueHead.asked_for(args).num_outputs
+    value_model = make(AutoModelForSequenceClassification, value_argument, dtype=torch.float32, num_labels=num_outputs)
     if peft_config is not None:
         from peft import get_peft_model
 
@@ -185,7 +187,7 @@ def without_weights(auto: Any, path: str, argument: str, device: torch.device, s
         path: Directory or hub name of the model.
         argument: The option that gave the path, for the error message.
         device: The device of the parameters.
-        settings: Those of `loading_settings`.
+        settings: Those of `loading_settings`; `num_labels` of a classifier, 1 by default.
 
     Raises:
         ValueError: There is no such model, or it is quantized.
@@ -193,7 +195,7 @@ def without_weights(auto: Any, path: str, argument: str, device: torch.device, s
     if "quantization_config" in settings:
         raise ValueError("load_in_4bit and load_in_8bit cannot be estimated: leave them out")
     loading = {name: settings[name] for name in ("revision", "trust_remote_code")}
-    labels = {"num_labels": 1} if auto is AutoModelForSequenceClassification else {}
+    labels = {"num_labels": settings.get("num_labels", 1)} if auto is AutoModelForSequenceClassification else {}
     config = load_pretrained(AutoConfig, path, argument, **loading, **labels)
     dtype = settings["dtype"] if isinstance(settings["dtype"], torch.dtype) else config.dtype or torch.float32
     with NoStorage(), device:

@@ -321,6 +321,21 @@ class RecipeArguments:
         "room; the values stretch whenever it grows.",
         nargs="+",
     )
+    critic_ensemble: Annotated[int, Interval(1, 64)] = _option(
+        1,
+        "Heads of the value model, whose mean is the value; each learns from its share of the responses, so that they "
+        "differ where the critic is unsure (after arXiv 2510.01656).",
+    )
+    critic_agreement_mask: ShareBelowOne = _option(
+        0.0,
+        "Share of an update's tokens, those on whose value the heads of critic_ensemble agree most, whose advantages "
+        "are left out of the policy loss, such as 0.2 (arXiv 2510.01656).",
+    )
+    critic_disagreement_mask: ShareBelowOne = _option(
+        0.0,
+        "Share of an update's tokens, those on whose value the heads of critic_ensemble disagree most, that the "
+        "entropy bonus leaves out, such as 0.2 (arXiv 2510.01656).",
+    )
     critic_learning_rate: NotNegative | None = _option(
         None,
         "Learning rate of the value model, with the schedule of learning_rate, such as 1e-5 with learning_rate 1e-6. "
@@ -456,6 +471,15 @@ def check_warmup_length(args: RecipeArguments, num_updates: int) -> None:
         raise ValueError(
             f"critic_warmup_steps={args.critic_warmup_steps} is the whole run of {num_updates} updates, so the policy "
             "would not learn; lower it, or let critic_warmup_explained_variance end it"
+        )
+
+
+def check_heads_learn(args: RecipeArguments, batch_size: int) -> None:
+    """Raise a `ValueError` if a head of the ensemble has no share of an update's responses."""
+    if args.critic_ensemble > batch_size:
+        raise ValueError(
+            f"critic_ensemble={args.critic_ensemble}, but an update has {batch_size} responses, so some heads would "
+            "never learn; lower it, or raise per_device_train_batch_size or gradient_accumulation_steps"
         )
 
 

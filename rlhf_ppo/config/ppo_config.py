@@ -376,6 +376,7 @@ class PPOConfig(
             total_episodes=num_episodes,
         )
         arguments.check_warmup_length(self, num_updates)
+        arguments.check_heads_learn(self, batch)
         for name, size in asdict(sizes).items():
             if self.user_value(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(

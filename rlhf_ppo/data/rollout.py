@@ -310,6 +310,9 @@ class Rollout(Responses):
             penalty, float32 `(B,)`; NaN where no source scored the response.
         token_scores: Weighted rewards of single tokens, float32 `(B, T)`, 0 outside the mask.
         scores_by_source: What each reward source gave, unweighted, float32 `(B,)` each; NaN where it gave none.
+        own_heads: With several heads of the value model: the head that learns from each response, long `(B,)`.
+        own_values: The value of that head before each response token, float32 `(B, T)`; `values` is the mean of all.
+        value_spread: Standard deviation of the heads' values, in the reward's unit, float32 `(B, T)`.
     """
 
     ended: Tensor = field(kw_only=True)
@@ -320,10 +323,13 @@ class Rollout(Responses):
     scores: Tensor
     token_scores: Tensor
     scores_by_source: Mapping[str, Tensor]
+    own_heads: Tensor | None = field(default=None, kw_only=True)
+    own_values: Tensor | None = field(default=None, kw_only=True)
+    value_spread: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("logprobs", "ref_logprobs", "values", "token_scores"):
+        for name in ("logprobs", "ref_logprobs", "values", "token_scores", "own_values", "value_spread"):
             if (values := getattr(self, name)) is not None:
                 check_shape(name, values, tuple(self.response_mask.shape))
         for name in ("ended", "final_values", "scores"):
@@ -431,7 +437,7 @@ class Experience(Responses):
 
     Attributes:
         logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
-        values: Value estimates when sampled, float32 `(B, T)`.
+        values: Value estimates when sampled, float32 `(B, T)`; of several heads that of the row's own.
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
         returns: Targets of the value loss, float32 `(B, T)`, 0 outside the loss mask: advantages before whitening plus
             values, with the value model's lambda.
@@ -442,6 +448,8 @@ class Experience(Responses):
         is_positive: Which responses are imitated, bool `(B,)`, or None: none.
         nll_weights: How much each token's negative log-likelihood counts, float32 `(B, T)`, or None: not at all.
         value_weights: How much each token's value loss counts, float32 `(B, T)`, or None: all 1.
+        entropy_weights: How much each token's entropy counts in the bonus, float32 `(B, T)`, or None: all 1.
+        own_heads: The head of the value model that learns from each row, long `(B,)`; None: it has one head.
     """
 
     logprobs: Tensor
@@ -454,12 +462,14 @@ class Experience(Responses):
     is_positive: Tensor | None = None
     nll_weights: Tensor | None = None
     value_weights: Tensor | None = None
+    entropy_weights: Tensor | None = None
+    own_heads: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
             check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
-        for name in ("importance_weights", "loss_weights", "nll_weights", "value_weights"):
+        for name in ("importance_weights", "loss_weights", "nll_weights", "value_weights", "entropy_weights"):
             if (weights := getattr(self, name)) is not None:
                 check_shape(name, weights, tuple(self.response_mask.shape))
         if self.is_positive is not None:
@@ -474,6 +484,7 @@ class Experience(Responses):
         weights: Tensor | None = None,
         is_positive: Tensor | None = None,
         old_logprobs: str = "training",
+        entropy_weights: Tensor | None = None,
     ) -> Self:
         """Return what is learned from a rollout.
 
@@ -484,6 +495,7 @@ class Experience(Responses):
             weights: Importance weights, `(B, T)`, or None: all 1.
             is_positive: Which responses are imitated, bool `(B,)`, or None: none.
             old_logprobs: "training" or "sampling"; see `Rollout.old_logprobs`.
+            entropy_weights: How much each token's entropy counts, `(B, T)`, or None: all 1.
         """
         return cls(
             query_responses=rollout.query_responses,
@@ -491,12 +503,14 @@ class Experience(Responses):
             response_mask=rollout.response_mask,
             on_host=rollout.on_host,
             logprobs=rollout.old_logprobs(old_logprobs),
-            values=rollout.values,
+            values=rollout.values if rollout.own_values is None else rollout.own_values,
             advantages=advantages,
             returns=returns,
             loss_mask=rollout.loss_mask,
             importance_weights=weights,
             is_positive=is_positive,
+            entropy_weights=entropy_weights,
+            own_heads=rollout.own_heads,
         )
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:

@@ -23,10 +23,9 @@ from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, sent
+from rlhf_ppo.reporting.run_log import AUDIT_NAME
 
 Array = NDArray[Any]
-
-AUDIT_NAME = "critic_audit.json"
 
 NUM_RESAMPLES = 1000
 """Bootstrap resamples of the prompts behind each interval."""

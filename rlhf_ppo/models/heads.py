@@ -18,6 +18,7 @@ from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
     autocast_if_stored_in_16_bits,
     backbone,
+    gathered,
     in_eval_mode,
     is_peft_model,
     is_sharded,
@@ -141,7 +142,7 @@ def token_values(
         places: Indices of the real tokens; None reads them from the device.
 
     Returns:
-        One value per position, float32 `(B, last)`.
+        One value per position, float32 `(B, last)`, with the logits of its bins and the values of several heads.
     """
     states = hidden_states(model, input_ids, attention_mask, places)[:, -last:]
     return value_head_of(model).read(_apply_head(model, states))
@@ -371,8 +372,8 @@ def empty_classifier(model: nn.Module) -> nn.Module:
 def fit_head(value_model: nn.Module, wanted: ValueHead, has_fixed_range: bool) -> None:
     """Give a value model a head of the wanted layout.
 
-    A head of one number cannot become a head with bins: the new one has zero weights, and its values are the middle of
-    the range.
+    Each head of an ensemble starts as a copy of the model's head. A head of one number cannot become a head with bins:
+    the new one has zero weights, and its values are the middle of the range.
 
     Args:
         value_model: A model with a per-token head, without an adapter over the head; changed in place.
@@ -380,32 +381,60 @@ def fit_head(value_model: nn.Module, wanted: ValueHead, has_fixed_range: bool) -
         has_fixed_range: Whether the range is given; a running one continues from the model's.
 
     Raises:
-        ValueError: The model's head has other bins, or an adapter trains it.
+        ValueError: The model's head has other bins or heads, or an adapter trains it.
     """
     own = value_head_of(value_model)
-    if own.centers is not None:
-        if own.num_outputs != wanted.num_outputs:
-            given = "value_loss='mse'" if wanted.centers is None else f"value_bins={wanted.num_outputs}"
-            raise ValueError(
-                f"value_model has a head with {own.num_outputs} bins, but {given}; set value_loss='hl_gauss' and "
-                f"value_bins={own.num_outputs}, or pass another value_model"
-            )
-        if has_fixed_range and own.centers != wanted.centers:
-            raise ValueError(
-                f"value_range={[*wanted.range]}, but the bins of value_model range from {own.range[0]:g} to "
-                f"{own.range[1]:g}, and its values would stretch; leave value_range out, or pass another value_model"
-            )
-        return
-    if wanted.centers is None:
+    check_head_fits(own, wanted, has_fixed_range)
+    if own.num_outputs == wanted.num_outputs:
         return
     if is_peft_model(value_model):
+        cause = "value_loss='hl_gauss'" if own.num_bins != wanted.num_bins else f"critic_ensemble={wanted.num_heads}"
         raise ValueError(
-            "value_loss='hl_gauss' makes a new head, which value_model cannot get below its adapter; pass the model "
-            "without adapter, with value_peft_config for a new one, or value_model=None"
+            f"{cause} makes a new head, which value_model cannot get below its adapter; pass the model without "
+            "adapter, with value_peft_config for a new one, or value_model=None"
         )
-    if torch.count_nonzero(cast(Any, head_of_scorer(value_model)).weight):
-        logger.info(f"The value model's head is new, with {wanted.num_outputs} bins: one number cannot seed them.")
+    seed = cast(Any, head_of_scorer(value_model))
+    if own.num_bins == wanted.num_bins:
+        replace_head(value_model, own._replace(num_heads=wanted.num_heads))
+        copies = cast(Any, head_of_scorer(value_model))
+        with torch.no_grad(), gathered(list(seed.parameters())):
+            for each, of_seed in zip(copies.parameters(), seed.parameters(), strict=True):
+                each.copy_(of_seed.repeat(wanted.num_heads, *[1] * (of_seed.dim() - 1)))
+        return
+    if torch.count_nonzero(seed.weight):
+        logger.info(f"The value model's head is new, with {wanted.num_bins} bins: one number cannot seed them.")
     replace_head(value_model, wanted)
+
+
+def check_head_fits(own: ValueHead, wanted: ValueHead, has_fixed_range: bool) -> None:
+    """Check that a value model's head can become one of the wanted layout.
+
+    Args:
+        own: The layout of the model's head.
+        wanted: The wanted layout.
+        has_fixed_range: Whether its range is given.
+
+    Raises:
+        ValueError: It has other bins or several heads.
+    """
+    if own.num_heads not in (1, wanted.num_heads):
+        raise ValueError(
+            f"value_model has {own.num_heads} heads, but critic_ensemble={wanted.num_heads}; set critic_ensemble="
+            f"{own.num_heads}, or pass another value_model"
+        )
+    if own.centers is None:
+        return
+    if own.num_bins != wanted.num_bins:
+        given = "value_loss='mse'" if wanted.centers is None else f"value_bins={wanted.num_bins}"
+        raise ValueError(
+            f"value_model has a head with {own.num_bins} bins, but {given}; set value_loss='hl_gauss' and "
+            f"value_bins={own.num_bins}, or pass another value_model"
+        )
+    if has_fixed_range and own.centers != wanted.centers:
+        raise ValueError(
+            f"value_range={[*wanted.range]}, but the bins of value_model range from {own.range[0]:g} to "
+            f"{own.range[1]:g}, and its values would stretch; leave value_range out, or pass another value_model"
+        )
 
 
 def replace_head(value_model: nn.Module, layout: ValueHead) -> None:

@@ -337,6 +337,7 @@ class UpdateStatistics:
             kl = approx_kl(output.logprobs, part.logprobs)
             of_policy = [kl, policy.clipped, output.entropy, policy.loss, policy.ratio]
         self._check_figures(figures, mask.shape)
+        figures |= {name: figures[name] * values_count for name in self.value_figures}
         of_values = [value.loss * values_count, value.clipped * values_count]
         per_token = (*of_policy[:4], *of_values, of_policy[4], *figures.values())
         sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
@@ -413,7 +414,7 @@ class UpdateStatistics:
             Token means by `KEYS` and `named`. `val/ratio_var` is the variance of the mean ratios of all ranks'
             micro-batches. `val/first_logratio` is the root mean square of the log-ratio before any step: the distance
             of two forward passes of the same policy. `NLL` is a mean over the tokens of positive responses, if there
-            are any. `OF_VALUES` are means over the tokens whose values count. Empty if no micro-batch was added.
+            are any. Those of values are means over the tokens whose values count. Empty if no micro-batch was added.
         """
         if not self.sums:
             return {}
@@ -437,7 +438,7 @@ class UpdateStatistics:
             nll = means.pop(self.NLL)  # so far a mean over all tokens
             means |= {self.NLL: nll / share} if share > 0 else {}
         if (share := means.pop(self.VALUED, None)) is not None:
-            means |= {key: means[key] / share for key in self.OF_VALUES}
+            means |= {key: means[key] / share for key in of_values if key in means}
         return {
             **means,
             **{key: norm for key, norm in zip(self.NORMS, norms, strict=False) if math.isfinite(norm)},

@@ -30,16 +30,29 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.config.redaction import is_secret, redacted
 from rlhf_ppo.data.conversation import as_lines
-from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
+from rlhf_ppo.reporting.completion_files import TOKEN_SPREAD, TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import warnings_of
 from rlhf_ppo.reporting.health_checks import CHECKS, RunContext
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
-from rlhf_ppo.reporting.run_log import SAMPLES_DIR, SETTINGS_NAME, Log, RecordedRun, grouped, has_log, read_runs
+from rlhf_ppo.reporting.run_log import (
+    AUDIT_NAME,
+    SAMPLES_DIR,
+    SETTINGS_NAME,
+    Log,
+    RecordedRun,
+    grouped,
+    has_log,
+    read_audit,
+    read_runs,
+)
 from rlhf_ppo.reporting.verdict import verdict_of
 from rlhf_ppo.terminal.text import from_csv_cell, visible
 
-SCRIPTS = ("page.js", "chart.js", "curves.js", "overview.js", "judged.js", "responses.js", "settings.js", "live.js")
+SCRIPTS = (
+    *("page.js", "chart.js", "curves.js", "overview.js", "critic.js", "judged.js", "responses.js", "settings.js"),
+    "live.js",
+)
 """The scripts of the page, in their order."""
 MAX_NAMES = 4
 """Largest number of runs that the page's title names."""
@@ -120,7 +133,7 @@ def watch_report(
 
 def _changes(run: Path) -> list[tuple[int, int]]:
     """Return time and size of the files and folders of a run that a report reads."""
-    paths = (run / name for name in (HISTORY_NAME, "completions", SAMPLES_DIR, JUDGED))
+    paths = (run / name for name in (HISTORY_NAME, "completions", SAMPLES_DIR, JUDGED, AUDIT_NAME))
     return [(path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else (0, 0) for path in paths]
 
 
@@ -197,8 +210,8 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
     Returns:
         `groups` (label and the indices of its runs); of each group `verdicts` (see `headline`), `figures` (see
         `key_figures`), `frontier` (see `score_against_kl`) and `metrics` (key, meaning, and a curve); `runs` (name,
-        health, samples, responses), `checks` (the meaning of each health check), `judged`, `judged_seeds`, `settings`
-        and `versions`. Token values have four digits, and numbers that are not finite are None.
+        health, critic, samples, responses), `checks` (the meaning of each health check), `judged`, `judged_seeds`,
+        `settings` and `versions`. Token values have four digits, and numbers that are not finite are None.
 
     Raises:
         ValueError: A file is damaged.
@@ -311,6 +324,7 @@ def _run(run: RecordedRun, num_tokens: int) -> dict[str, Any]:
         "name": run.name,
         "last_step": max(int(entry.get("step", 0)) for entry in run.log),
         "health": _health(run),
+        "critic": read_audit(run.directory),
         "samples": [{"step": step, "rows": _samples(run.samples[step])} for step in _select_evenly(list(run.samples))],
         "responses": _responses(run.completions, num_tokens),
     }
@@ -420,7 +434,8 @@ def _responses(files: Mapping[int, Path], num_tokens: int) -> list[dict[str, Any
 
 
 def _response(row: Mapping[str, Any]) -> dict[str, Any]:
-    figures = {name.removeprefix("token_"): [_four_digits(value) for value in row[name]] for name in TOKEN_VALUES}
+    names = [*TOKEN_VALUES, *([TOKEN_SPREAD] if row.get(TOKEN_SPREAD) else [])]
+    figures = {name.removeprefix("token_"): [_four_digits(value) for value in row[name]] for name in names}
     return {
         "prompt": row["prompt"],
         "score": row["score"],

@@ -250,6 +250,7 @@ def save_settings(
 
 # Results
 
+AUDIT_NAME = "critic_audit.json"
 SAMPLES_DIR = "_samples"
 """The directory of the sample tables in `output_dir`; `push_to_hub` does not upload it."""
 
@@ -308,6 +309,23 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
     """
     paths = [Path(directory) for directory in directories]
     return [_read_run(path, name) for path, name in zip(paths, _names(_different(paths)), strict=True)]
+
+
+def read_audit(directory: str | Path) -> dict[str, Any] | None:
+    """Read the `critic_audit.json` of a run; None without one.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    path = Path(directory, AUDIT_NAME)
+    if not path.exists():
+        return None
+    kinds = {name: int for name in ("num_prompts", "num_prefixes", "num_continuations")}
+    kinds |= {"figures": dict[str, dict[str, float]], "findings": list[str], "calibration": list[dict[str, float]]}
+    try:
+        return read_object(path, kinds | {"by_position": list[dict[str, float | None]]})
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:

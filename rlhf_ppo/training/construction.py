@@ -278,10 +278,8 @@ def _frozen_rewards(
 
 
 def _fit_head(args: PPOConfig, value_model: nn.Module) -> None:
-    """Give the value model the head of `value_loss`."""
-    range_ = args.value_range or (0.0, 0.0)
-    wanted = ValueHead() if args.value_loss == "mse" else ValueHead.with_bins(args.value_bins, *range_)
-    heads.fit_head(value_model, wanted, has_fixed_range=args.value_range is not None)
+    """Give the value model the head of `value_loss` and `critic_ensemble`."""
+    heads.fit_head(value_model, ValueHead.asked_for(args), has_fixed_range=args.value_range is not None)
 
 
 def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: frozen_models.Reference | None) -> None:

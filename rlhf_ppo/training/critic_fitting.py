@@ -16,11 +16,11 @@ from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.data.prompts import left_padded
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import response_values
-from rlhf_ppo.models.value_heads import value_head_of
+from rlhf_ppo.models.value_heads import of_own_heads, value_head_of
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR, find_completions, read_completions
 
 Example = dict[str, Any]
-"""`prompt_id`, `token_id`, and for each response token `token_written` and `returns` (0 for tokens of others)."""
+"""`number`, `prompt_id`, `token_id`, and for each response token `token_written` and `returns` (0 for others)."""
 
 
 def examples_of(directories: Sequence[str | Path], gamma: float = 1.0, lam: float = 0.95) -> list[Example]:
@@ -46,7 +46,7 @@ def examples_of(directories: Sequence[str | Path], gamma: float = 1.0, lam: floa
             raise ValueError(f"completions={str(directory)!r} holds none; train with num_completions_to_keep")
         rows = (row for file in files.values() for row in read_completions(file))
         examples += [_example(row, gamma, lam) for row in rows if row["score"] is not None]
-    return examples
+    return [{"number": number} | each for number, each in enumerate(examples)]
 
 
 def _example(row: Mapping[str, Any], gamma: float, lam: float) -> Example:
@@ -63,7 +63,7 @@ def collate(examples: Iterable[Example]) -> dict[str, Tensor]:
 
     Returns:
         `query_responses`, long `(B, C + T)`; `attention_mask`, bool `(B, C + T)`; `response_mask`, bool, and
-        `returns`, float32, `(B, T)`.
+        `returns`, float32, `(B, T)`; `numbers`, long `(B,)`.
     """
     rows = list(examples)
     width = max(len(row["token_id"]) for row in rows)
@@ -78,11 +78,14 @@ def collate(examples: Iterable[Example]) -> dict[str, Tensor]:
         "attention_mask": torch.cat((left_padded([[1] * len(each) for each in prompts], 0).bool(), real), dim=1),
         "response_mask": padded("token_written", False),
         "returns": padded("returns", 0.0),
+        "numbers": torch.tensor([row["number"] for row in rows]),
     }
 
 
 class CriticTrainer(Trainer):
     """Fit a value model to returns: the mean over tokens of `0.5 (V - R)^2`, or of HL-Gauss for a head with bins.
+
+    Several heads take turns over the examples, as over the responses of a run.
 
     Args:
         model: A value model over the policy's tokens. A head with bins keeps its range.
@@ -114,9 +117,13 @@ class CriticTrainer(Trainer):
     ) -> Any:
         """Return the loss of a batch, a scalar in the reward's unit squared, or nats."""
         batch = (inputs["query_responses"], inputs["attention_mask"], inputs["response_mask"])
-        (values, _, logits), mask = response_values(model, *batch), inputs["response_mask"]
+        (values, _, logits, of_heads), mask = response_values(model, *batch), inputs["response_mask"]
+        learned = values
+        if of_heads is not None:
+            own = inputs["numbers"] % of_heads.shape[-1]
+            learned, logits = of_own_heads(of_heads, own), None if logits is None else of_own_heads(logits, own)
         if logits is None:
-            losses = 0.5 * (values - inputs["returns"]).square()
+            losses = 0.5 * (learned - inputs["returns"]).square()
         else:
             losses = hl_gauss_value_loss(
                 logits, inputs["returns"], value_head_of(model).centers_on(logits.device)

@@ -26,6 +26,7 @@ from rlhf_ppo.algorithm.losses import (
     token_mean,
     weight_clipped_policy_loss,
 )
+from rlhf_ppo.algorithm.masked import lowest_share
 from rlhf_ppo.checkpoints.complete import explaining_load_error
 from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_update, num_learned_minibatches
 from rlhf_ppo.config import PPOConfig
@@ -104,6 +105,32 @@ def valued_tokens(loss_mask: Tensor, args: PPOConfig) -> Tensor:
         bool `(B, T)`.
     """
     return turn_starts(loss_mask) if args.gae_level == "turn" else loss_mask
+
+
+def masked_by_agreement(
+    rollout: Rollout, advantages: Tensor, args: PPOConfig, gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Mask the tokens on whose value the heads of the critic agree most, and those on which they agree least.
+
+    AsyPPO, 2510.01656, masks the advantages of the first, from which there is little to learn, and the entropy of the
+    others, where exploration is noise.
+
+    Args:
+        rollout: `B` responses.
+        advantages: Whitened, `(B, T)`.
+        args: Gives `critic_agreement_mask` and `critic_disagreement_mask`.
+        gather: Concatenates over ranks along the first dimension.
+
+    Returns:
+        Advantages, 0 where they are masked, and weights of the entropy, `(B, T)` each; None: all 1.
+    """
+    spread, mask, weights = rollout.value_spread, rollout.loss_mask, None
+    if spread is not None and args.critic_agreement_mask > 0:
+        agreed = lowest_share(spread, mask, args.critic_agreement_mask, gather)
+        advantages = advantages.masked_fill(agreed, 0.0)
+    if spread is not None and args.critic_disagreement_mask > 0:
+        weights = 1.0 - lowest_share(-spread, mask, args.critic_disagreement_mask, gather).float()
+    return advantages, weights
 
 
 PolicyLossFunction = Callable[[Tensor, Experience, PPOConfig], PolicyLoss]
@@ -205,10 +232,10 @@ def policy_term(
 ) -> Tensor:
     """Compute a micro-batch's share of the policy loss.
 
-        mean_t(w_t loss_t - entropy_coef entropy_t - positive_nll_coef v_t logprob_t)
+        mean_t(w_t loss_t - entropy_coef u_t entropy_t - positive_nll_coef v_t logprob_t)
 
-    over the mini-batch's tokens. The weights w follow `loss_aggregation`; the weights v make the last term a mean over
-    the tokens of positive responses.
+    over the mini-batch's tokens. The weights w follow `loss_aggregation`; u is 0 where `critic_disagreement_mask`
+    masks the entropy, else 1; the weights v make the last term a mean over the tokens of positive responses.
 
     Args:
         policy: Loss of each token.
@@ -221,7 +248,8 @@ def policy_term(
     if part.loss_weights is not None:
         loss = loss * part.loss_weights
     if args.entropy_coef > 0:
-        loss = loss - args.entropy_coef * output.entropy
+        entropy = output.entropy if part.entropy_weights is None else output.entropy * part.entropy_weights
+        loss = loss - args.entropy_coef * entropy
     if part.nll_weights is not None:
         loss = loss - args.positive_nll_coef * part.nll_weights * output.logprobs
     return token_mean(loss, part.loss_mask, num_tokens)

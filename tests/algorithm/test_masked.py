@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm import masked
-from rlhf_ppo.algorithm.masked import exact_type, masked_mean, masked_var, masked_whiten, zero_outside
+from rlhf_ppo.algorithm.masked import exact_type, lowest_share, masked_mean, masked_var, masked_whiten, zero_outside
 
 NAN, INF = float("nan"), float("inf")
 
@@ -49,6 +49,39 @@ def test_literal_statistics():
     assert masked_var(values, mask).item() == pytest.approx(6.6666667, abs=1e-6)
     whitened = torch.tensor([[-1.1618950, -0.3872983, 0.3872983], [1.1618950, 0.0, 0.0]])
     torch.testing.assert_close(masked_whiten(values, mask), whitened, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.07, 0.2, 0.5, 0.99])
+def test_the_lowest_share_of_all_ranks_tokens(share):
+    parts = [ragged(seed, rows=3, length=length) for seed, length in ((1, 7), (2, 4))]
+    rows = [(torch.tensor(values), torch.tensor(mask)) for values, mask in parts]
+
+    def found(rank):
+        def gather(own):  # of both ranks, in the shape that the call gives
+            if own.dtype == torch.long:
+                return torch.tensor([values.numel() for values, _ in rows])
+            flat = [values.float().masked_fill(~mask, INF).flatten() for values, mask in rows]
+            padded = [torch.nn.functional.pad(each, (0, own.shape[1] - len(each)), value=INF) for each in flat]
+            assert torch.equal(padded[rank], own[0])
+            return torch.stack(padded)
+
+        return lowest_share(*rows[rank], share, gather)
+
+    ordered = np.sort(np.concatenate([values[mask] for values, mask in parts]))
+    chosen = set(ordered[: int(share * len(ordered))])
+    for rank, (values, mask) in enumerate(parts):
+        expected = [[v in chosen and m for v, m in zip(*row, strict=True)] for row in zip(values, mask, strict=True)]
+        assert found(rank).tolist() == expected
+
+
+def test_equal_values_are_chosen_together_or_not_at_all():
+    values, mask = torch.tensor([[0.0, 0.0, 1.0, 1.0, 2.0, 9.0]]), torch.tensor([[True] * 5 + [False]])
+    chosen = {
+        share: lowest_share(values, mask, share, lambda x: x).sum().item() for share in (0.2, 0.4, 0.6, 0.8, 0.99)
+    }
+    assert chosen == {0.2: 0, 0.4: 2, 0.6: 2, 0.8: 4, 0.99: 4}
+    assert not lowest_share(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), 0.5, lambda x: x).any()
+    assert not lowest_share(values, torch.zeros_like(mask), 0.5, lambda x: x).any()
 
 
 def test_whitening_adds_1e_8_to_the_variance():

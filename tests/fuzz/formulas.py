@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.fuzz.options import Configuration
-from tests.oracles import Array, Episode
+from tests.oracles import Array, Episode, log_softmax
 
 Rows = list[Array]
 """One array of the policy's tokens per response."""
@@ -82,6 +82,12 @@ class Settings:
     ptx_coef: float = 0.0
     loss_aggregation: str = "token"
     value_head_init: str = "zero"
+    value_loss: str = "mse"
+    value_bins: int = 51
+    value_range: tuple[float, float] | None = None
+    critic_ensemble: int = 1
+    critic_agreement_mask: float = 0.0
+    critic_disagreement_mask: float = 0.0
     critic_learning_rate: float | None = None
     critic_warmup_steps: int = 0
     critic_warmup_explained_variance: float = math.inf
@@ -139,6 +145,49 @@ class Settings:
 def cut(flat: Array, like: Sequence[Episode]) -> Rows:
     """Cut figures of tokens that follow each other into rows."""
     return np.split(np.asarray(flat, dtype=float), np.cumsum([len(episode.own) for episode in like])[:-1])
+
+
+# ---- What a value model says ----
+
+
+def edges_of(low: float, high: float, num_bins: int) -> Array:
+    return np.linspace(low, high, num_bins + 1)
+
+
+def head_values(outputs: Array, edges: Array, settings: Settings) -> Array:
+    """The value of each head, `(N, num_heads)`, from what the heads say, `(N, num_heads * num_bins)`."""
+    by_head = outputs.reshape(len(outputs), settings.critic_ensemble, -1)
+    if settings.value_loss == "mse":
+        return by_head[..., 0]
+    return np.exp(log_softmax(by_head)) @ ((edges[1:] + edges[:-1]) / 2)
+
+
+def widened(low: float, high: float, returns: Array) -> tuple[float, float]:
+    """A range that covers all returns; where it grows, with a tenth of it as room."""
+    if len(returns) == 0 or (low < high and low <= returns.min() and returns.max() <= high):
+        return low, high
+    is_new = low == high
+    ends = (returns.min(), returns.max()) if is_new else (min(low, returns.min()), max(high, returns.max()))
+    room = max(0.1 * (ends[1] - ends[0]), 1e-3)
+    grows = (is_new or returns.min() < low, is_new or returns.max() > high)
+    return (ends[0] - room if grows[0] else low), (ends[1] + room if grows[1] else high)
+
+
+def hl_gauss(logits: Array, returns: Array, edges: Array) -> tuple[Array, Array]:
+    """Cross-entropies with Gaussians around the returns, cut off at the range, and their gradients in the logits."""
+    width = edges[1] - edges[0]
+    inside = np.clip(returns, edges[0], edges[-1])
+    below = np.vectorize(math.erf)((edges - inside[:, None]) / (0.75 * width * math.sqrt(2)))
+    mass = np.diff(below, axis=1) / (below[:, -1:] - below[:, :1])
+    log_probabilities = log_softmax(logits)
+    return -(mass * log_probabilities).sum(axis=1), np.exp(log_probabilities) - mass
+
+
+def lowest(spreads: Sequence[Array], counted: list[int], share: float) -> list[Array]:
+    """Which tokens are among the share with the smallest spread: not those that others equal across its border."""
+    ordered = np.sort(np.concatenate([spreads[row] for row in counted])) if counted else np.zeros(1)
+    border = ordered[math.floor(share * len(ordered))]
+    return [(row < border) & (number in counted) for number, row in enumerate(spreads)]
 
 
 # ---- An episode ----
@@ -221,6 +270,10 @@ class Known:
     weights: Rows
     says: Rows | None
     coef: float
+    own_values: Rows
+    value_spread: Rows
+    edges: Array
+    entropy_counts: Rows = field(default_factory=list)
 
     def old_logprobs(self, settings: Settings) -> Rows:
         return self.says if settings.old_logprobs == "sampling" and self.says is not None else self.logprobs
@@ -285,7 +338,7 @@ def advantages_of(
 class TokenLosses:
     """Figures of a mini-batch's tokens that count, `(N,)` each, and the gradients of the loss in them.
 
-    `value_*` are of the tokens at which the value model learns.
+    `value_*` and `out_of_range` are of the tokens at which the value model learns.
     """
 
     policy_loss: Array
@@ -297,10 +350,11 @@ class TokenLosses:
     positive: Array
     value_loss: Array
     value_clipped: Array
+    out_of_range: Array
     loss: float
     d_logprobs: Array
-    d_entropy: float
-    d_values: Array
+    d_entropy: Array
+    d_outputs: Array
 
 
 def policy_figures(logprobs: Rows, old: Rows, advantages: Rows, settings: Settings) -> tuple[Rows, Rows, Rows, Rows]:
@@ -337,7 +391,7 @@ def policy_figures(logprobs: Rows, old: Rows, advantages: Rows, settings: Settin
 
 
 def losses_of(
-    known: Known, rows: list[int], logprobs: Rows, entropies: Rows, values: Rows, settings: Settings, alone: bool
+    known: Known, rows: list[int], logprobs: Rows, entropies: Rows, outputs: Rows, settings: Settings, alone: bool
 ) -> TokenLosses:
     """Losses of a mini-batch, of those of its rows that have a score.
 
@@ -346,7 +400,7 @@ def losses_of(
         rows: The mini-batch's rows that count.
         logprobs: Log-probabilities of their tokens now.
         entropies: Entropies now.
-        values: Values now.
+        outputs: What the value model says now.
         settings: The options.
         alone: Whether the value model learns alone.
     """
@@ -367,22 +421,21 @@ def losses_of(
     num_positive = sum(length for length, each in zip(lengths, is_positive, strict=True) if each)
     imitated = [settings.positive_nll_coef * each / max(num_positive, 1) for each in is_positive]
     total = sum(share * part.sum() for share, part in zip(shares, loss, strict=True))
-    total -= settings.entropy_coef * sum(part.sum() for part in entropies) / num_tokens
+    counts = [known.entropy_counts[row] for row in rows]
+    in_bonus = sum((part * count).sum() for part, count in zip(entropies, counts, strict=True))
+    total -= settings.entropy_coef * in_bonus / num_tokens
     total -= sum(weight * part.sum() for weight, part in zip(imitated, logprobs, strict=True))
-    of_values, value_clipped, d_values, num_values = [], [], [], 0
-    for row, episode, now in zip(rows, episodes, values, strict=True):
+    of_values, value_clipped, d_outputs, out_of_range, num_values = [], [], [], [], 0
+    for row, episode, now in zip(rows, episodes, outputs, strict=True):
         places = learned_places(episode, settings)
-        before, target, value = known.values[row][places], known.returns[row][places], now[places]
-        error, flat = (value - target) ** 2 / 2, np.zeros(len(places), dtype=bool)
-        if settings.cliprange_value is not None:
-            near = np.clip(value, before - settings.cliprange_value, before + settings.cliprange_value)
-            worse = (near - target) ** 2 / 2
-            error, flat = np.maximum(error, worse), worse > error
-        slopes = np.zeros(len(now))
-        slopes[places] = np.where(flat, 0.0, value - target)
+        error, flat, slope_of_value = value_figures(known, row, now[places], places, settings)
+        slopes = np.zeros(now.shape)
+        slopes[places] = slope_of_value
         of_values.append(error)
         value_clipped.append(flat)
-        d_values.append(slopes)
+        d_outputs.append(slopes)
+        target = known.returns[row][places]
+        out_of_range.append((target < known.edges[0]) | (target > known.edges[-1]))
         num_values += len(places)
     of_value = settings.vf_coef * sum(part.sum() for part in of_values) / num_values
     d_logprobs = [share * part - weight for share, part, weight in zip(shares, slope, imitated, strict=True)]
@@ -396,11 +449,36 @@ def losses_of(
         positive=np.concatenate([np.full(n, each) for n, each in zip(lengths, is_positive, strict=True)]),
         value_loss=np.concatenate(of_values),
         value_clipped=np.concatenate(value_clipped),
+        out_of_range=np.concatenate(out_of_range),
         loss=float(of_value + (0 if alone else total)),
         d_logprobs=np.concatenate(d_logprobs),
-        d_entropy=-settings.entropy_coef / num_tokens,
-        d_values=settings.vf_coef * np.concatenate(d_values) / num_values,
+        d_entropy=-settings.entropy_coef * np.concatenate(counts) / num_tokens,
+        d_outputs=settings.vf_coef * np.concatenate(d_outputs) / num_values,
     )
+
+
+def value_figures(
+    known: Known, row: int, outputs: Array, places: list[int], settings: Settings
+) -> tuple[Array, Array, Array]:
+    """Loss, whether it is clipped, and gradient in all outputs, `(N, num_outputs)`, of a row's tokens.
+
+    Only the row's own head has a gradient: the heads take turns over the rows.
+    """
+    own, target = row % settings.critic_ensemble, known.returns[row][places]
+    slopes = np.zeros((len(places), settings.critic_ensemble, outputs.shape[1] // settings.critic_ensemble))
+    said = outputs.reshape(slopes.shape)[:, own]
+    flat = np.zeros(len(places), dtype=bool)
+    if settings.value_loss == "hl_gauss":
+        error, slopes[:, own] = hl_gauss(said, target, known.edges)
+        return error, flat, slopes.reshape(outputs.shape)
+    value, before = said[:, 0], known.own_values[row][places]
+    error = (value - target) ** 2 / 2
+    if settings.cliprange_value is not None:
+        near = np.clip(value, before - settings.cliprange_value, before + settings.cliprange_value)
+        worse = (near - target) ** 2 / 2
+        error, flat = np.maximum(error, worse), worse > error
+    slopes[:, own, 0] = np.where(flat, 0.0, value - target)
+    return error, flat, slopes.reshape(outputs.shape)
 
 
 # ---- The optimizer ----

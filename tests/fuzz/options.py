@@ -102,6 +102,12 @@ OPTIONS: dict[str, list[Any]] = {
     "num_critic_epochs": [3, 4],
     "num_mini_batches": [1, 4, 8],
     "max_tokens_per_micro_batch": [12, 40],
+    "value_loss": ["hl_gauss"],
+    "value_bins": [2, 7],
+    "value_range": [[-1.0, 2.0], [0.2, 0.6]],
+    "critic_ensemble": [2, 3],
+    "critic_agreement_mask": [0.3],
+    "critic_disagreement_mask": [0.4],
     "value_model": ["made"],
     "value_head_init": ["normal"],
     "critic_learning_rate": [0.01, 0.05],
@@ -151,6 +157,10 @@ NEEDS: dict[str, Configuration] = {
     "gae_level": {"responses": "turns"},
     "positive_nll_threshold": {"positive_nll_coef": 0.5},
     "value_head_init": {"value_model": "made"},
+    "value_bins": {"value_loss": "hl_gauss"},
+    "value_range": {"value_loss": "hl_gauss"},
+    "critic_agreement_mask": {"critic_ensemble": 2},
+    "critic_disagreement_mask": {"critic_ensemble": 3, "entropy_coef": 0.05},
     "critic_warmup_explained_variance": {"critic_warmup_steps": 2},
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine"},
     "adapter": {"reference": "the policy"},
@@ -160,8 +170,12 @@ NEEDS: dict[str, Configuration] = {
 """What an option does nothing, or is refused, without; what is drawn beside it wins."""
 
 
-PAIRS: list[Configuration] = [{"score_clip": 0.3, "score_scaling": True}]
-"""What is drawn together in the first configurations, since the order of the two counts and 200 draws may miss it."""
+PAIRS: list[Configuration] = [
+    {"score_clip": 0.3, "score_scaling": True},
+    {"critic_ensemble": 3, "critic_agreement_mask": 0.3, "critic_disagreement_mask": 0.4},
+    {"critic_ensemble": 2, "value_loss": "hl_gauss"},
+]
+"""What is drawn together in the first configurations, since 200 draws may miss it."""
 
 
 def draw(seed: int, number: int, attempt: int = 0) -> Configuration:

@@ -216,10 +216,10 @@ class Recorder(PPOTrainer):
             self.updates[-1].steps.append(SeenStep(keys_of(minibatch)))
         return super().update(model, minibatch, statistics)
 
-    def value_loss(self, values: Tensor, experience: Experience) -> Any:
+    def value_loss(self, values: Tensor, experience: Experience, logits: Tensor | None = None) -> Any:
         if "updates" in vars(self):
             self.updates[-1].steps[-1].micro_batches.append(keys_of(experience))
-        return super().value_loss(values, experience)
+        return super().value_loss(values, experience, logits)
 
 
 class RecorderAtOnce(Recorder):

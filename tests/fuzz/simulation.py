@@ -25,14 +25,19 @@ from tests.fuzz.formulas import (
     advantages_of,
     allowed,
     cut,
+    edges_of,
     ended_in_turns,
     explained,
     far,
+    head_values,
     kl_of,
+    learned_places,
     losses_of,
+    lowest,
     sampled_episode,
     valued,
     whitened,
+    widened,
 )
 from tests.fuzz.options import Configuration
 from tests.fuzz.recording import HAVE_MODEL, REWARDS, Key, SeenStep, SeenUpdate, split
@@ -67,6 +72,8 @@ class Simulation:
         self.waiting: list[dict[str, float]] = []
         self.waiting_losses: list[float] = []
         self.grad_norm, self.raw_scores = 0.0, np.zeros(0)
+        low, high = settings.value_range or (0.0, 0.0)
+        self.range: tuple[float, float] = (low, high)
 
     # ---- Rollout ----
 
@@ -97,8 +104,12 @@ class Simulation:
         if self.has_reference:
             flat = self.twins.logprobs(self.twins.reference, episodes, settings.temperature)[0]
             reference = cut(flat.numpy(), episodes)
-        flat_values, final = self.twins.values(episodes)
-        values = cut(flat_values.numpy(), episodes)
+        flat, last = self.twins.outputs(episodes)
+        of_heads = [head_values(each, self.edges, settings) for each in (flat.numpy(), last)]
+        values, final = cut(of_heads[0].mean(axis=1), episodes), of_heads[1].mean(axis=1)
+        by_row = cut(of_heads[0], episodes)
+        own_values = [each[:, row % settings.critic_ensemble] for row, each in enumerate(by_row)]
+        spread = cut(of_heads[0].std(axis=1), episodes)
         kl = [0 * row for row in logprobs]
         if reference is not None:
             kl = [kl_of(new, ref, settings.kl_estimator) for new, ref in zip(logprobs, reference, strict=True)]
@@ -113,10 +124,36 @@ class Simulation:
         scores = paid + np.array([part.sum() for part in of_tokens])
         says, weights = self._weights(seen, episodes, logprobs)
         known = Known(
-            episodes, logprobs, reference, values, final, by_source, scores, kl, [], [], weights, says, self.coef
-        )
+            episodes, logprobs, reference, values, final, by_source, scores, kl, [], [], weights, says, self.coef,
+            own_values, spread, self.edges,
+        )  # fmt: skip
         self._judge(known, rewards, counted)
+        if settings.value_loss == "hl_gauss" and settings.value_range is None:
+            self.range = widened(*self.range, valued(known, settings)[1])
+            known.edges = self.edges
+        self._mask(known, seen, counted)
         return known
+
+    @property
+    def edges(self) -> Array:
+        return edges_of(*self.range, self.settings.value_bins)
+
+    def _mask(self, known: Known, seen: SeenUpdate, counted: list[int]) -> None:
+        """Leave out the advantages of tokens on which the heads agree, and the entropy where they do not.
+
+        The order is that of the float32 spreads, which `check_known` compares: the same text has the same spread, up
+        to rounding.
+        """
+        known.entropy_counts = [np.ones(len(row)) for row in known.logprobs]
+        if self.settings.critic_ensemble == 1:
+            return
+        spreads = [
+            row[e.own].double().numpy() for row, e in zip(seen.rollout.value_spread, known.episodes, strict=True)
+        ]
+        agreed = lowest(spreads, counted, self.settings.critic_agreement_mask)
+        known.advantages = [np.where(out, 0.0, row) for out, row in zip(agreed, known.advantages, strict=True)]
+        disagreed = lowest([-row for row in spreads], counted, self.settings.critic_disagreement_mask)
+        known.entropy_counts = [1.0 - row for row in disagreed]
 
     def _judge(self, known: Known, rewards: Rows, counted: list[int]) -> None:
         """Add advantages and returns; warm-up may end with them."""
@@ -232,6 +269,10 @@ class Simulation:
         logged = rollout_figures(known, self)
         if figures:
             logged |= learned_figures(figures, of_critic, norms, micro_ratios, texts, num_of_policy, self)
+        if figures and settings.value_loss == "hl_gauss":
+            logged["val/out_of_range_frac"] = float(
+                np.mean(np.concatenate([s.out_of_range for s in figures + of_critic]))
+            )
         if settings.critic_warmup_steps:
             logged["val/critic_warmup"] = float(alone)
         if settings.kl_target is not None:
@@ -245,19 +286,19 @@ class Simulation:
         settings, episodes = self.settings, [known.episodes[row] for row in rows]
         self.twins.put(step.before)
         logprobs, entropies = self.twins.logprobs(self.twins.policy, episodes, settings.temperature)
-        values, _ = self.twins.values(episodes)
+        outputs, _ = self.twins.outputs(episodes)
         alone = self.warms_up or is_of_critic
         old = np.concatenate([known.old_logprobs(settings)[row] for row in rows])
         now = cut(old if alone else logprobs.detach().numpy(), episodes)
-        own = (now, cut(entropies.detach().numpy(), episodes), cut(values.detach().numpy(), episodes))
+        own = (now, cut(entropies.detach().numpy(), episodes), cut(outputs.detach().numpy(), episodes))
         tokens = losses_of(known, rows, *own, settings, alone)
         for model in (self.twins.policy, self.twins.value):
             model.zero_grad()
-        values.backward(torch.from_numpy(tokens.d_values))
+        outputs.backward(torch.from_numpy(tokens.d_outputs))
         texts: list[tuple[float, int]] = []
         if not alone:
-            entropy_slopes = torch.full_like(entropies, tokens.d_entropy)
-            torch.autograd.backward([logprobs, entropies], [torch.from_numpy(tokens.d_logprobs), entropy_slopes])
+            slopes = [torch.from_numpy(each) for each in (tokens.d_logprobs, tokens.d_entropy)]
+            torch.autograd.backward([logprobs, entropies], slopes)
             if settings.ptx_coef > 0:
                 texts = [self._learn_texts(step.texts)]
                 tokens.loss += settings.ptx_coef * texts[0][0] / texts[0][1]
@@ -397,6 +438,9 @@ def rollout_figures(known: Known, run: Simulation) -> dict[str, float]:
         values, returns = valued(known, settings)
         logged |= {"val/values_mean": values.mean(), "val/values_min": values.min(), "val/values_max": values.max()}
         logged["val/returns_mean"] = returns.mean()
+    if settings.critic_ensemble > 1:
+        chosen = [known.value_spread[row][learned_places(episodes[row], settings)] for row in known.scored]
+        logged["val/spread"] = float(np.concatenate(chosen).mean()) if chosen else 0.0
     for name, given in known.by_source.items():
         scored = given[~np.isnan(given)]
         if len(scored):

@@ -46,6 +46,7 @@ def test_collated_rows_and_the_loss_by_hand(tmp_path: Path) -> None:
         {"prompt_id": [4, 5], "token_id": [6, 7, 1], "token_written": [True, False, True], "returns": [1.0, 0.0, 3.0]},
         {"prompt_id": [8], "token_id": [9], "token_written": [True], "returns": [-1.0]},
     ]
+    rows = [{"number": number} | row for number, row in enumerate(rows)]
     batch = collate(rows)
     assert batch["query_responses"].tolist() == [[4, 5, 6, 7, 1], [0, 8, 9, 0, 0]]
     assert batch["attention_mask"].tolist() == [[True] * 5, [False, True, True, False, False]]

@@ -48,11 +48,11 @@ MODELS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def expected_values(model: Any, ids: list[int], centers: np.ndarray) -> np.ndarray:
-    """The expectation of each token's distribution over the bins, in NumPy."""
+def expected_values(model: Any, ids: list[int], centers: np.ndarray, head: np.ndarray | None = None) -> np.ndarray:
+    """The expectation of each token's distribution over the bins, or its number, in NumPy."""
     weights = oracles.weights_of(model)
-    logits = Llama.of(model.config).states(weights, ids) @ weights["score.weight"].T
-    return np.exp(oracles.log_softmax(logits)) @ centers
+    outputs = Llama.of(model.config).states(weights, ids) @ (weights["score.weight"] if head is None else head).T
+    return outputs[:, 0] if len(centers) == 1 else np.exp(oracles.log_softmax(outputs)) @ centers
 
 
 @pytest.mark.parametrize("models", MODELS)

@@ -55,7 +55,7 @@
   const now = { updates: [], update: null, edges: [], bin: null, all: false, chosen: null };
   const colouring = () => document.querySelector("input[name=colour]:checked").value;
   const ENDS = { answer: "ended by the policy", done: "ended by the environment", length: "cut by its length", calls: "cut by the number of calls", time: "cut by the time limit", environment: "cut by the environment" };
-  const NAMES = { value: "value", advantage: "advantage (whitened)", kl: "KL, nats", reward: "reward" };
+  const NAMES = { value: "value", advantage: "advantage (whitened)", kl: "KL, nats", reward: "reward", spread: "spread of the heads" };
 
   function responsesOf(run) {
     const updates = data.runs[run].responses;
@@ -64,6 +64,9 @@
     if (low === high) [low, high] = [low - 0.5, high + 0.5];
     now.edges = Array.from({ length: NUM_BINS + 1 }, (_, index) => low + (high - low) * index / NUM_BINS);
     now.updates = updates;
+    const hasSpread = updates.some((update) => update.rows.some((row) => "spread" in row.tokens));
+    byId("colour-spread").hidden = !hasSpread;
+    if (!hasSpread && colouring() === "spread") document.querySelector("input[name=colour][value=value]").checked = true;
     slider("responses", updates, (update) => {
       Object.assign(now, { update, bin: null, all: false, chosen: null });
       show();
@@ -130,11 +133,13 @@
       note(`Scores of ${now.update.rows.length} responses${kept}${left}. Click a bar to see its responses.`), svg);
   }
 
-  /** Centre and half width of the colours: 0 for what has a sign, the mean for values; outliers get the full colour. */
+  const hasMean = () => ["value", "spread"].includes(colouring());
+
+  /** Centre and half width of the colours: 0 for what has a sign, else the mean; outliers get the full colour. */
   function range() {
     const figures = now.update.rows.flatMap((row) => row.tokens[colouring()]).filter((value) => value !== null);
     if (figures.length === 0) return { centre: 0, half: 1 };
-    const centre = colouring() === "value" ? figures.reduce((sum, value) => sum + value, 0) / figures.length : 0;
+    const centre = hasMean() ? figures.reduce((sum, value) => sum + value, 0) / figures.length : 0;
     const sizes = figures.map((value) => Math.abs(value - centre)).sort((one, other) => one - other);
     return { centre, half: sizes[Math.floor((sizes.length - 1) * 0.98)] || sizes[sizes.length - 1] || 1 };
   }
@@ -144,7 +149,7 @@
   function legend() {
     const { centre, half } = range();
     const ramp = make("span", { class: "ramp", style: `background: linear-gradient(to right, ${tint(-1)}, ${tint(0)}, ${tint(1)})` });
-    const middle = colouring() === "value" ? `uncoloured: the mean, ${format(centre)}` : "uncoloured: 0";
+    const middle = hasMean() ? `uncoloured: the mean, ${format(centre)}` : "uncoloured: 0";
     const bar = make("span", { class: "bar-of-colours" }, make("span", {}, format(centre - half)), ramp, make("span", {}, format(centre + half)));
     byId("legend").replaceChildren(make("span", {}, NAMES[colouring()]), bar, make("span", { class: "quiet" }, middle));
   }
@@ -227,7 +232,7 @@
     }
     span.classList.add("chosen");
     const index = Number(span.dataset.index);
-    const figures = row.written[index] ? Object.keys(NAMES).map((name) => `${NAMES[name]} ${format(row.tokens[name][index])}`)
+    const figures = row.written[index] ? Object.keys(row.tokens).map((name) => `${NAMES[name]} ${format(row.tokens[name][index])}`)
       : ["not written by the policy"];
     const text = row.text[index] === "" ? "(part of a character)" : JSON.stringify(row.text[index]).slice(1, -1);
     byId("inspector").replaceChildren(make("code", {}, text), ` token ${index + 1}, id ${row.id[index]} · ${figures.join(" · ")}`);
