@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.reporting.judgements import found_judgements, judged_data, over_seeds, read_judged, read_win_rate
 from rlhf_ppo.reporting.model_card import with_judgements
-from rlhf_ppo.reporting.run_log import RunSettings, read_log
+from rlhf_ppo.reporting.run_log import RunSettings, read_audit, read_log
 from tests.faults.test_damage import ODD
 
 WIN_RATE: dict[str, Any] = {
@@ -31,6 +31,10 @@ SETTINGS: dict[str, Any] = {
     "versions": {"torch": "2"},
     "made_of": {"policy": "p"},
     "health": {},
+}
+AUDIT: dict[str, Any] = {
+    **{"num_prompts": 2, "num_prefixes": 4, "num_continuations": 4, "findings": ["off"], "calibration": []},
+    **{"figures": {"tau": {"value": 0.5, "low": 0.1, "high": 0.9}}, "by_position": [{"first": 1, "last": None}]},
 }
 LOG: dict[str, Any] = {"log_history": [{"step": 1, "episode": 2, "objective/scores": 0.5}], "global_step": 1}
 
@@ -48,6 +52,7 @@ def read_settings(folder: Path) -> None:
 READERS: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
     "win rate": ("win_rate.json", WIN_RATE, read_verdicts),
     "settings": ("ppo_settings.json", SETTINGS, read_settings),
+    "critic audit": ("critic_audit.json", AUDIT, read_audit),
     "log": ("trainer_state.json", LOG, read_log),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -25,6 +26,7 @@ import pytest
 from rlhf_ppo.checkpoints.run import LOCK_NAME, Run, in_use, locked
 from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
+from rlhf_ppo.evaluation.critic_audit import AuditedPrefixes, CriticAudit, audit
 from rlhf_ppo.reporting import judgements, report
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.health_checks import CHECKS
@@ -111,12 +113,28 @@ def judge_run(folder: Path, times: int = 1, seed: int = 0) -> Path:
     return path
 
 
+def audit_run(folder: Path, seed: int = 0, **changes: Any) -> CriticAudit:
+    """Write what an audit of a critic does: 30 prompts of 4 beginnings, and a critic with some noise."""
+    rng = np.random.default_rng(seed)
+    prompts, positions = np.repeat(np.arange(30), 4), np.tile([0, 5, 11, 19], 30)
+    true = rng.normal(size=30)[prompts] * 0.5 + 0.03 * positions + rng.normal(size=120) * 0.4
+    values = true + rng.normal(size=120) * 0.3
+    returns = true[:, None] + rng.normal(size=(120, 8))
+    found = audit(AuditedPrefixes(prompts, positions, values, values, values, true, returns), num_resamples=40)
+    found = dataclasses.replace(found, **changes)
+    found.save(folder)
+    return found
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     """Two seeds of one setting, one of them judged, and one run of another."""
     seeds = [make_run(tmp_path / f"ours-seed{seed}", seed) for seed in (0, 1)]
     judge_run(seeds[0] / "judged")
-    return [*seeds, make_run(tmp_path / "other", 2, kl_coef=0.5)]
+    other = make_run(tmp_path / "other", 2, kl_coef=0.5)
+    audit_run(seeds[1])
+    audit_run(other, seed=1, findings=[f"{HOSTILE} is off."])
+    return [*seeds, other]
 
 
 class Page(html.parser.HTMLParser):
@@ -234,6 +252,14 @@ def test_health_checks_say_when_they_fired_and_what_they_said(runs: list[Path], 
     assert entropy == {"check": "entropy", "first": 3, "last": 4, "fired": 2, "logs": 4, "said": said}
     assert ratio == {"check": "ratio", "first": None, "last": None, "fired": 0, "logs": 4, "said": []}
     assert (win_rate["check"], win_rate["fired"], win_rate["logs"]) == ("win_rate", 0, 1)
+
+
+def test_the_audit_of_a_critic_is_that_of_its_file(runs: list[Path], tmp_path: Path) -> None:
+    found = audit_run(runs[1])
+    without, one, other = (run["critic"] for run in page_of(runs, tmp_path).data["runs"])
+    assert without is None and other["findings"] == [f"{VISIBLE} is off."] and one["findings"] == found.findings
+    assert one["figures"]["tau"] == found.figures["tau"]._asdict() and one["calibration"] == found.calibration
+    assert (one["by_position"], one["num_prefixes"]) == (found.by_position, 120)
 
 
 def test_samples_and_responses_are_those_of_the_files(runs: list[Path], tmp_path: Path) -> None:
@@ -512,6 +538,7 @@ def foreign_table(run: Path) -> bytes:
         (TABLE, foreign_table, "completions_00003.parquet has no column 'step': it was not written by rlhf_ppo"),
         ("_samples/update-00002.csv", "query,score\na,b\n", "update-00002.csv is damaged"),
         ("ppo_settings.json", '{"arguments": [', "one cannot be read: its ppo_settings.json is cut off or no JSON"),
+        ("critic_audit.json", '{"figures": {}}', "critic_audit.json is damaged: its critic_audit.json lacks num_prom"),
         ("ppo_settings.json", OF_A_NEWER_VERSION, "ppo_settings.json that is damaged, or of a newer rlhf_ppo: Type"),
         (JUDGED, lambda run: (run / JUDGED).read_bytes()[:-9], "judged.parquet cannot be read: "),
         (JUDGED, foreign_table, "was not written by `rlhf-ppo judge`: it has no model, opponent, verdict"),
@@ -582,6 +609,7 @@ def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path
             assert "Undecided against the column chosen" in verdicts and "No judge compared this policy" in verdicts
             assert "60.0%" in browser.run("document.querySelector('[data-figure=win_rate]').innerText")
             assert "No finding from the other checks: ratio, win_rate." in health
+            use_audits(browser)
             use_controls(browser)
         assert browser.complaints == [] and browser.run("window.hacked") is None
         assert {address for address in browser.requests if not address.startswith("data:")} == {path.as_uri()}
@@ -624,6 +652,20 @@ def test_the_page_of_a_running_run_reloads_itself_at_the_same_place(tmp_path: Pa
         assert browser.run("document.getElementById('responses-step').textContent") == "4"  # the last, as before
         assert browser.run("document.querySelector('input[name=colour]:checked').value") == "kl"
         assert browser.complaints == []
+
+
+def use_audits(browser: Browser) -> None:
+    """See the audit of one run, and choose the other's."""
+    for run, says in ((1, "No defect found."), (2, "is off.")):
+        choose(browser, "critic-run", run)
+        assert says in browser.run("document.getElementById('critic-audit').innerText")
+        bars = "#critic-audit .rate circle"
+        assert browser.run(f"document.querySelectorAll('{bars}').length") == 8 + 5  # figures and positions
+        assert browser.run("document.querySelectorAll('#critic-audit .fifth circle').length") == 5
+        outside = (
+            "[...document.querySelectorAll('#critic-audit .fifth line')].some((each) => each.y1.baseVal.value > 226)"
+        )
+        assert not browser.run(outside)
 
 
 def use_controls(browser: Browser) -> None:

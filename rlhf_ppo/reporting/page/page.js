@@ -119,14 +119,17 @@ function marked(text, wanted) {
 
 const wantedIn = (id) => byId(id).value.trim().toLowerCase();
 
-/** Draw a win rate as a dot and its interval as a line, on an axis from 0 to 100%; the middle is a draw. */
-function rateBar(rate, interval, colour) {
-  const width = 220, x = (share) => 6 + share * (width - 12);
-  const svg = draw("svg", { viewBox: `0 0 ${width} 24`, class: "rate", role: "img", "aria-label": `win rate ${percent(rate)}` },
-    draw("line", { class: "grid", x1: x(0), x2: x(1), y1: 12, y2: 12 }),
-    draw("line", { class: "cursor", x1: x(0.5), x2: x(0.5), y1: 2, y2: 22 }));
-  if (rate === null) return svg;
-  svg.append(draw("line", { x1: x(interval[0]), x2: x(interval[1]), y1: 12, y2: 12, stroke: colour, "stroke-width": 5, opacity: 0.4 }),
-    draw("circle", { cx: x(rate), cy: 12, r: 5, fill: colour }));
+/** Draw a figure as a dot and its interval as a line, on an axis with a mark; what is outside is at its end. */
+function intervalBar(value, interval, colour, [from, to], mark, label) {
+  const width = 220, x = (each) => 6 + (width - 12) * Math.min(1, Math.max(0, (each - from) / (to - from)));
+  const svg = draw("svg", { viewBox: `0 0 ${width} 24`, class: "rate", role: "img", "aria-label": label },
+    draw("line", { class: "grid", x1: x(from), x2: x(to), y1: 12, y2: 12 }),
+    draw("line", { class: "cursor", x1: x(mark), x2: x(mark), y1: 2, y2: 22 }));
+  if (value === null) return svg;
+  if (interval[0] !== null) svg.append(draw("line", { x1: x(interval[0]), x2: x(interval[1]), y1: 12, y2: 12, stroke: colour, "stroke-width": 5, opacity: 0.4 }));
+  svg.append(draw("circle", { cx: x(value), cy: 12, r: 5, fill: colour }));
   return svg;
 }
+
+/** Draw a win rate on an axis from 0 to 100%; the middle is a draw. */
+const rateBar = (rate, interval, colour) => intervalBar(rate, interval, colour, [0, 1], 0.5, `win rate ${percent(rate)}`);
