@@ -24,6 +24,7 @@ from typing import Any
 import pandas as pd
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "HUMAN_TEXT.md"
@@ -102,7 +103,7 @@ def written(work: Path, seconds: dict[str, float], accuracies: dict[str, float])
     steps = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
     yield (
         f"{total:.1f} minutes in all ({steps}) on {os.cpu_count()} cores ({platform.machine()}), torch "
-        f"{torch.__version__} with {torch.get_num_threads()} threads."
+        f"{torch.__version__}, threads: {torch.get_num_threads()}."
     )
     yield ""
     yield f"The first {NUM_SAMPLES} held-out prompts, with what either model wrote, as they come (seed 0):"
@@ -133,6 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("pairs", type=Path, help="JSON lines with prompt, chosen and rejected")
     parser.add_argument("--work", type=Path, help="where it runs; by default a directory that is removed")
     options = parser.parse_args()
+    disable_progress_bar()
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
