@@ -680,9 +680,9 @@ class TrainerBase(Trainer):
         """Compare the value model with Monte Carlo returns of prefixes of held-out responses.
 
         Samples a response to each prompt, cuts it at `num_prefixes` places, samples `num_continuations` continuations
-        of each prefix from the policy, and scores them as training does: `num_prefixes * num_continuations + 1`
-        responses to each prompt. Random numbers are its own, the same at every call. See
-        `rlhf_ppo.evaluation.critic_audit`.
+        of each prefix and of the prompt alone from the policy, and scores them as training does:
+        `(num_prefixes + 1) * num_continuations + 1` responses to each prompt. Random numbers are its own, the same
+        at every call. See `rlhf_ppo.evaluation.critic_audit`.
 
         Args:
             eval_dataset: Prompts in any form that `train_dataset` may have; the constructor's when None.

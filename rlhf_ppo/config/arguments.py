@@ -365,7 +365,7 @@ class RecipeArguments:
     critic_audit_steps: Count = _option(
         0,
         "PPO updates between two audits of the value model, such as 50: it is compared with Monte Carlo returns of "
-        "prefixes of held-out responses (arXiv 2410.01679), 65 responses to each held-out prompt. 0: none.",
+        "prefixes of held-out responses (arXiv 2410.01679), 81 responses to each held-out prompt. 0: none.",
     )
     save_critic: bool = _option(
         False,

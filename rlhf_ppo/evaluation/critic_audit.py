@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class AuditedPrefixes:
         previous: The value one token earlier, NaN at the start of a response, `(N,)`.
         following: The value one token later, NaN at the end of a response, `(N,)`.
         scores: The score of the prefix as it is, before shaping, NaN at the start of a response, `(N,)`.
+        prompt_means: Mean return of other responses to the prompt, which share no token with the prefix, `(N,)`.
         returns: Discounted sum of the rewards behind the prefix, for each of M continuations, `(N, M)`; M >= 2.
     """
 
@@ -64,6 +65,7 @@ class AuditedPrefixes:
     previous: Array
     following: Array
     scores: Array
+    prompt_means: Array
     returns: Array
 
     def __post_init__(self) -> None:
@@ -74,8 +76,8 @@ class AuditedPrefixes:
 
     def take(self, rows: Array, prompts: Array | None = None) -> AuditedPrefixes:
         """Return some prefixes, with other prompt indices if given."""
-        columns = (self.positions, self.values, self.previous, self.following, self.scores, self.returns)
-        return AuditedPrefixes(self.prompts[rows] if prompts is None else prompts, *(each[rows] for each in columns))
+        columns = [getattr(self, each.name)[rows] for each in fields(self)[1:]]
+        return AuditedPrefixes(self.prompts[rows] if prompts is None else prompts, *columns)
 
     @property
     def means(self) -> Array:
@@ -95,7 +97,8 @@ class CriticAudit:
     Attributes:
         figures: Estimates by name.
             `explained_variance`: of the critic, and of three baselines that do not read the response: `_of_prompt`,
-            the mean of the prompt's other prefixes, `_of_position`, a quadratic in the position, and `_of_both`;
+            the mean return of other responses to the prompt, `_of_position`, a quadratic in the position, and
+            `_of_both`, least squares on both;
             `_turned`, of the values with the other sign.
             `gain_over_prompt`, `_position`, `_both`: the critic's explained variance minus a baseline's.
             `tau`: Kendall's tau-b between values and returns among the prefixes of one prompt; `tau_of_position`, of
@@ -196,12 +199,15 @@ def audit(prefixes: AuditedPrefixes, seed: int = 0, num_resamples: int = NUM_RES
 
 def _figures(prefixes: AuditedPrefixes, pairs: Array) -> dict[str, float]:
     returns, values, noise = prefixes.means, prefixes.values, prefixes.noise
+    of_prompt = _of_prompt(prefixes)
+    scaled = prefixes.positions / max(prefixes.positions.max(), 1)
+    of_position = [scaled, scaled**2]
     explained = {
         "explained_variance": _explained(returns, values, noise),
         "explained_variance_turned": _explained(returns, -values, noise),
-        "explained_variance_of_prompt": _explained(returns, _of_prompt(returns, prefixes.prompts), noise),
-        "explained_variance_of_position": _explained(returns, _of_position(returns, prefixes), noise),
-        "explained_variance_of_both": _explained(returns, _of_both(returns, prefixes), noise),
+        "explained_variance_of_prompt": _explained(returns, of_prompt, noise),
+        "explained_variance_of_position": _explained(returns, _fitted(returns, of_position), noise),
+        "explained_variance_of_both": _explained(returns, _fitted(returns, [of_prompt, *of_position]), noise),
     }
     own = explained["explained_variance"]
     baselines = ("prompt", "position", "both")
@@ -229,30 +235,18 @@ def _explained(returns: Array, predictions: Array, noise: float) -> float:
     return 1 - (float(np.var(returns - predictions)) - noise) / signal if signal > 0 else float("nan")
 
 
-def _of_prompt(returns: Array, prompts: Array) -> Array:
-    """Mean return of the prompt's other prefixes; of all other prefixes where it has none."""
-    _, group = np.unique(prompts, return_inverse=True)
-    counts, sums = np.bincount(group)[group], np.bincount(group, returns)[group]
-    of_others = (returns.sum() - returns) / (len(returns) - 1)
-    return np.where(counts > 1, (sums - returns) / np.maximum(counts - 1, 1), of_others)
+def _of_prompt(prefixes: AuditedPrefixes) -> Array:
+    """Mean of `prompt_means` over the rows of a prompt."""
+    _, group = np.unique(prefixes.prompts, return_inverse=True)
+    return (np.bincount(group, prefixes.prompt_means) / np.bincount(group))[group]
 
 
-def _of_position(returns: Array, prefixes: AuditedPrefixes) -> Array:
-    """Least-squares quadratic in the position, fitted without the prefix itself (by its leverage)."""
-    scaled = prefixes.positions / max(prefixes.positions.max(), 1)
-    design = np.stack([np.ones_like(scaled), scaled, scaled**2], axis=1)
+def _fitted(returns: Array, columns: Sequence[Array]) -> Array:
+    """Least squares on a constant and these columns; each prefix is fitted without itself (by its leverage)."""
+    design = np.stack([np.ones_like(returns), *columns], axis=1)
     inverse = np.linalg.pinv(design)
     leverage = np.minimum((design * inverse.T).sum(axis=1), 1 - 1e-6)
     return returns - (returns - design @ (inverse @ returns)) / (1 - leverage)
-
-
-def _of_both(returns: Array, prefixes: AuditedPrefixes) -> Array:
-    """Position's prediction plus the mean residual of the prompt's other prefixes, scaled by least squares."""
-    of_position = _of_position(returns, prefixes)
-    of_prompt = _of_prompt(returns - of_position, prefixes.prompts)
-    variance = float(np.var(of_prompt))
-    covariance = float(np.cov(of_prompt, returns - of_position, bias=True)[0, 1])
-    return of_position + (max(covariance, 0.0) / variance if variance > 0 else 0.0) * of_prompt
 
 
 def _fits_better(returns: Array, values: Array, neighbours: Array) -> float:
@@ -434,24 +428,26 @@ def prompt_keys(rollout: Responses) -> list[int]:
 
 
 def columns_of(rollout: Rollout, cuts: Array, scores: Array, returns: Array) -> Tensor:
-    """Return the columns of each prefix that `prefixes_of` reads, float64 `(B, K, 6 + M)`.
+    """Return the columns of each prefix that `prefixes_of` reads, float64 `(B, K, 7 + M)`.
 
-    They are prompt, position, value, previous and following value, score, and M returns.
+    They are prompt, position, value, previous and following value, score, the prompt's mean return, and M returns.
 
     Args:
         rollout: The responses, with values `(B, T)`.
         cuts: Tokens that each prefix keeps, int `(B, K)`.
         scores: Score of each prefix, `(B, K)`.
-        returns: Monte Carlo returns, `(B, K, M)`.
+        returns: Monte Carlo returns of the prompt alone, then of each prefix, `(B, 1 + K, M)`.
     """
+    of_prompt, of_prefixes = np.split(returns, [1], axis=1)
     keys = torch.tensor(prompt_keys(rollout), dtype=torch.float64, device=rollout.values.device)
     values = rollout.values.double().masked_fill(~rollout.response_mask, torch.nan)
     nothing, places = torch.full_like(values[:, :1], torch.nan), sent(torch.as_tensor(cuts), values.device)
     neighbours = torch.cat((nothing, values[:, :-1]), dim=1), torch.cat((values[:, 1:], nothing), dim=1)
     columns = [keys[:, None].expand(*cuts.shape), places.double()]
     columns += [each.gather(1, places) for each in (values, *neighbours)]
-    columns.append(torch.as_tensor(scores, device=values.device))
-    return torch.cat((torch.stack(columns, dim=2), torch.as_tensor(returns, device=values.device)), dim=2)
+    for each in (scores, of_prompt.mean(axis=2).repeat(cuts.shape[1], axis=1)):
+        columns.append(torch.as_tensor(each, device=values.device))
+    return torch.cat((torch.stack(columns, dim=2), torch.as_tensor(of_prefixes, device=values.device)), dim=2)
 
 
 def prefixes_of(columns: Tensor) -> AuditedPrefixes:
@@ -461,10 +457,10 @@ def prefixes_of(columns: Tensor) -> AuditedPrefixes:
         ValueError: No prefix is left, or those of one prompt.
     """
     rows = columns.flatten(0, 1).cpu().numpy()
-    keys, positions, values, previous, following, scores = rows[:, :6].T
+    keys, positions, *columns = rows[:, :7].T
     _, prompts = np.unique(keys, return_inverse=True)
     scored = np.isfinite(rows[:, 6:]).all(axis=1)
-    arrays = (prompts, positions.astype(int), values, previous, following, scores, rows[:, 6:])
+    arrays = (prompts, positions.astype(int), *columns, rows[:, 7:])
     return AuditedPrefixes(*(each[scored] for each in arrays))
 
 

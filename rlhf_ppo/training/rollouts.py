@@ -452,7 +452,7 @@ def audit_columns(
         generator: Draws the prefixes.
 
     Returns:
-        The result of `columns_of`, `(B, K, 6 + M)`.
+        The result of `columns_of`, `(B, K, 7 + M)`.
     """
     args, tokens = run.args, run.tokens
     responses, prompts = sampler.respond(model, prompts)
@@ -477,9 +477,10 @@ def audit_columns(
     cuts = audits.draw_cuts(responses.masks.response.sum(axis=1), num_prefixes, generator)
     width, longest = responses.context_length + args.response_length, sampler.longest_sequence
     slack = math.inf if longest is None else longest.tokens - width
-    batches = audits.batches_of(cuts, num_continuations, args.eval_batch_size, slack)
+    starts = np.concatenate((np.zeros_like(cuts[:, :1]), cuts), axis=1)  # the prompt alone, and the prefixes
+    batches = audits.batches_of(starts, num_continuations, args.eval_batch_size, slack)
     num_batches = int(run.gather(torch.tensor([len(batches)], device=args.device)).max())  # as many on every rank
-    returns = np.full((*cuts.shape, num_continuations), np.nan)
+    returns = np.full((*starts.shape, num_continuations), np.nan)
     for index in range(num_batches):
         batch = batches[min(index, len(batches) - 1)]
         for each, of_tokens in zip(batch, returns_of(batch).cpu().numpy(), strict=True):

@@ -91,6 +91,20 @@ def test_monte_carlo_returns_are_those_of_the_policy(make_audited: Callable[...,
     assert found.figures["tau"].low > found.figures["tau_of_position"].high
 
 
+def test_the_mean_of_a_prompt_knows_the_prompt_but_no_response(make_audited: Callable[..., PPOTrainer]) -> None:
+    """Each prompt has one response, whose tokens count in the returns of all its prefixes."""
+
+    def by_prompt(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        paid = count_of_w4(completion_ids)
+        return [each + 3.0 * (len(prompt) % 2) for each, prompt in zip(paid, prompts, strict=True)]
+
+    same = make_audited(true_values, kl_coef=0.0).audit_critic().figures
+    assert same["explained_variance_of_prompt"].value < 0.05 and same["gain_over_prompt"].low > 0.7
+    found = make_audited(true_values, kl_coef=0.0, reward_funcs=by_prompt).audit_critic()
+    assert found.figures["explained_variance_of_prompt"].low > 0.3
+    assert any("mean return of the prompt" in each for each in found.findings), found
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_critic_is_named(make_audited: Callable[..., PPOTrainer], kind: str) -> None:
     values, sentence = BROKEN[kind]
@@ -174,9 +188,8 @@ def test_the_score_of_a_prefix_ranks_too_and_rows_with_one_prompt_belong_togethe
 
 def prefixes(values: Any, returns: Any, prompts: Any, positions: Any) -> AuditedPrefixes:
     nothing = np.full(len(values), np.nan)
-    return AuditedPrefixes(
-        np.array(prompts), np.array(positions), np.array(values), nothing, nothing, nothing, np.array(returns)
-    )
+    columns = map(np.array, (prompts, positions, values))
+    return AuditedPrefixes(*columns, nothing, nothing, nothing, np.zeros(len(values)), np.array(returns))
 
 
 def test_explained_variance_subtracts_the_noise_of_the_returns() -> None:
