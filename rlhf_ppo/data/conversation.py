@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -291,12 +291,14 @@ class EpisodeEncoder(PromptEncoder):
         schemas: The tools of each environment by its name; those of None where no column chooses.
         is_mixed: Whether the column `environment` chooses.
         needs_chat: Names of the environments whose prompts must be conversations.
+        misfits: Says for each environment why it cannot take a row; empty if it can.
     """
 
     conversations: Conversations = field(kw_only=True)
     schemas: Mapping[str | None, list[dict[str, Any]] | None] = field(kw_only=True)
     is_mixed: bool = field(kw_only=True)
     needs_chat: frozenset[str | None] = field(kw_only=True)
+    misfits: Mapping[str | None, Callable[[Mapping[str, Any]], str]] = field(kw_only=True)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Check that no column holds token ids, to which no observation can be appended.
@@ -317,6 +319,8 @@ class EpisodeEncoder(PromptEncoder):
         if name not in self.schemas:
             fix = f"write one of {list(self.schemas)} into the column `environment`, or add it to environment_factory"
             self._fail(index, f"has environment={name!r}, which environment_factory does not have", fix)
+        if misfit := self.misfits[name](row):
+            self._fail(index, f"does not fit {misfit}", "change the columns, or let the parameters end in **row")
         prompt = row["prompt"] if row.get("prompt") is not None else self.conversations.default_prompt()
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"

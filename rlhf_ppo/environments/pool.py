@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ class Kind:
         has_reward: Whether it defines `get_reward`.
         has_turn_rewards: Whether it may have rewards of turns.
         is_text: Whether it takes whole messages in place of calls.
-        takes_seed: Whether `reset` names `seed`.
+        reset: Parameters of `reset`; None without an environment.
     """
 
     name: str | None
@@ -55,7 +56,22 @@ class Kind:
     has_reward: bool = False
     has_turn_rewards: bool = False
     is_text: bool = False
-    takes_seed: bool = False
+    reset: inspect.Signature | None = None
+
+    @property
+    def takes_seed(self) -> bool:
+        """Whether `reset` names `seed`."""
+        return self.reset is not None and "seed" in self.reset.parameters
+
+    def misfit(self, row: Mapping[str, Any]) -> str:
+        """Say why `reset` cannot take the columns of a row; empty if it can."""
+        columns = {name for name in row if self.name is None or name != "environment"}
+        try:
+            if self.reset is not None:
+                self.reset.bind(**dict.fromkeys(columns | ({"seed"} if self.takes_seed else set())))
+        except TypeError as error:
+            return f"`reset{self.reset}` of {self.description} ({error})"
+        return ""
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
@@ -333,9 +349,20 @@ def _closed_if_lost(seat: Seat) -> bool:
 
 def _check(factories: Mapping[str | None, Any], tools: Sequence[Any]) -> None:
     for name, factory in factories.items():
+        argument = "environment_factory" if name is None else f"environment_factory[{name!r}]"
         if not callable(factory):
-            argument = "environment_factory" if name is None else f"environment_factory[{name!r}]"
             raise TypeError(f"{argument} is {factory!r:.60}; pass a class or a function that makes an environment")
+        try:
+            parameters = inspect.signature(factory)
+        except ValueError:  # of a class in C
+            continue
+        try:
+            parameters.bind()
+        except TypeError as error:
+            raise TypeError(
+                f"{argument} is called without arguments, but has the parameters {parameters} ({error}); give them "
+                "defaults, or pass a function without parameters that makes an environment"
+            ) from None
     for tool in tools:
         if not callable(tool) or not hasattr(tool, "__name__"):
             raise TypeError(f"tools holds {tool!r:.60}; pass functions with type hints and docstrings")

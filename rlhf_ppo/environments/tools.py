@@ -14,6 +14,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from rlhf_ppo.environments.text import AdapterError
@@ -96,6 +97,7 @@ class Host:
 
         Raises:
             TypeError: `reset` returned something else.
+            ValueError: It returned an image.
         """
         observation = self._finished(self.make().reset(**row))
         self._paid = len(self._turn_rewards())
@@ -103,7 +105,7 @@ class Host:
             return None
         if not isinstance(observation, str | list):
             raise TypeError(f"reset returned {type(observation).__name__}; return a text or None")
-        return plain(observation)
+        return _without_images(plain(observation), "reset")
 
     def call(self, name: str, arguments: Any) -> Answered:
         """Call one sync tool."""
@@ -175,7 +177,7 @@ class Host:
         return getattr(self.environment, name, None)
 
     def _finished(self, returned: Any) -> Any:
-        return self.run(returned) if inspect.iscoroutine(returned) else returned
+        return self.run(_settled(returned)).result() if inspect.iscoroutine(returned) else returned
 
     def _answered(self, start: float, call: Callable[[], Any], raised: type[Exception] | tuple[()] = ()) -> Answered:
         try:
@@ -213,14 +215,20 @@ class Host:
 
     async def _awaited(self, coroutine: Any) -> Answered:
         start = time.perf_counter()
-        try:
-            content, failed = content_of(await coroutine, self.longest), False
-        except BaseException as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise
-            content, failed = error_answer(text_of(error), self.longest), True
-        return answered(content, time.perf_counter() - start, failed=failed)
+        return self._answered(start, (await _settled(coroutine)).result)
+
+
+async def _settled(coroutine: Any) -> Future[Any]:
+    """Await a coroutine; return what it returned or raised: `SystemExit` would end the event loop."""
+    outcome: Future[Any] = Future()
+    try:
+        outcome.set_result(await coroutine)
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        outcome.set_exception(error)
+    return outcome
 
 
 # Discovery
@@ -262,7 +270,7 @@ def describe_class(cls: type[Any]) -> Reply:
         "has_reward": "get_reward" in functions,
         "has_turn_rewards": is_text or "turn_rewards" in declared | named,
         "is_text": is_text,
-        "takes_seed": "seed" in inspect.signature(functions["reset"]).parameters,
+        "reset": inspect.signature(_bound(cls, "reset")),
     }
 
 
@@ -310,11 +318,15 @@ def content_of(result: Any, longest: int | None) -> Any:
         ValueError: The result holds an image.
     """
     if isinstance(result, list):
-        blocks = plain(result)
-        if any(isinstance(block, dict) and str(block.get("type")).startswith("image") for block in blocks):
-            raise ValueError("the tool returned an image, which the policy cannot read; return text")
-        return [_shortened_block(block, longest) for block in blocks]
+        return [_shortened_block(block, longest) for block in _without_images(plain(result), "the tool")]
     return shortened(clean(str(result)), longest)
+
+
+def _without_images(content: Any, source: str) -> Any:
+    blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+    if any(str(block.get("type")).startswith("image") for block in blocks):
+        raise ValueError(f"{source} returned an image, which the policy cannot read; return text")
+    return content
 
 
 def error_answer(text: str, longest: int | None = None) -> str:

@@ -85,7 +85,7 @@ def expected_gradients(policy: Any, value_model: Any, rollout: Rollout, level: s
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
-@pytest.mark.parametrize(("attention", "lora"), [("sdpa", False), ("eager", False), ("sdpa", True)])
+@pytest.mark.parametrize(("attention", "lora"), [("sdpa", False), ("eager", False), ("sdpa", True), ("eager", True)])
 def test_gradients_of_both_models(tmp_path: Path, level: str, attention: str, lora: bool) -> None:
     policy: Any = sharp(player())
     config = copy.deepcopy(policy.config)

@@ -139,6 +139,18 @@ class Hostile:
         return DEEDS[self.what]() if self.at == "get_reward" else 1.0
 
 
+class HostileAsync(Hostile):
+    """An environment whose `reset` and `get_reward` are coroutines; `wait` waits without blocking their loop."""
+
+    async def reset(self, at: str = "", what: str = "", **row: Any) -> str | None:  # pyright: ignore
+        super().reset()
+        self.at, self.what = at, what
+        return await do_async(what) if at == "reset" else None
+
+    async def get_reward(self) -> float:  # pyright: ignore
+        return await do_async(self.what) if self.at == "get_reward" else 1.0
+
+
 class Meeting:
     """Its tools return once all episodes are in them; the directory of the row counts."""
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rlhf_ppo.environments.calls import Answer, EpisodeError, answer_calls, ask_rewards
 from rlhf_ppo.environments.pool import Environments
-from tests.environments.hostile import Hostile, Meeting, do, do_async
+from tests.environments.hostile import Hostile, HostileAsync, Meeting, do, do_async
 
 LIMIT = 0.5
 HANGS = ("object whose text hangs", "sleep", "spin")
@@ -272,40 +272,95 @@ def test_a_copy_of_the_process_ends_and_does_not_continue_the_run(tool: str, mak
         assert_ended([psutil.Process(int(first.content))])
 
 
+RAISES = ("StopIteration", "recursion", "object whose text hangs", *FAILS)
+"""What `reset` and `get_reward` cannot do either; some deeds are errors in one of them alone."""
+
+FINE = {
+    "reset": ("1 MB", "100 MB", "NUL", "surrogate", "prints", "closes stdout", "fine"),
+    "get_reward": ("prints", "closes stdout"),
+}
+"""What `reset` may return or do, and `get_reward`: None is no reward."""
+
+
+@pytest.mark.parametrize("at", ["reset", "get_reward"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_reset_and_get_reward_raise_or_return_is_an_error_or_a_text_or_number(
+    at: str, is_async: bool, make: Make
+) -> None:
+    pool = make({"nice": Hostile, "bad": HostileAsync if is_async else Hostile}, timeout=60.0)
+
+    def begin(what: str) -> list[float | None]:
+        pool.release()
+        return ask_rewards(pool.start([{"environment": "nice"}, {"environment": "bad", "at": at, "what": what}]))
+
+    for what in {*RAISES, *SUCCEEDS} - {*FINE[at]}:
+        with pytest.raises(EpisodeError, match=r"^row 1 of the batch, environment 'bad' \(\w+\): ") as caught:
+            begin(what)
+        assert at in str(caught.value), what
+    for what in FINE[at]:
+        assert begin(what) == [1.0, 1.0 if at == "reset" else None], what
+    os.fstat(1)  # stdout is open again
+
+
+@pytest.mark.parametrize("at", ["reset", "get_reward"])
+@pytest.mark.parametrize("what", ["forks and returns", "forks"])
+def test_what_reset_and_get_reward_fork_ends(at: str, what: str, make: Make, isolation: str) -> None:
+    """`reset` returns the number of its child, which is no text; the child of a thread ends when it returns."""
+    if (what, isolation) == ("forks", "thread"):
+        return  # it stays: docs/agents.md
+    pool = make(timeout=60.0)
+    with pytest.raises(EpisodeError, match="reset returned int") if at == "reset" else contextlib.nullcontext():
+        (reward,) = ask_rewards(pool.start([{"at": at, "what": what}]))
+        assert psutil.pid_exists(int(reward or 0)) or what == "forks and returns"
+    if isolation == "thread":
+        assert os.waitpid(-1, 0)[1] == 0
+
+
 @pytest.mark.parametrize("at", ["reset", "get_reward"])
 @pytest.mark.parametrize(
-    ("what", "isolation"),
-    where("SystemExit", "CancelledError", "Unreadable", "sleep", "spin", "exits", "power"),
-    indirect=["isolation"],
+    ("what", "isolation"), where("sleep", "spin", *DIES, "power", "regex", "takes 4 GB"), indirect=["isolation"]
 )
-def test_reset_and_get_reward_that_fail_name_environment_and_row(
+def test_reset_and_get_reward_that_hang_or_die_name_environment_and_row(
     at: str, what: str, make: Make, isolation: str
 ) -> None:
-    pool = make({"nice": Hostile, "bad": Hostile})
+    limits = {"memory_limit": 300, "timeout": 60.0} if what == "takes 4 GB" else {}
+    pool = make({"nice": Hostile, "bad": Hostile}, **limits)
     rows = [{"environment": "nice"}, {"environment": "bad", "at": at, "what": what}]
-    how = {"sleep": "did not return", "spin": "did not return", "power": "did not return", "exits": "process ended"}
+    how = "process ended" if what in DIES else "MemoryError" if what == "takes 4 GB" else "did not return"
 
-    with pytest.raises(EpisodeError, match=r"row 1 of the batch, environment 'bad' \(Hostile\).*") as caught:
+    with pytest.raises(EpisodeError, match=rf"row 1 of the batch, environment 'bad' \(Hostile\).*{how}") as caught:
         ask_rewards(pool.start(rows))
 
-    assert at in str(caught.value) and how.get(what, what) in str(caught.value)
+    assert at in str(caught.value)
+
+
+SECONDS_TO_END = 30.0
+"""Of a wait that a signal should end at once; only a hang takes as long."""
 
 
 @pytest.mark.parametrize(
-    ("what", "isolation"),
-    where("sleep", "spin", "object whose text hangs", "wait", "power", "regex"),
+    ("what", "isolation", "at"),
+    [
+        (*case, at)
+        for at in ("tool", "reset", "get_reward")
+        for case in where("sleep", "spin", "wait", "power", "regex")
+    ]
+    + [(*case, "tool") for case in where("object whose text hangs")],
     indirect=["isolation"],
 )
-def test_a_signal_ends_the_wait_at_once(what: str, make: Make) -> None:
-    pool = make(timeout=None)
-    episodes = pool.start([{}] * 3)
+def test_a_signal_ends_the_wait_at_once(at: str, what: str, make: Make) -> None:
+    pool = make(HostileAsync if what == "wait" else Hostile, timeout=None)
     tool, own = ("do_async", "act_async") if what == "wait" else ("do", "act")
+    calls = [[call(own, what)], [call(tool, what)], [call("act", "fine")]] if at == "tool" else [[]] * 3
+    start = time.monotonic()
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     with pytest.raises(KeyboardInterrupt):
-        answer_calls(episodes, [[call(own, what)], [call(tool, what)], [call("act", "fine")]])
+        episodes = pool.start([{"at": at, "what": what}, {}, {}])
+        answer_calls(episodes, calls)
+        ask_rewards(episodes)
 
-    assert episodes[0].seat is not None and episodes[0].seat.lost
+    assert time.monotonic() - start < SECONDS_TO_END
     pool.release()
     again = pool.start([{}] * 3)
     assert [one.answers[0].content for one in answer_calls(again, [[call("act", "fine")]] * 3)] == ["fine"] * 3
