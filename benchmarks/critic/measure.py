@@ -37,14 +37,14 @@ from rlhf_ppo.decoding import Candidate, Decoded, Sampling, best_of_n, value_gui
 
 WORK = Path("runs/critic")
 NUM_AUDITED = {"stories": 112, "preferences": 112, "arithmetic": 128}
-"""Held-out responses of an audit, 4 prefixes each; a prompt may be taken again."""
+"""Held-out responses of an audit, 4 prefixes each, of a quarter as many prompts."""
 NUM_PROMPTS = {"stories": 256, "preferences": 256, "arithmetic": 1024}
 """Held-out prompts at inference; a prompt may be taken again."""
 N, WIDTH = 8, 4
 BLOCK = {"stories": 8, "preferences": 4, "arithmetic": 1}
 
 
-def run_cell(name: str, variant: str, seed: int, data: Path, work: Path) -> dict[str, Any]:
+def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers: bool) -> dict[str, Any]:
     """Train with an audit after the last update, then choose responses with the saved critic.
 
     Args:
@@ -53,6 +53,7 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path) -> dict
         seed: Of the training, the audit and the sampling.
         data: As of `benchmarks/learning/run.py`.
         work: Holds the tasks' models and gets the trained ones.
+        infers: Whether responses are chosen.
 
     Returns:
         `final`, the evaluation of the policy as in `benchmarks/learning`; `audit`, the figures with their intervals;
@@ -75,8 +76,7 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path) -> dict
         "seed": seed,
     }
     policy, reference = (AutoModelForCausalLM.from_pretrained(task.policy) for _ in range(2))
-    audited = task.tokenizer(repeated(task.held_out, NUM_AUDITED[name]))["input_ids"]
-    trainer = our_trainer(task, policy, arguments, eval_dataset=[{"input_ids": ids} for ids in audited])
+    trainer = our_trainer(task, policy, arguments, eval_dataset=audited(name, task))
     trainer.train()
     trainer.save_model(str(folder))
     audit = json.loads((folder / "critic_audit.json").read_text(encoding="utf-8"))
@@ -90,11 +90,18 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path) -> dict
         "prefixes": audit["num_prefixes"],
         "findings": audit["findings"],
         "health": health_of(trainer.state.log_history),
-        "inference": inference(name, task, (policy, critic, reference), reward, seed),
+        "inference": inference(name, task, (policy, critic, reference), reward, seed) if infers else {},
         "num_updates": task.num_updates,
         "settings": task.arguments | changes,
     }
     return found | {"cpu_seconds_of_training": trained, "cpu_seconds": time.process_time() - began}
+
+
+def audited(name: str, task: Task) -> list[dict[str, Any]]:
+    """Return the prompts of an audit, four or more times each."""
+    number = NUM_AUDITED[name]
+    ids = task.tokenizer(repeated(task.held_out[: number // 4], number))["input_ids"]
+    return [{"input_ids": each} for each in ids]
 
 
 def repeated(prompts: Sequence[str], number: int) -> list[str]:
@@ -208,6 +215,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["preset:recommended"])
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--audit-only", action="store_true", help="choose no responses")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.tasks:
@@ -218,7 +226,8 @@ def main() -> None:
                 cell = {"task": name, "variant": variant, "seed": seed}
                 if any(cell.items() <= done.items() for done in read_results(given.work)):
                     continue
-                found = json.dumps(cell | run_cell(name, variant, seed, given.data, given.work) | code_version())
+                measured = run_cell(name, variant, seed, given.data, given.work, not given.audit_only)
+                found = json.dumps(cell | measured | code_version())
                 line = json.dumps(json.loads(found, parse_float=lambda digits: round(float(digits), 5)))
                 with (given.work / "results.jsonl").open("a", encoding="utf-8") as results:
                     results.write(f"{line}\n")

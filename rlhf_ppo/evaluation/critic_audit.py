@@ -457,10 +457,11 @@ def prefixes_of(columns: Tensor) -> AuditedPrefixes:
         ValueError: No prefix is left, or those of one prompt.
     """
     rows = columns.flatten(0, 1).cpu().numpy()
-    keys, positions, *columns = rows[:, :7].T
+    parts: list[Array] = list(rows[:, :7].T)
+    keys, positions = parts[:2]
     _, prompts = np.unique(keys, return_inverse=True)
     scored = np.isfinite(rows[:, 6:]).all(axis=1)
-    arrays = (prompts, positions.astype(int), *columns, rows[:, 7:])
+    arrays = (prompts, positions.astype(int), *parts[2:], rows[:, 7:])
     return AuditedPrefixes(*(each[scored] for each in arrays))
 
 

@@ -188,8 +188,8 @@ def test_the_score_of_a_prefix_ranks_too_and_rows_with_one_prompt_belong_togethe
 
 def prefixes(values: Any, returns: Any, prompts: Any, positions: Any) -> AuditedPrefixes:
     nothing = np.full(len(values), np.nan)
-    columns = map(np.array, (prompts, positions, values))
-    return AuditedPrefixes(*columns, nothing, nothing, nothing, np.zeros(len(values)), np.array(returns))
+    columns = (np.array(prompts), np.array(positions), np.array(values), nothing, nothing, nothing)
+    return AuditedPrefixes(*columns, np.zeros(len(values)), np.array(returns))
 
 
 def test_explained_variance_subtracts_the_noise_of_the_returns() -> None:
