@@ -16,8 +16,8 @@ SMALL = ["--num_prefixes", "2", "--num_continuations", "4"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Path:
-    """A finished run with `save_critic`, a reward model and a reward function of a file."""
+def files(tmp_path_factory: Any) -> Path:
+    """Policy, reward model, reward function and prompts."""
     folder = tmp_path_factory.mktemp("critic")
     for name, model in (("policy", tiny_policy()), ("reward", tiny_scorer())):
         model.save_pretrained(folder / name)
@@ -27,17 +27,28 @@ def folder(tmp_path_factory: Any) -> Path:
     (folder / "paid.py").write_text(
         "def score(completion_ids, **columns):\n    return [1.0 * len(set(ids)) for ids in completion_ids]\n"
     )
+    return folder
+
+
+def train(folder: Path, output_dir: str, *options: str) -> Path:
+    """Train with `save_critic`, from the command line."""
     words = {
         "sft_model_path": "policy",
         "reward_model_path": "reward",
         "dataset_name": "prompts.jsonl",
-        "output_dir": "run",
+        "output_dir": output_dir,
     }
     words = [word for name, path in words.items() for word in (f"--{name}", str(folder / path))]
     words += ["--reward_funcs", f"{folder / 'paid.py'}:score", "--response_length", "5", "--total_episodes", "8"]
     words += ["--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "--save_critic"]
-    main(["train", *words, "--num_sample_generations", "0"])
-    return folder
+    main(["train", *words, "--num_sample_generations", "0", *options])
+    return folder / output_dir
+
+
+@pytest.fixture(scope="module")
+def folder(files: Path) -> Path:
+    """The same, with a finished run in `run`."""
+    return train(files, "run").parent
 
 
 def test_it_audits_a_run_with_its_own_prompts_and_rewards(folder: Path, capsys: Any) -> None:
@@ -49,6 +60,26 @@ def test_it_audits_a_run_with_its_own_prompts_and_rewards(folder: Path, capsys: 
     assert (found["num_prefixes"], found["num_continuations"]) == (8, 4)
     assert found["figures"]["bias"]["value"] < -1, "both rewards count: the function pays 1 to 5, the values are small"
     assert before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize(
+    ("options", "outputs", "centers"),
+    [
+        (["--value_loss", "hl_gauss", "--value_bins", "4", "--value_range", "-3", "5"], 4, [-2, 0, 2, 4]),
+        (["--value_loss", "hl_gauss", "--value_bins", "6", "--critic_ensemble", "2"], 12, None),
+        (["--critic_ensemble", "3"], 3, None),
+    ],
+    ids=["bins in a range", "bins and heads", "heads"],
+)
+def test_critics_with_bins_and_heads_are_audited(
+    files: Path, options: list[str], outputs: int, centers: list[int] | None, capsys: Any
+) -> None:
+    run = train(files, "-".join(options), *options)
+    saved = json.loads((run / "critic" / "config.json").read_text())
+    assert len(saved["id2label"]) == outputs and (centers is None or saved["value_centers"] == centers)
+    main(["critic", str(run), *SMALL])
+    assert "explained variance" in capsys.readouterr().out
+    assert json.loads((run / "critic_audit.json").read_text())["num_prefixes"] == 8
 
 
 @pytest.mark.parametrize(

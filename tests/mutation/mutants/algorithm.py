@@ -146,6 +146,9 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("(values.float() - mean) * torch.rsqrt", "(values.float() - mean) / torch.rsqrt"),
         ("rsqrt(var + 1e-8)", "rsqrt(var + 1e-5)"),
         ("if mask.shape != values.shape:", "if False:"),
+        ("return mask & (values.float() < ", "return mask & (values.float() <= "),
+        (".flatten().sort().values", ".flatten()"),
+        ("(ordered.isfinite().sum()", "(mask.sum()"),
     ],
     ("masked.py", "tests/rewards/test_shaping.py::test_moments_of_batches_are_those_of_all_scores_together"): [
         ("math.sqrt(self.squares / (self.count - 1))", "math.sqrt(self.squares / self.count)"),

@@ -6,7 +6,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "tests/training/test_recipes.py::test_an_option_changes_the_update_the_same_however_it_is_cut_and_learned",
     ): [
         ("loss = loss * part.loss_weights", "pass"),
-        ("loss - args.entropy_coef * output.entropy", "loss"),
+        ("loss - args.entropy_coef * entropy", "loss"),
         (
             "mask, minibatch.is_positive, num_tokens, run.sum_over_ranks",
             "mask, minibatch.is_positive, num_tokens * len(mask)",
@@ -21,6 +21,18 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ): [
         ("self.critic_only.in_critic_epoch = learned.num_minibatches >= num_shared", "pass"),
         ("args.num_ppo_epochs if args.num_critic_epochs is None else args.num_critic_epochs", "args.num_ppo_epochs"),
+    ],
+    ("learning.py", "tests/training/test_critic_ensemble.py"): [
+        ("advantages.masked_fill(agreed, 0.0)", "advantages"),
+        ("lowest_share(-spread, mask", "lowest_share(spread, mask"),
+    ],
+    ("rollouts.py", "tests/training/test_critic_ensemble.py"): [
+        ("% values.shape[-1]", "% 1"),
+        ("values - values[..., :1]", "values"),
+        ("correction=0", "correction=1"),
+    ],
+    ("critic_fitting.py", "tests/training/test_critic_ensemble.py"): [
+        ('inputs["numbers"] % of_heads.shape[-1]', 'inputs["numbers"] * 0'),
     ],
     ("critic_fitting.py", "tests/training/test_critic_fitting.py"): [
         ("gae(rewards, values, written, gamma, lam)[1]", "gae(rewards, values, written, gamma, 1.0)[1]"),
