@@ -117,10 +117,11 @@ def audit_run(folder: Path, seed: int = 0, **changes: Any) -> CriticAudit:
     """Write what an audit of a critic does: 30 prompts of 4 beginnings, and a critic with some noise."""
     rng = np.random.default_rng(seed)
     prompts, positions = np.repeat(np.arange(30), 4), np.tile([0, 5, 11, 19], 30)
-    true = rng.normal(size=30)[prompts] * 0.5 + 0.03 * positions + rng.normal(size=120) * 0.4
+    means = rng.normal(size=30)[prompts] * 0.5
+    true = means + 0.03 * positions + rng.normal(size=120) * 0.4
     values = true + rng.normal(size=120) * 0.3
     returns = true[:, None] + rng.normal(size=(120, 8))
-    found = audit(AuditedPrefixes(prompts, positions, values, values, values, true, returns), num_resamples=40)
+    found = audit(AuditedPrefixes(prompts, positions, *[values] * 3, true, means, returns), num_resamples=40)
     found = dataclasses.replace(found, **changes)
     found.save(folder)
     return found
@@ -624,6 +625,28 @@ def test_runs_that_do_not_differ_in_their_seed_are_not_called_seeds(tmp_path: Pa
             made = [make_run(tmp_path / called / name, seed) for name, seed in zip(names, seeds, strict=True)]
             browser.open(write_report(made, tmp_path / called / "report.html"), 390)
             assert browser.run("document.querySelector('#toggles').textContent") == called
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_the_spread_of_heads_is_a_colour_of_the_runs_that_have_it(runs: list[Path], tmp_path: Path) -> None:
+    spread = {"token_spread": [0.1, None, 0.2, 0.3]}
+    for step in UPDATES:
+        (runs[1] / f"completions/completions_{step:05d}.parquet").unlink()
+        write_completions(runs[1], [response(step, row) | spread for row in range(10)], Run.load(runs[1]))
+    with Browser() as browser:
+        browser.open(write_report(runs, tmp_path / "report.html"), 390)
+        for run, is_hidden in ((1, False), (0, True)):
+            choose(browser, "responses-run", run)
+            assert browser.run("document.getElementById('colour-spread').hidden") is is_hidden
+            if not is_hidden:
+                browser.click("#colour-spread input")
+                assert "spread of the heads" in browser.run("document.getElementById('legend').innerText")
+                assert len({*browser.run(COLOURS).split("rgba")}) > 2
+                browser.click(".tokens span", 3)
+                assert "spread of the heads 0.3" in browser.run("document.getElementById('inspector').innerText")
+        assert browser.run("document.querySelector('input[name=colour]:checked').value") == "value"
+        assert browser.complaints == [] and browser.run("document.documentElement.scrollWidth") == 390
 
 
 @pytest.mark.thorough
