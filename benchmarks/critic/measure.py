@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent / "learning"))
 
 import torch  # noqa: E402
-from cell import TASKS, health_of, module_of  # noqa: E402
+from cell import TASKS, UNSEEN, health_of, module_of  # noqa: E402
 from evaluation import Evaluator, seeded  # noqa: E402
 from libraries import our_trainer  # noqa: E402
 from preferences import scores_of  # noqa: E402
@@ -36,12 +36,12 @@ from variants import overrides  # noqa: E402
 from rlhf_ppo.decoding import Candidate, Decoded, Sampling, best_of_n, value_guided_search  # noqa: E402
 
 WORK = Path("runs/critic")
-NUM_AUDITED = {"stories": 112, "preferences": 112, "arithmetic": 128}
+NUM_AUDITED = {"stories": 112, "emotions": 112, "preferences": 112, "exchanged": 112, "arithmetic": 128}
 """Held-out responses of an audit, 4 prefixes each, of a quarter as many prompts."""
-NUM_PROMPTS = {"stories": 256, "preferences": 256, "arithmetic": 1024}
+NUM_PROMPTS = {"stories": 256, "emotions": 256, "preferences": 256, "exchanged": 256, "arithmetic": 1024}
 """Held-out prompts at inference; a prompt may be taken again."""
 N, WIDTH = 8, 4
-BLOCK = {"stories": 8, "preferences": 4, "arithmetic": 1}
+BLOCK = {"stories": 8, "emotions": 8, "preferences": 4, "exchanged": 4, "arithmetic": 1}
 
 
 def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers: bool) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True, help="as for benchmarks/learning/run.py")
     parser.add_argument("--work", type=Path, default=WORK, help="where models and results are kept")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, *UNSEEN), default=list(TASKS))
     parser.add_argument("--variants", nargs="+", default=["preset:recommended"])
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)

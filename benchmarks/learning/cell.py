@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 from variants import TRL, overrides
 
 TASKS = ("stories", "preferences", "arithmetic")
+UNSEEN = ("emotions", "exchanged")
+"""Tasks by which nothing has been chosen."""
 EXAMPLES = {"stories": "healthy", "hole": "over-optimised", "collapse": "collapsed"}
 """Tasks whose first run shows what a run looks like, well or not; the first is one of those to learn."""
 CURVES = (
@@ -115,7 +117,7 @@ def health_of(log: list[dict[str, Any]]) -> dict[str, int]:
 def main() -> None:
     """Read the command line, train, and print the cell."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("task", choices=[*TASKS, *EXAMPLES])
+    parser.add_argument("task", choices=[*TASKS, *UNSEEN, *EXAMPLES])
     parser.add_argument("variant")
     parser.add_argument("seed", type=int)
     parser.add_argument("--data", type=Path, required=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cell import EXAMPLES, TASKS, module_of
+from cell import EXAMPLES, TASKS, UNSEEN, module_of
 from variants import AS_FAR_AS_TRL, NEEDS, RECOMMENDED, TRL, overrides, single_options
 
 FOLDER = Path(__file__).parent
@@ -129,7 +129,7 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="+", choices=sorted({*TASKS, *EXAMPLES}), default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=sorted({*TASKS, *UNSEEN, *EXAMPLES}), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--first-seed", type=int, default=0, help="choose on other seeds than you report")
     parser.add_argument(
