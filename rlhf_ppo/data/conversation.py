@@ -328,6 +328,7 @@ class EpisodeEncoder(PromptEncoder):
         if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
             fix = "set tokenizer.chat_template, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
+        self._check_blocks([] if isinstance(prompt, str) else prompt, index)
         ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a place for the observation
         outside = max(ids)
         if self.vocab_size is not None and outside >= self.vocab_size:

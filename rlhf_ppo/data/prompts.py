@@ -134,6 +134,7 @@ class PromptEncoder:
         if self.tokenizer.chat_template is None:
             fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
+        self._check_blocks(messages, index)
         # Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined; the
         # oldest supported transformers passes a None on.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -149,6 +150,13 @@ class PromptEncoder:
         except Exception as error:
             raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error
         return _as_list(ids_of(encoded))
+
+    def _check_blocks(self, messages: Sequence[Mapping[str, Any]], index: int) -> None:
+        """Check that no message holds an image or a sound, which many templates leave out without an error."""
+        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        kinds = [str(block.get("type")) for content in contents for block in content if isinstance(block, Mapping)]
+        if unread := [kind for kind in kinds if kind.startswith(("image", "audio", "video"))]:
+            self._fail(index, f"holds a content block of type {unread[0]!r}", "write text: policies read nothing else")
 
     def _check(self, ids: list[int], index: int, is_text: bool) -> None:
         if not ids:

@@ -1,6 +1,9 @@
 """TRL's own tests of `rollout_func`, tools and environments, for its GRPOTrainer and for ours, with a scripted engine.
 
-Written after the tests of these names in `tests/test_grpo_trainer.py` of huggingface/trl (Apache License 2.0).
+Written after the tests of these names in `tests/test_grpo_trainer.py` of huggingface/trl (Apache License 2.0). Two
+kinds cannot run here. TRL tests that weights reach `trainer.vllm_generation` before `rollout_func`; this trainer
+has no such attribute, and a `rollout_func` samples with what it brings. And TRL's policies see images of data sets,
+environments and tools; here these are errors, as tested below.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from rlhf_ppo.environments.calls import EpisodeError
 from tests.agents.chat import Seen, chat_tokenizer, run_ours, run_trl, turn_text
 
 Run = Callable[..., Seen]
@@ -167,6 +171,26 @@ def test_tools_that_answer_with_an_image_are_refused(tmp_path: Any) -> None:
     seen = run_ours(tmp_path, "qwen3", [write(("look", {})), DONE], tools=[look], train_dataset=data({}, {}))
     assert seen.metrics["tools/failure_frequency"] == 1
     assert "returned an image" in seen.rewarded[0]["completions"][0][1]["content"]
+
+
+SEES = [{"type": "image", "image": "pixels"}, {"type": "text", "text": "Q"}]
+
+
+@pytest.mark.parametrize("tools", [[multiply], None])
+def test_prompts_with_an_image_are_refused(tmp_path: Any, tools: Any) -> None:
+    with pytest.raises(ValueError, match="row 0 of train_dataset holds a content block of type 'image': write text"):
+        run_ours(
+            tmp_path, "qwen3", [DONE], tools=tools, train_dataset=[{"prompt": [{"role": "user", "content": SEES}]}]
+        )
+
+
+def test_environments_that_begin_with_an_image_are_refused(tmp_path: Any) -> None:
+    class Seeing(Scored):
+        def reset(self, **row: Any) -> Any:
+            return SEES
+
+    with pytest.raises(EpisodeError, match=r"environment Seeing: reset failed: .* returned an image"):
+        run_ours(tmp_path, "qwen3", [DONE], environment_factory=Seeing, train_dataset=data({}, {}))
 
 
 # ---- environments ----
