@@ -156,21 +156,6 @@ def test_parts_of_any_size_put_together_are_the_whole(size: int) -> None:
     assert torch.equal(torch.cat([part.ended for part in parts]), whole.ended)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "max_tokens", "sizes"),
-    [
-        ([5, 5, 3, 2], 10, [2, 2]),
-        ([5, 5, 3, 2], 9, [1, 2, 1]),
-        ([50, 4, 4, 50], 8, [1, 2, 1]),
-        ([1], 1, [1]),
-        ([3, 3, 3], 1, [1, 1, 1]),
-        ([3, 3, 3], 9, [3]),
-    ],
-)
-def test_parts_within_a_number_of_tokens(lengths: list[int], max_tokens: int, sizes: list[int]) -> None:
-    assert sizes_within(lengths, max_tokens) == sizes
-
-
 @given(lengths=st.lists(st.integers(1, 30), min_size=1), max_tokens=st.integers(1, 60))
 def test_parts_hold_all_rows_and_no_two_neighbours_would_fit_together(lengths: list[int], max_tokens: int) -> None:
     sizes, parts = sizes_within(lengths, max_tokens), []
@@ -179,14 +164,6 @@ def test_parts_hold_all_rows_and_no_two_neighbours_would_fit_together(lengths: l
     assert list(itertools.chain(*parts)) == lengths and min(sizes) > 0
     assert all(sum(part) <= max_tokens or len(part) == 1 for part in parts)
     assert all(sum(part) + after[0] > max_tokens for part, after in itertools.pairwise(parts))
-
-
-@given(sizes=st.lists(st.integers(1, 9), min_size=1), more=st.floats(0, 1))
-def test_parts_are_split_until_there_are_enough(sizes: list[int], more: float) -> None:
-    wanted = len(sizes) + int(more * (sum(sizes) - len(sizes)))
-    split = split_until(sizes, wanted)
-    assert len(split) == wanted and sum(split) == sum(sizes) and min(split) > 0
-    assert max(split) <= max(sizes) and set(itertools.accumulate(sizes)) <= set(itertools.accumulate(split))
 
 
 @pytest.mark.parametrize(
@@ -276,13 +253,6 @@ def wide_experience(rows: int) -> Experience:
     return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)), masks[1])  # pyright: ignore[reportCallIssue]
 
 
-@pytest.mark.parametrize("num_mini_batches", [1, 2, 3, 12])
-def test_mini_batches_are_equal_disjoint_and_complete(num_mini_batches: int) -> None:
-    parts = order(wide_experience(12), num_mini_batches)
-    assert [len(part) for part in parts] == [12 // num_mini_batches] * num_mini_batches
-    assert sorted(row for part in parts for row in part) == list(range(12))
-
-
 def test_the_longest_rows_of_a_mini_batch_come_first() -> None:
     batch = wide_experience(12)
     lengths = torch.tensor([1, 6, 3, 2, 5, 4] * 2)
@@ -304,31 +274,6 @@ def test_the_order_is_a_function_of_seed_update_and_rank() -> None:
     others = [order(batch, 3, seed=1), order(batch, 3, update=1), order(batch, 3, rank=1)]
     orders = [str(each) for each in (order(batch, 3), *others)]
     assert len(set(orders)) == 4
-
-
-def test_the_order_takes_nothing_from_the_global_generator() -> None:
-    batch = wide_experience(12)
-    before = torch.random.get_rng_state()
-    first = order(batch, 2)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    torch.manual_seed(5)
-    assert order(batch, 2) == first
-
-
-def test_every_epoch_draws_anew_from_the_same_generator() -> None:
-    generator = minibatch_generator(0, 0, 0)
-    epochs = [
-        [part.query_responses[:, 0].tolist() for part in wide_experience(12).shuffled_minibatches(2, generator)]
-        for _ in range(2)
-    ]
-    assert epochs[0] != epochs[1]
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 3), min_size=2, max_size=2, unique=True))
-def test_no_two_updates_share_a_shuffling_seed(keys: list[tuple[int, int, int]]) -> None:
-    first, second = (minibatch_generator(*key).initial_seed() for key in keys)
-    assert first != second
 
 
 # ---- Helpers and shape errors ----

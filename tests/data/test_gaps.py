@@ -240,17 +240,6 @@ def test_cutting_the_gaps_out_gives_the_same_advantages(masks: tuple[Tensor, Ten
             assert not ours[row, ~own].any()
 
 
-def test_the_next_value_is_that_after_the_gap_and_a_token_counts_once_in_the_discount() -> None:
-    """Two tokens, a gap of three, one token: `delta = r + gamma V - V`, by hand with gamma 1/2, lambda 1."""
-    mask = torch.tensor([[True, True, False, False, False, True]])
-    values = torch.tensor([[1.0, 2.0, 999.0, 999.0, 999.0, 4.0]])
-    rewards = torch.tensor([[0.0, 0.0, 999.0, 999.0, 999.0, 8.0]])
-    advantages, returns = gae(rewards, values, mask, 0.5, 1.0, torch.tensor([16.0]))
-    # deltas: 0 + 2/2 - 1 = 0; 0 + 4/2 - 2 = 0; 8 + 16/2 - 4 = 12
-    assert advantages.tolist() == [[3.0, 6.0, 0.0, 0.0, 0.0, 12.0]]
-    assert returns.tolist() == [[4.0, 8.0, 0.0, 0.0, 0.0, 16.0]]
-
-
 # ---- The masks themselves ----
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -13,7 +13,8 @@ from datasets import Dataset
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.transformers_engine import greedy_config
-from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_scorer
+from tests.conftest import make_tokenizer, tiny_scorer
+from tests.data.test_datasets import Rows, Stream
 from tests.runs import QUICK, assert_identical, end_of_run
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -23,46 +24,15 @@ SEQUENTIAL = {**QUICK, "train_sampling_strategy": "sequential"}
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    """A data set of torch's own kind."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-
-class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """A stream of torch's own kind."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self.rows)
-
-
 def conversations(**message: Any) -> list[list[dict[str, Any]]]:
     return [[{"role": "user", "content": text, **message}] for text in TEXTS]
 
 
 FORMS: dict[str, Callable[[], Any]] = {
     "ids": lambda: Dataset.from_dict({"input_ids": IDS}),
-    "padded ids with a mask": lambda: Dataset.from_dict(
-        {
-            "input_ids": [[0] * (4 - len(ids)) + ids for ids in IDS],
-            "attention_mask": [[0] * (4 - len(ids)) + [1] * len(ids) for ids in IDS],
-        }
-    ),
     "texts": lambda: Dataset.from_dict({"prompt": TEXTS}),
-    "texts in `text`": lambda: Dataset.from_dict({"text": TEXTS}),
     "conversations": lambda: Dataset.from_dict({"prompt": conversations()}),
     "a stream": lambda: Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset(),
-    "a generator": lambda: datasets.IterableDataset.from_generator(lambda: ({"text": text} for text in TEXTS)),
     "a torch data set": lambda: Rows([{"prompt": text} for text in TEXTS]),
     "a torch stream": lambda: Stream([{"prompt": text} for text in TEXTS]),
     "a list": lambda: [{"input_ids": ids} for ids in IDS],
@@ -217,13 +187,3 @@ def test_an_own_collator_is_used(make_trainer: MakeTrainer) -> None:
     plain.train()
     assert set(calls) == {2}
     assert_identical(end_of_run(own), end_of_run(plain))
-
-
-@pytest.mark.parametrize("scored_by", ["reward_model", "reward_funcs"])
-def test_columns_that_nobody_reads_are_not_copied(scored_by: str, make_trainer: Any) -> None:
-    rows = [row | {"payload": "x" * 100} for row in prompt_rows(8)]
-    rewards = {"reward_model": tiny_scorer(), "reward_funcs": count_w4}
-    given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows)}
-    trainer = make_trainer(**given, **{scored_by: rewards[scored_by]})
-    expected = ["input_ids"] if scored_by == "reward_model" else ["input_ids", "payload"]
-    assert trainer.train_dataset.column_names == trainer.eval_dataset.column_names == expected

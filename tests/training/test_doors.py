@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
 from rlhf_ppo.checkpoints import last_complete_checkpoint
 from rlhf_ppo.checkpoints.files import write_manifest
 from rlhf_ppo.data.prompts import Prompts
@@ -391,19 +389,3 @@ def test_the_advantages_of_a_subclass(make_trainer: MakeTrainer) -> None:
     mean = experience.advantages[experience.loss_mask].mean()
     later = experience.advantages[:, 1:][experience.loss_mask[:, 1:]]
     assert float(mean) == pytest.approx(0.0, abs=1e-6) and len(set(later.tolist())) == 1  # whitened after
-
-
-def test_seven_frames_of_ours_in_two_files_lead_from_train_to_the_formula_of_the_policys_loss(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package, seen = str(Path(inspect.getfile(PPOTrainer)).parent), []
-
-    def recording(*args: Any) -> PolicyLoss:
-        files = [frame.filename for frame in traceback.extract_stack() if frame.filename.startswith(package)]
-        seen.append([*files, inspect.getfile(clipped_policy_loss)])
-        return clipped_policy_loss(*args)
-
-    monkeypatch.setattr("rlhf_ppo.trainer.clipped_policy_loss", recording)
-    make_trainer(**QUICK).train()
-
-    assert len(seen[0]) == 7 and len(set(seen[0])) == 2

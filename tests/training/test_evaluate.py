@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.metrics import EVALUATED
-from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.conftest import prompt_rows, tiny_policy
 from tests.runs import QUICK, RecordingTrainer, assert_identical, die_and_resume, end_of_run, history
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -225,21 +225,6 @@ def test_several_data_sets_are_evaluated_by_name(make_trainer: MakeTrainer) -> N
     assert len(cast(Any, trainer.generate_completions())) == 6
 
 
-def test_prompts_in_any_form_can_be_passed(make_trainer: MakeTrainer) -> None:
-    tokenizer = make_tokenizer()
-    trainer = make_trainer(**QUICK, reward_funcs=numbers)
-    ids = tokenizer(["w1 w2", "w3"])["input_ids"]
-    as_ids = Dataset.from_dict({"input_ids": ids, "number": [1, 5]})
-    expected = scores(trainer.evaluate(as_ids))
-    assert expected["eval_score"] == 3.0
-    for column in ("prompt", "text"):
-        texts = Dataset.from_dict({column: ["w1 w2", "w3"], "number": [1, 5]})
-        assert_identical(scores(trainer.evaluate(texts)), expected)
-    by_name = trainer.evaluate({"one": as_ids, "two": as_ids.select([1])}, metric_key_prefix="test")
-    assert (by_name["test_one_score"], by_name["test_two_score"]) == (3.0, 5.0)
-    assert trainer.evaluate(as_ids, metric_key_prefix="held_out")["held_out_score"] == 3.0
-
-
 def test_a_wrong_data_set_is_named(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK)
     with pytest.raises(ValueError, match="evaluation requires an eval_dataset"):
@@ -254,20 +239,6 @@ def test_metric_that_evaluation_does_not_give(make_trainer: MakeTrainer) -> None
     evaluated = {"eval_dataset": FIVE_ROWS, "eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(ValueError, match=r"metric_for_best_model='accuracy' is not a metric of evaluation, .*'score'"):
         make_trainer(**QUICK, **evaluated, metric_for_best_model="accuracy")
-
-
-def test_reward_model_and_functions_are_reported_apart(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(
-        **QUICK,
-        eval_dataset=FIVE_ROWS,
-        reward_model=tiny_scorer(),
-        reward_funcs=[count_w4, numbers],
-        reward_weights=[1.0, 0.0, 10.0],
-    )
-    metrics = trainer.evaluate()
-    parts = {name: metrics[f"eval_rewards/{name}/mean"] for name in ("reward_model", "count_w4", "numbers")}
-    assert parts["numbers"] == 2.0
-    assert metrics["eval_score"] == pytest.approx(parts["reward_model"] + 20.0)
 
 
 def test_evaluation_leaves_the_models_in_training_mode_as_they_were(make_trainer: MakeTrainer) -> None:

@@ -348,31 +348,6 @@ def test_a_signal_while_a_call_lasts_ends_the_run_and_the_resumed_one_finishes_t
     assert history(resumed) == history(whole)
 
 
-def test_what_the_policy_did_not_write_is_context(make_stepper: Steps) -> None:
-    class Last(PPOTrainer):
-        def estimate_advantages(self, rollout: Rollout) -> Any:
-            self.rollout = rollout
-            return super().estimate_advantages(rollout)
-
-    trainer: Any = make_stepper(Last)
-    masks = [torch.tensor([True, False, True]), torch.tensor([True])]
-    trainer.step(*rows(0), response_masks=masks)
-
-    assert trainer.rollout.response_mask.tolist() == [[True, False, True], [True, False, False]]
-    assert trainer.rollout.attention_mask.tolist() == [
-        [False, True, True, True, True],
-        [True, True, True, False, False],
-    ]
-
-
-def test_a_response_without_a_score_is_not_learned_from(make_stepper: Steps) -> None:
-    trainer = make_stepper(max_grad_norm=0.0)
-    queries, responses, _ = rows(0)
-    metrics = trainer.step(queries, responses, [float("nan"), 2.0])
-
-    assert metrics["objective/scores"] == pytest.approx(1.5)  # the only one, less the penalty for no stop token
-
-
 class OtherArithmetic:
     """An engine that draws any words, with log-probabilities that are not the policy's."""
 
@@ -446,7 +421,6 @@ LOGPROBS = [torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-3.0])]
 META = torch.ones(3, device="meta")
 NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"queries": QUERIES[:1]}, ValueError, r"queries has 1 entries, but an update takes 2 responses on each process"),
-    ({"queries": None}, TypeError, r"queries=None must be a list"),
     ({"queries": [torch.full((97,), 3), QUERIES[1]]}, ValueError, r"the longest prompt \(97 tokens\)"),
     ({"queries": [QUERIES[0], torch.tensor([6, 32])]}, ValueError, r"queries\[1\]\[1\]=32 .* policy has 32"),
     ({"queries": [QUERIES[0].float(), QUERIES[1]]}, TypeError, r"queries\[0\]=.* torch.float32; convert it"),
@@ -456,15 +430,12 @@ NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"responses": [torch.tensor([0.5]), RESPONSES[1]]}, TypeError, r"responses\[0\]=tensor\(\[0.5"),
     ({"responses": [RESPONSES[0][:0], RESPONSES[1]]}, ValueError, r"responses\[0\] is empty"),
     ({"responses": [torch.tensor([8, -1, 1]), RESPONSES[1]]}, ValueError, r"responses\[0\]\[1\]=-1 is not a token"),
-    ({"responses": [RESPONSES[0], torch.tensor([2**40])]}, ValueError, r"responses\[1\]\[0\]=1099511627776 is"),
     ({"responses": [RESPONSES[0] > 3, RESPONSES[1]]}, TypeError, r"responses\[0\]=.* torch.bool; a mask goes"),
     ({"responses": [RESPONSES[0], torch.tensor(7)]}, TypeError, r"responses\[1\]=tensor\(7\) must be .* one dim"),
     ({"responses": [RESPONSES[0].to(torch.complex64), RESPONSES[1]]}, TypeError, r"responses\[0\]="),
     ({"scores": [1.0]}, ValueError, "scores has 1 entries"),
     ({"scores": ["good", "bad"]}, TypeError, r"scores\[0\]='good' must be one number"),
-    ({"scores": ["1", "2"]}, TypeError, r"scores\[0\]='1' must be one number"),
     ({"scores": 1.0}, TypeError, r"scores=1.0 must be a list"),
-    ({"scores": torch.tensor(1.0)}, TypeError, r"scores=tensor\(1.\) must be a list"),
     ({"scores": [1.0, None]}, TypeError, r"scores\[1\]=None must be one number"),
     ({"scores": torch.ones(2, 2)}, TypeError, r"scores\[0\]=tensor\(\[1., 1.\]\) must be one number"),
     ({"scores": [1.0, -float("inf")]}, ValueError, r"scores\[1\]=-inf must lie between"),
@@ -485,8 +456,6 @@ NO_UPDATE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"response_masks": [torch.ones(3), torch.zeros(1)]}, ValueError, r"response_masks\[1\] marks no tok"),
     ({"response_masks": [[True] * 3, torch.ones(1)]}, TypeError, r"response_masks\[0\]=\[True"),
-    ({"sampling_logprobs": -1.0}, TypeError, r"sampling_logprobs=-1.0 must be a list"),
-    ({"sampling_logprobs": LOGPROBS[:1]}, ValueError, "sampling_logprobs has 1 entries"),
     ({"sampling_logprobs": [LOGPROBS[0]] * 2}, ValueError, r"sampling_logprobs\[1\] has 3 values for the 1 tokens"),
     (
         {"sampling_logprobs": [LOGPROBS[0], [-3.0]]},
@@ -535,19 +504,17 @@ def test_ids_may_be_of_any_integer_type(dtype: torch.dtype, plain_stepper: Steps
     assert_identical(end_of_run(trainer), undisturbed)
 
 
-def test_without_prompts_there_is_nothing_to_train_on(make_stepper: Steps) -> None:
-    with pytest.raises(ValueError, match="train_dataset=None: pass the prompts to train on, or call step"):
-        make_stepper().train()
-
-
-def test_prompts_without_rewards_are_an_error(make_stepper: Steps) -> None:
-    with pytest.raises(ValueError, match="reward_model and reward_funcs are both None"):
-        make_stepper(train_dataset=[{"input_ids": [5]}] * 2)
-
-
-def test_it_has_to_know_how_long_it_is(make_stepper: Steps) -> None:
-    with pytest.raises(ValueError, match="max_steps or total_episodes must be set"):
-        make_stepper(total_episodes=None)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_dataset": [{"input_ids": [5]}] * 2}, "reward_model and reward_funcs are both None"),
+        ({"total_episodes": None}, "max_steps or total_episodes must be set"),
+        ({}, "train_dataset=None: pass the prompts to train on, or call step"),
+    ],
+)
+def test_what_is_missing_is_named(given: dict[str, Any], message: str, make_stepper: Steps) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_stepper(**given).train()
 
 
 def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) -> None:
@@ -562,6 +529,8 @@ def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) 
     masks = [torch.tensor([True, False, True]), torch.tensor([True])]
     trainer.step(queries, responses, paid, masks, ended=[False, True])
 
+    assert trainer.kept.response_mask.tolist() == [[True, False, True], [True, False, False]]
+    assert trainer.kept.attention_mask[:, 2:].tolist() == [[True, True, True], [True, False, False]]
     assert trainer.kept.token_scores.tolist() == [[0.5, 0.0, -1.0], [2.0, 0.0, 0.0]]
     assert trainer.kept.scores.tolist() == [0.0, 0.0] and trainer.kept.ended.tolist() == [False, True]
     assert trainer.shape_rewards(trainer.kept).tolist() == [[0.5, 0.0, -4.0], [2.0, 0.0, 0.0]]

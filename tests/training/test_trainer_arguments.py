@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +13,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
-from transformers.trainer_callback import ProgressCallback
 
 from rlhf_ppo import PPOTrainer, trainer_base
 from rlhf_ppo.data.prompts import Prompts
@@ -477,37 +475,3 @@ def test_resume_from_checkpoint_as_an_argument(value: Any, make_trainer: MakeTra
 
 
 # ---- Logging ----
-
-
-@pytest.mark.parametrize("filtered", [True, False])
-def test_logging_nan_inf_filter_has_nothing_to_filter(filtered: bool, make_trainer: MakeTrainer) -> None:
-    """A loss that is not finite ends the run, or is left out with its step."""
-
-    class OneNan(PPOTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss, parts = super().compute_loss(*args, **kwargs)
-            return loss + (math.nan if self.state.global_step == 1 else 0.0), parts  # the gradient stays finite
-
-    trainer = make_trainer(OneNan, **QUICK, logging_nan_inf_filter=filtered, on_divergence="skip")
-    trainer.train()
-    first, second, third = logged(trainer, "loss")
-    assert math.isfinite(first) and second == 0.0 and math.isfinite(third)
-
-
-@pytest.mark.parametrize("disabled", [True, False])
-def test_progress_bar_counts_updates(
-    disabled: bool, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-
-    class Look(TrainerCallback):
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            for callback in trainer.callback_handler.callbacks:
-                if isinstance(callback, ProgressCallback):
-                    bar = cast(Any, callback.training_bar)
-                    seen.append((bar.n, bar.total))
-
-    trainer = make_trainer(**QUICK, disable_tqdm=disabled, callbacks=[Look()])
-    trainer.train()
-    assert seen == ([] if disabled else [(3, 3)])
