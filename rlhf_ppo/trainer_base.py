@@ -741,7 +741,7 @@ class TrainerBase(Trainer):
             given = (rows, args.eval_batch_size, collate)
             yield evaluations.first_prompts(*given, self.accelerator, args.device)
         elif latest is not None:
-            yield latest.first(args.eval_batch_size)
+            yield latest.take(range(len(latest))[: args.eval_batch_size])
 
     # ---- Hyperparameter search ----
 

@@ -31,6 +31,9 @@ VALUE_MODEL_DIR = "value_model"
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*")
 """Optimizer state of: one process or DDP, FSDP, sharded FSDP, DeepSpeed."""
 
+NEW_RUN = "start a new run from the checkpoint with model=<checkpoint> and value_model=<checkpoint>/value_model"
+"""Advice where a checkpoint cannot be resumed."""
+
 
 def start_checkpoint(directory: str) -> None:
     """Create an empty directory; it counts as unfinished until its manifest is written."""
@@ -180,8 +183,7 @@ def check_same_processes(progress: Progress, batch_size: int, num_processes: int
     if is_deepspeed and progress.num_processes != num_processes:
         raise ValueError(
             f"the checkpoint is of {progress.num_processes} processes, but there are {num_processes} now, and "
-            f"DeepSpeed cannot split its optimizer state anew: start {progress.num_processes} processes, or start a "
-            "new run from the checkpoint with model=<checkpoint> and value_model=<checkpoint>/value_model"
+            f"DeepSpeed cannot split its optimizer state anew: start {progress.num_processes} processes, or {NEW_RUN}"
         )
 
 
@@ -201,8 +203,7 @@ def check_engine(directory: str, is_deepspeed: bool, is_fsdp: bool) -> None:
         engine = "DeepSpeed" if is_deepspeed else "FSDP" if is_fsdp else "a single process or DDP"
         raise ValueError(
             f"resume_from_checkpoint={directory!r} was written under another engine: it has no {names[0]}, which "
-            f"{engine} reads the optimizer from; launch as it was launched, or start a new run from it with "
-            "model=<checkpoint> and value_model=<checkpoint>/value_model"
+            f"{engine} reads the optimizer from; launch as it was launched, or {NEW_RUN}"
         )
 
 
@@ -238,8 +239,7 @@ def check_optimizer(optimizer: Any, directory: str) -> None:
     if before not in (None, now := optimizer_name(optimizer)):
         raise ValueError(
             f"resume_from_checkpoint={directory!r}: its optimizer is {before}, and {now} cannot use its state; "
-            "choose the same optim, or start a new run from the checkpoint with model=<checkpoint> and "
-            "value_model=<checkpoint>/value_model"
+            f"choose the same optim, or {NEW_RUN}"
         )
 
 

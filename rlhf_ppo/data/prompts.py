@@ -334,12 +334,6 @@ class Prompts:
         mask = self.attention_mask[list(rows)]
         return Prompts(self.input_ids[list(rows)], mask, columns, on_host=(self.mask[list(rows)], mask))
 
-    def first(self, num_rows: int) -> Prompts:
-        """Return the first rows."""
-        columns = {name: values[:num_rows] for name, values in self.columns.items()}
-        mask = self.attention_mask[:num_rows]
-        return Prompts(self.input_ids[:num_rows], mask, columns, on_host=(self.mask[:num_rows], mask))
-
 
 logger = visible_logger(__name__)
 
@@ -359,15 +353,7 @@ def may_hold_chats(*given: Any) -> bool:
 
 
 def prepare_prompts(
-    dataset: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int | None,
-    num_proc: int | None,
-    name: str,
-    vocab_size: int | None = None,
-    vocab_of: str = "the policy",
-    encode: PromptEncoder | None = None,
+    dataset: Any, encode: PromptEncoder, max_prompt_length: int | None = None, num_proc: int | None = None
 ) -> Any:
     """Tokenize every prompt once, check every row, and drop the prompts that are too long.
 
@@ -377,13 +363,9 @@ def prepare_prompts(
 
     Args:
         dataset: A `datasets.Dataset` or `IterableDataset`, a torch data set of either kind, or a list, of dict rows.
-        tokenizer: The policy's tokenizer; its padding side and pad token are not used.
+        encode: Tokenizes a row, and names the data set.
         max_prompt_length: Longest prompt to keep, in tokens; None keeps all.
         num_proc: Number of processes for a `datasets.Dataset`.
-        name: What error messages call the data set, for example `train_dataset`.
-        vocab_size: Number of ids that all models embed; None leaves the upper bound of ids unchecked.
-        vocab_of: The model that embeds no more, for error messages.
-        encode: Tokenizes a row; None makes a `PromptEncoder`.
 
     Returns:
         A data set of the same kind (a list for a torch map-style data set) whose rows have `input_ids: list[int]`.
@@ -396,19 +378,17 @@ def prepare_prompts(
             which there is no chat template; names the row, counted from 0. `input_ids` that end in EOS are one warning
             with their number.
     """
-    encode = PromptEncoder(tokenizer, name, vocab_size, vocab_of) if encode is None else encode
-    fits = _LengthFilter(name, max_prompt_length, eos_id(tokenizer))
+    fits = _LengthFilter(encode.name, max_prompt_length, eos_id(encode.tokenizer))
     if isinstance(dataset, datasets.Dataset):
         return _prepare_dataset(dataset, encode, fits, num_proc)
     if isinstance(dataset, datasets.IterableDataset):
         return _prepare_stream(dataset, encode, fits)
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return _PromptStream(dataset, encode, fits)
-    check_rows(dataset, name, encode.check_columns)
+    check_rows(dataset, encode.name, encode.check_columns)
     rows = [encode.row(dataset[index], index) for index in range(len(dataset))]
     kept = [row for row in rows if fits(row["input_ids"])]
-    fits.report(len(rows), len(kept))
-    fits.report_ended(sum(fits.has_ended(row["input_ids"]) for row in kept), len(kept))
+    fits.report(len(rows), len(kept), sum(fits.has_ended(row["input_ids"]) for row in kept))
     return kept
 
 
@@ -540,30 +520,32 @@ class _LengthFilter:
         """Tell whether a prompt ends in EOS."""
         return self.eos_token_id is not None and ids[-1] == self.eos_token_id
 
-    def report_ended(self, num_ended: int, num_rows: int) -> None:
-        """Warn once if prompts end in EOS."""
-        if num_ended > 0 and PartialState().is_main_process:
-            self._warn_of_ended(f"{num_ended} of {num_rows} prompts")
-
     def _warn_of_ended(self, which: str) -> None:
         logger.warning(
             f"{self.name}: the input_ids of {which} end in the EOS token ({self.eos_token_id}), after which a model "
             "has learned to say nothing; leave EOS out of prompts"
         )
 
-    def report(self, num_rows: int, num_kept: int) -> None:
-        """Log how many of `num_rows` prompts were dropped; raise a ValueError if none is left."""
+    def report(self, num_rows: int, num_kept: int, num_ended: int) -> None:
+        """Log how many of `num_rows` prompts were dropped, and how many end in EOS; raise if none is left.
+
+        Raises:
+            ValueError: There is no prompt, or none is short enough.
+        """
         if num_rows == 0:
             raise ValueError(f"{self.name} has no rows")
         if num_kept == 0:
             raise ValueError(
                 f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length}: raise it"
             )
-        if num_kept < num_rows and PartialState().is_main_process:
-            dropped = num_rows - num_kept
+        if not PartialState().is_main_process:
+            return
+        if dropped := num_rows - num_kept:
             logger.warning(
                 f"{self.name}: dropped {dropped} of {num_rows} prompts, longer than {self.max_length} tokens"
             )
+        if num_ended > 0:
+            self._warn_of_ended(f"{num_ended} of {num_kept} prompts")
 
 
 class _PromptStream(torch.utils.data.IterableDataset[dict[str, Any]]):
@@ -598,11 +580,11 @@ def _prepare_dataset(
         kept = prompts
         if fits.max_length is not None:
             kept = prompts.filter(fits, input_columns="input_ids", num_proc=num_proc, desc=f"Measuring {encode.name}")
-    fits.report(len(prompts), len(kept))
-    if "input_ids" in dataset.column_names:  # texts were refused
+    num_ended = 0
+    if "input_ids" in dataset.column_names:  # texts that end in EOS were refused
         batches = kept.select_columns("input_ids").iter(1000)
         num_ended = sum(fits.has_ended(ids) for batch in batches for ids in cast(Any, batch)["input_ids"])
-        fits.report_ended(num_ended, len(kept))
+    fits.report(len(prompts), len(kept), num_ended)
     return kept
 
 

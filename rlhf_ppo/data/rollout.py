@@ -117,14 +117,14 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def check_bool(**masks: Tensor) -> None:
-    """Check the dtype of masks.
+def check_bool(**masks: Tensor | None) -> None:
+    """Check the dtype of masks that are not None.
 
     Raises:
         TypeError: One is not bool; says which.
     """
     for name, mask in masks.items():
-        if mask.dtype != torch.bool:
+        if mask is not None and mask.dtype != torch.bool:
             raise TypeError(f"{name} has dtype {mask.dtype}, expected torch.bool; convert it with {name}.bool()")
 
 
@@ -200,19 +200,19 @@ class Responses:
                 f"response_mask {tuple(self.response_mask.shape)} does not fit query_responses "
                 f"{tuple(self.query_responses.shape)}"
             )
-        if self.sampling_logprobs is not None:
-            check_shape("sampling_logprobs", self.sampling_logprobs, tuple(self.response_mask.shape))
-        if self.ended is not None:
-            check_bool(ended=self.ended)
-            check_shape("ended", self.ended, (len(self),))
-        self._copy_masks()
-
-    def _copy_masks(self) -> None:
+        self._check_shapes(self.response_mask.shape, "sampling_logprobs")
+        self._check_shapes((len(self),), "ended")
+        check_bool(attention_mask=self.attention_mask, response_mask=self.response_mask, ended=self.ended)
         masks = self.attention_mask, self.response_mask
-        check_bool(attention_mask=self.attention_mask, response_mask=self.response_mask)
         if self.on_host is None or not self.on_host.are_of(*masks):
             object.__setattr__(self, "on_host", HostMasks.of(*masks))
             check_masks(self.masks)
+
+    def _check_shapes(self, shape: Sequence[int], *names: str) -> None:
+        """Check the shapes of the fields that are not None."""
+        for name in names:
+            if (values := getattr(self, name)) is not None:
+                check_shape(name, values, tuple(shape))
 
     def __len__(self) -> int:
         return self.query_responses.shape[0]
@@ -329,11 +329,9 @@ class Rollout(Responses):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("logprobs", "ref_logprobs", "values", "token_scores", "own_values", "value_spread"):
-            if (values := getattr(self, name)) is not None:
-                check_shape(name, values, tuple(self.response_mask.shape))
-        for name in ("ended", "final_values", "scores"):
-            check_shape(name, getattr(self, name), (len(self),))
+        of_tokens = "logprobs", "ref_logprobs", "values", "token_scores", "own_values", "value_spread"
+        self._check_shapes(self.response_mask.shape, *of_tokens)
+        self._check_shapes((len(self),), "ended", "final_values", "scores")
 
     @property
     def loss_mask(self) -> Tensor:
@@ -423,12 +421,10 @@ def forward_in_batches(
         pad_right(list(results), length) if results[0].dim() == 2 else torch.cat(results)
         for results in zip(*outputs, strict=True)
     )
-    return tuple(_in_order(values, order) for values in whole) if is_sorted else whole
-
-
-def _in_order(values: Tensor, order: Sequence[int]) -> Tensor:
-    """Put back what was computed in another order: `values[i]` belongs to row `order[i]`."""
-    return torch.empty_like(values).index_copy_(0, torch.tensor(order, device=values.device), values)
+    if not is_sorted:
+        return whole
+    rows = torch.tensor(order, device=whole[0].device)  # the row that each result belongs to
+    return tuple(torch.empty_like(values).index_copy_(0, rows, values) for values in whole)
 
 
 @dataclass(frozen=True)
@@ -467,13 +463,10 @@ class Experience(Responses):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("logprobs", "values", "advantages", "returns", "loss_mask"):
-            check_shape(name, getattr(self, name), tuple(self.response_mask.shape))
-        for name in ("importance_weights", "loss_weights", "nll_weights", "value_weights", "entropy_weights"):
-            if (weights := getattr(self, name)) is not None:
-                check_shape(name, weights, tuple(self.response_mask.shape))
-        if self.is_positive is not None:
-            check_shape("is_positive", self.is_positive, (len(self),))
+        self._check_shapes(self.response_mask.shape, "logprobs", "values", "advantages", "returns", "loss_mask")
+        weights = "importance_weights", "loss_weights", "nll_weights", "value_weights", "entropy_weights"
+        self._check_shapes(self.response_mask.shape, *weights)
+        self._check_shapes((len(self),), "is_positive")
 
     @classmethod
     def of(
@@ -520,37 +513,22 @@ class Experience(Responses):
             rows = chunk.numpy()
             yield self[rows[(-lengths[rows]).argsort(kind="stable")].tolist()]
 
-    def minibatches_of_epochs(
-        self, num_epochs: int, num_mini_batches: int, generator: torch.Generator
-    ) -> Iterator[Self]:
-        """Yield the mini-batches of `num_epochs` passes, each shuffled anew."""
-        for _ in range(num_epochs):
-            yield from self.shuffled_minibatches(num_mini_batches, generator)
-
-    def micro_batches(
-        self, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
-    ) -> list[Self]:
-        """Cut into parts of at most `max_rows` rows, or within `max_tokens` tokens if that is given.
-
-        Rows that follow each other stay together, so that padding them to the longest adds little; packed rows have no
-        padding, and parts of about equally many tokens take the least memory.
-
-        Args:
-            max_rows: Most rows of a part.
-            max_tokens: Most tokens of a part, prompts included, unless a row alone has more.
-            gather: Concatenates a tensor over all ranks, each of which makes as many parts as the one that needs most.
-            is_packed: Whether the models see real tokens only.
-        """
-        return micro_batches(self, max_rows, max_tokens, gather, is_packed)
-
-
-Rows = TypeVar("Rows", bound=Responses)
-
 
 def micro_batches(
-    rows: Rows, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
-) -> list[Rows]:
-    """Cut rows as `Experience.micro_batches` does."""
+    rows: R, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
+) -> list[R]:
+    """Cut rows into parts of at most `max_rows` rows, or within `max_tokens` tokens if that is given.
+
+    Rows that follow each other stay together, so that padding them to the longest adds little; packed rows have no
+    padding, and parts of about equally many tokens take the least memory.
+
+    Args:
+        rows: The rows.
+        max_rows: Most rows of a part.
+        max_tokens: Most tokens of a part, prompts included, unless a row alone has more.
+        gather: Concatenates a tensor over all ranks, each of which makes as many parts as the one that needs most.
+        is_packed: Whether the models see real tokens only.
+    """
     lengths: list[int] = rows.lengths.tolist()
     if max_tokens is not None:
         sizes = sizes_within(lengths, max_tokens)

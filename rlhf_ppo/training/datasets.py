@@ -216,14 +216,8 @@ class PromptPreparation:
             dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
         given = (self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by)
         plain = PromptEncoder(*given, args.chat_template_kwargs)  # pyright: ignore[reportArgumentType]  parsed
-        rows: Any = prepare_prompts(
-            dataset,
-            self.tokenizer,
-            max_prompt_length=args.max_prompt_length,
-            num_proc=args.dataset_num_proc,
-            name=name,
-            encode=plain if self.encoder is None else self.encoder(name, self.vocabulary),
-        )
+        encode = plain if self.encoder is None else self.encoder(name, self.vocabulary)
+        rows: Any = prepare_prompts(dataset, encode, args.max_prompt_length, args.dataset_num_proc)
         self._check_lengths(rows)
         return rows
 

@@ -352,30 +352,25 @@ def _first_of_each_row(names: Sequence[str], of_figures: Tensor) -> dict[int, tu
 
 def _without(rollout: Rollout, rows: Tensor) -> Rollout:
     """Mark rows of a rollout as unscored, and make them finite."""
-
-    def cleared(values: Tensor) -> Tensor:
-        return values.masked_fill(rows[:, None] if values.dim() == 2 else rows, 0.0)
-
-    per_token = ("logprobs", "ref_logprobs", "values", "final_values", "token_scores", "sampling_logprobs")
-    given = {name: getattr(rollout, name) for name in per_token}
-    return replace(
-        rollout,
-        **{name: cleared(values) for name, values in given.items() if values is not None},
-        scores=rollout.scores.masked_fill(rows, torch.nan),
-        scores_by_source={
-            name: values.masked_fill(rows, torch.nan) for name, values in rollout.scores_by_source.items()
-        },
-    )
+    names = ("logprobs", "ref_logprobs", "values", "final_values", "token_scores", "sampling_logprobs")
+    by_source = {name: values.masked_fill(rows, torch.nan) for name, values in rollout.scores_by_source.items()}
+    scores = rollout.scores.masked_fill(rows, torch.nan)
+    return replace(rollout, **_cleared(rollout, names, rows), scores=scores, scores_by_source=by_source)
 
 
 def _without_experience(experience: Experience, rows: Tensor) -> Experience:
     """Mask out rows of an experience, and make them finite: 0 times NaN is NaN in a backward pass."""
-    names = ("advantages", "returns")
-    return replace(
-        experience,
-        loss_mask=experience.loss_mask & ~rows[:, None],
-        **{name: getattr(experience, name).masked_fill(rows[:, None], 0.0) for name in names},
-    )
+    loss_mask = experience.loss_mask & ~rows[:, None]
+    return replace(experience, loss_mask=loss_mask, **_cleared(experience, ("advantages", "returns"), rows))
+
+
+def _cleared(batch: Any, names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
+    given = {name: getattr(batch, name) for name in names}
+    return {
+        name: values.masked_fill(rows[:, None] if values.dim() == 2 else rows, 0.0)
+        for name, values in given.items()
+        if values is not None
+    }
 
 
 class SignalStop:

@@ -31,7 +31,7 @@ from rlhf_ppo.checkpoints.complete import explaining_load_error
 from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_update, num_learned_minibatches
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
-from rlhf_ppo.data.rollout import Experience, Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.processes.distributed import get_logger, minibatch_generator, raise_on_all_ranks
@@ -220,7 +220,7 @@ def weighted_micro_batches(
         num_turns = run.sum_over_ranks(starts.sum())
         minibatch = replace(minibatch, value_weights=starts * (num_tokens / num_turns))
     max_rows, max_tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
-    return minibatch.micro_batches(max_rows, max_tokens, run.gather, packs_rows)
+    return micro_batches(minibatch, max_rows, max_tokens, run.gather, packs_rows)
 
 
 def policy_term(
@@ -493,7 +493,9 @@ class InterruptibleLearning:
         """
         args, update = self.args, self.run.state.global_step
         generator = minibatch_generator(args.seed, update, args.process_index)
-        minibatches = learned.experience.minibatches_of_epochs(self._num_epochs, args.num_mini_batches, generator)
+        shuffled, num_per_epoch = learned.experience.shuffled_minibatches, args.num_mini_batches
+        epochs = (shuffled(num_per_epoch, generator) for _ in range(self._num_epochs))
+        minibatches = itertools.chain.from_iterable(epochs)
         for minibatch in itertools.islice(minibatches, learned.num_minibatches, None):
             self.run.streams.mark()
             if self.partial is not None:

@@ -385,8 +385,7 @@ def compare_with(checkpoint: str, now: dict[str, Any]) -> None:
         raise ValueError(
             f"resume_from_checkpoint={checkpoint!r} is of a run that trained {before.get('num_trained')} parameters, "
             f"but {now['num_trained']} are trained now, and they are not the same: its optimizer has no state for "
-            "them; train the same parameters, or start a new run from the checkpoint with model=<checkpoint> and "
-            "value_model=<checkpoint>/value_model"
+            f"them; train the same parameters, or {complete.NEW_RUN}"
         )
     if lines := saved.describe_changes(before, now):
         logger.warning("\n  ".join([f"{checkpoint} is resumed with changes:", *lines]))

@@ -22,6 +22,7 @@ from rlhf_ppo.data import prompts as of_prompts
 from rlhf_ppo.data.prompts import (
     PositionLimit,
     PromptCollator,
+    PromptEncoder,
     Prompts,
     check_lengths,
     longest_prompt,
@@ -85,9 +86,14 @@ KINDS = {
 STREAMS = ("IterableDataset", "generator", "torch stream")
 
 
-def prepare(dataset: Any, tokenizer: PreTrainedTokenizerFast, **options: Any) -> Any:
-    given = {"max_prompt_length": None, "num_proc": None, "name": "train_dataset"}
-    return prepare_prompts(dataset, tokenizer, **(given | options))
+def prepare(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    name: str = "train_dataset",
+    vocab_size: int | None = None,
+    **options: Any,
+) -> Any:
+    return prepare_prompts(dataset, PromptEncoder(tokenizer, name, vocab_size), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ from rlhf_ppo.data.rollout import (
     Responses,
     Rollout,
     dealt_evenly,
+    micro_batches,
     pad_right,
     sizes_within,
     split_until,
@@ -117,7 +118,7 @@ def test_the_mask_on_the_host_is_that_of_the_prompts() -> None:
     }
     made = Prompts.from_collated(batch, CPU)
     other = torch.tensor([[True, True]] * 3)
-    for prompts in (made, made.repeated(3), made.first(2), dataclasses.replace(made, attention_mask=other)):
+    for prompts in (made, made.repeated(3), made.take([2, 0]), dataclasses.replace(made, attention_mask=other)):
         assert prompts.mask.tolist() == prompts.attention_mask.tolist()
 
 
@@ -178,7 +179,7 @@ def test_micro_batches_by_rows_and_by_tokens(
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat((tensor, tensor.new_tensor([most])))
 
-    parts = experience().micro_batches(2, max_tokens, gather, is_packed)
+    parts = micro_batches(experience(), 2, max_tokens, gather, is_packed)
     assert [len(part) for part in parts] == sizes
     tokens = torch.cat([part.query_responses[part.attention_mask] for part in parts])
     assert torch.equal(tokens, experience().query_responses[experience().attention_mask])

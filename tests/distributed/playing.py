@@ -13,7 +13,7 @@ from rlhf_ppo.environments.text import text_environment
 from rlhf_ppo.generation.protocol import Sampled, prompt_rows
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests import conftest
-from tests.distributed.scenarios import launched_as, make_trainer, whole_parameters
+from tests.distributed.scenarios import make_trainer, report, whole_parameters
 
 EOS = 1
 
@@ -103,13 +103,7 @@ def play(
 
     trainer.collect_rollout = noting  # pyright: ignore[reportAttributeAccessIssue]
     trainer.train()
-    return {
-        **launched_as(trainer),
-        "log": trainer.state.log_history,
-        "parameters": whole_parameters(trainer),
-        "turns": turns[0],
-        "calls": engine.calls,
-    }
+    return report(trainer, parameters=whole_parameters(trainer), turns=turns[0], calls=engine.calls)
 
 
 def answer_to(prompt: list[int], most: int) -> list[int]:

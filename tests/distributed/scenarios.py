@@ -46,6 +46,11 @@ def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
     }
 
 
+def report(trainer: PPOTrainer, **more: Any) -> dict[str, Any]:
+    """How the trainer was launched, its log, and more."""
+    return {**launched_as(trainer), "log": trainer.state.log_history, **more}
+
+
 class FixedResponses(PPOTrainer):
     """Answers each prompt with ids drawn from a generator that the prompt seeds, and which of its responses it is."""
 
@@ -148,13 +153,12 @@ def train_with_checkpoints(
         **{"save_strategy": "steps", "save_steps": 1, "num_ppo_epochs": 1, **overrides},
     )
     trainer.train(resume_from_checkpoint=resume)
-    return {
-        **launched_as(trainer),
-        "log": trainer.state.log_history,
-        "parameters": whole_parameters(trainer),
-        "optimizer": own_optimizer_state(trainer),
-        "random": torch.rand(4).numpy(),
-    }
+    return report(
+        trainer,
+        parameters=whole_parameters(trainer),
+        optimizer=own_optimizer_state(trainer),
+        random=torch.rand(4).numpy(),
+    )
 
 
 def train_over_one_base(output_dir: str, models: str, **arguments: Any) -> dict[str, Any]:
@@ -185,12 +189,11 @@ def train(output_dir: str, models: str, adapters: bool = False, **overrides: Any
     trainer.train()
     trainer.save_model(output_dir)
     policy = {name: value for name, value in whole_parameters(trainer).items() if name.startswith("policy.")}
-    return {
-        **launched_as(trainer),
-        "log": trainer.state.log_history,
-        "policy": policy,
-        "logits": on_whole_policy(trainer.model_wrapped, trainer.accelerator, True, logits_of),
-    }
+    return report(
+        trainer,
+        policy=policy,
+        logits=on_whole_policy(trainer.model_wrapped, trainer.accelerator, True, logits_of),
+    )
 
 
 class KeepWeights(TrainerCallback):
@@ -287,14 +290,13 @@ def one_step(
     with fused_heads(tokens_per_chunk + 2 * trainer.args.process_index) as chunks:
         trainer.train()
     table = trainer.generate_completions()
-    return {
-        **launched_as(trainer),
-        "log": trainer.state.log_history,
-        "parameters": whole_parameters(trainer),
-        "table": table.to_dict("list"),
-        "chunks": chunks,
-        "gathered_by_the_way": len(getattr(trainer._unwrapped(trainer.model), "_external_params", ())),
-    }
+    return report(
+        trainer,
+        parameters=whole_parameters(trainer),
+        table=table.to_dict("list"),
+        chunks=chunks,
+        gathered_by_the_way=len(getattr(trainer._unwrapped(trainer.model), "_external_params", ())),
+    )
 
 
 @contextmanager
@@ -338,12 +340,7 @@ def two_updates_of_scaled_rewards(
         train_sampling_strategy="sequential", **run,
     )  # fmt: skip
     trainer.train()
-    return {
-        **launched_as(trainer),
-        "log": trainer.state.log_history,
-        "parameters": whole_parameters(trainer),
-        "score_moments": trainer.score_moments.state_dict(),
-    }
+    return report(trainer, parameters=whole_parameters(trainer), score_moments=trainer.score_moments.state_dict())
 
 
 def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size: int, **recipe: Any) -> dict[str, Any]:
@@ -363,12 +360,7 @@ def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size:
         masks = [torch.arange(length) != 1 + row % 5 for row, length in enumerate(lengths)]
         scores = torch.randn(8, generator=generator)
         trainer.step(queries[own], responses[own], scores[own], masks[own])
-    return {
-        **launched_as(trainer),
-        "log": trainer.state.log_history,
-        "parameters": whole_parameters(trainer),
-        "score_moments": trainer.score_moments.state_dict(),
-    }
+    return report(trainer, parameters=whole_parameters(trainer), score_moments=trainer.score_moments.state_dict())
 
 
 def keep_finished_rows() -> None:
@@ -391,14 +383,13 @@ def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> d
     before = trainer.evaluate()
     trainer.train()
     frozen = [*trainer.reward_model.parameters(), *trainer.reference.model.parameters()]
-    return {
-        **launched_as(trainer),
-        "before": before,
-        "log": trainer.state.log_history,
-        "frozen_numbers_here": sum(own_numbers(parameter) for parameter in frozen),
-        "built_numbers_here": built,
-        "widths": widths,
-    }
+    return report(
+        trainer,
+        before=before,
+        frozen_numbers_here=sum(own_numbers(parameter) for parameter in frozen),
+        built_numbers_here=built,
+        widths=widths,
+    )
 
 
 def note_widths(trainer: PPOTrainer) -> list[int]:
@@ -432,13 +423,12 @@ def step_on_a_model_that_reads_characters(
         source.max_positions = 2
     evaluated = trainer.evaluate()
     trainer.train()
-    return {
-        **launched_as(trainer),
-        "evaluated": evaluated,
-        "log": trainer.state.log_history,
-        "parameters": whole_parameters(trainer),
-        "frozen_numbers_here": sum(own_numbers(parameter) for parameter in source.scorer.parameters()),
-    }
+    return report(
+        trainer,
+        evaluated=evaluated,
+        parameters=whole_parameters(trainer),
+        frozen_numbers_here=sum(own_numbers(parameter) for parameter in source.scorer.parameters()),
+    )
 
 
 def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[float]:
@@ -455,7 +445,7 @@ def train_against_opponents(output_dir: str, models: str, adapters: bool = False
     trainer = make_trainer(output_dir, models, given=given, stop_strings=["w7", "w12 w"], **overrides)
     before = trainer.evaluate()
     trainer.train()
-    return {**launched_as(trainer), "before": before, "log": trainer.state.log_history}
+    return report(trainer, before=before)
 
 
 def own_numbers(parameter: Any) -> int:
@@ -664,18 +654,17 @@ def first_update_in_bf16(
     with recorded_ratios() as ratios, recorded_heads(f"{models}/policy/model.safetensors") as off_by:
         trainer.train()
     rollout = rollouts[0]
-    return {
-        **launched_as(trainer),
-        "figures": {
+    return report(
+        trainer,
+        figures={
             name: getattr(rollout, name).cpu().numpy()
             for name in ("logprobs", "ref_logprobs", "values", "final_values")
         },
-        "ratios": np.concatenate(ratios),
-        "head_is_off_by": off_by,
-        "log": trainer.state.log_history,
-        "gradients": steps.gradients,
-        "own_gradients": {name: total.numpy() for name, total in own.items()},
-    }
+        ratios=np.concatenate(ratios),
+        head_is_off_by=off_by,
+        gradients=steps.gradients,
+        own_gradients={name: total.numpy() for name, total in own.items()},
+    )
 
 
 def own_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

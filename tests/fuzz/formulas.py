@@ -1,18 +1,20 @@
 """The equations of an update, for every option: float64 NumPy, from the papers and docs/algorithm.md.
 
-Rows are lists of one array per response, of the policy's own tokens, without padding and masks. Nothing of the package
-is called.
+Rows are lists of one array per response, of the policy's own tokens, without padding and masks. Of the package only
+the defaults of options are read.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from rlhf_ppo import PPOConfig
 from tests.fuzz.options import Configuration
 from tests.oracles import Array, Episode, log_softmax
 
@@ -22,91 +24,14 @@ Rows = list[Array]
 EOS = 1
 
 
-@dataclass
-class Settings:
-    """The options that enter the formulas, with the defaults that the documentation states."""
-
-    gradient_accumulation_steps: int
-    per_device_train_batch_size: int
-    num_ppo_epochs: int
-    num_mini_batches: int
-    response_length: int
-    total_episodes: int
-    learning_rate: float
-    optim: str
-    temperature: float
-    kl_coef: float
-    seed: int
-    stop_token: str | None
-    logging_steps: int = 1
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float | None = None
-    stop_token_id: int | None = None
-    stop_strings: list[str] = field(default_factory=list)
-    num_generations: int = 1
-    importance_sampling_correction: bool = True
-    importance_sampling_clip_max: float = 2.0
-    importance_sampling_mode: str = "token"
-    old_logprobs: str = "training"
-    num_critic_epochs: int | None = None
-    reward_weights: Any = None
-    score_clip: float = math.inf
-    score_scaling: bool = False
-    score_normalization: bool = False
-    missing_eos_penalty: float = 0.0
-    missing_eos_score: float | None = None
-    bootstrap_truncated: bool = False
-    whiten_rewards: bool = False
-    log_kl: bool = False
-    kl_estimator: str = "k1"
-    kl_target: float | None = None
-    kl_horizon: float = 10_000
-    kl_stop: float | None = None
-    reference_ema: float | None = None
-    gamma: float = 1.0
-    lam: float = 0.95
-    lam_policy: float | None = None
-    lam_critic: float | None = None
-    length_adaptive_alpha: float | None = None
-    gae_level: str = "token"
-    policy_loss: str = "ppo"
-    cliprange: float | None = None
-    cliprange_high: float | None = None
-    dual_clip: float | None = None
-    cliprange_value: float | None = 0.2
-    vf_coef: float = 0.1
-    entropy_coef: float = 0.0
-    positive_nll_coef: float = 0.0
-    positive_nll_threshold: float = 0.0
-    ptx_coef: float = 0.0
-    loss_aggregation: str = "token"
-    value_head_init: str = "zero"
-    value_loss: str = "mse"
-    value_bins: int = 51
-    value_range: tuple[float, float] | None = None
-    critic_ensemble: int = 1
-    critic_agreement_mask: float = 0.0
-    critic_disagreement_mask: float = 0.0
-    critic_learning_rate: float | None = None
-    critic_warmup_steps: int = 0
-    critic_warmup_explained_variance: float = math.inf
-    lr_scheduler_type: str = "linear"
-    lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
-    warmup_steps: float = 0
-    warmup_ratio: float | None = None
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    share_base_model: bool = False
-    on_divergence: str = "stop"
+class Settings(SimpleNamespace):
+    """The options that enter the formulas, with the defaults of the package; what is off changes nothing."""
 
     @classmethod
     def of(cls, options: Configuration) -> Settings:
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in options.items() if name in known})
+        off = {"score_clip": math.inf, "missing_eos_penalty": 0.0, "critic_warmup_explained_variance": math.inf}
+        off |= {"stop_strings": [], "lr_scheduler_kwargs": {}, "cliprange": None}  # which gspo has its own
+        return cls(**{field.name: field.default for field in fields(PPOConfig)} | off | options)
 
     @property
     def clips(self) -> tuple[float, float]:

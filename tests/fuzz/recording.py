@@ -26,6 +26,7 @@ from tests.conftest import QUIET, make_tokenizer, prompt_rows, tiny_policy, tiny
 from tests.episodes import RespondsInTurns
 from tests.fuzz.options import BASE, OBJECTS, Configuration
 from tests.oracles import Array, weights_of
+from tests.runs import InOnePass
 
 TINY: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -222,11 +223,8 @@ class Recorder(PPOTrainer):
         return super().value_loss(values, experience, logits)
 
 
-class RecorderAtOnce(Recorder):
+class RecorderAtOnce(InOnePass, Recorder):
     """Learns from both models at once, as engines do."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
 
 
 class RecorderOfTurns(RespondsInTurns, Recorder):
@@ -235,13 +233,6 @@ class RecorderOfTurns(RespondsInTurns, Recorder):
 
 class RecorderOfTurnsAtOnce(RespondsInTurns, RecorderAtOnce):
     """Both."""
-
-
-class AtOnce(PPOTrainer):
-    """Learns from both models at once, and keeps nothing."""
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
 
 
 class Snapshots(TrainerCallback):
@@ -357,7 +348,7 @@ def make_stepped(configuration: Configuration, output_dir: Path) -> PPOTrainer:
     given = given_models(objects)
     if given.pop("reward_model") is not None and given["value_model"] is None and not args.share_base_model:
         given["value_model"] = reward_model()  # which it is otherwise made from
-    made_class = AtOnce if objects["loss"] == "at once" else PPOTrainer
+    made_class = InOnePass if objects["loss"] == "at once" else PPOTrainer
     return made_class(args, make_tokenizer(), **given, ptx_dataset=TEXTS if options.get("ptx_coef") else None)
 
 
