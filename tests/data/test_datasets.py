@@ -183,22 +183,6 @@ def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(
         list(prepare(KINDS[kind]([{"prompt": text} for text in texts]), tokenizer, max_prompt_length=3))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in STREAMS])
-def test_what_has_a_length_is_checked_before_anything_is_read_from_it(
-    kind: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    with pytest.raises(ValueError, match="row 1 of train_dataset"):
-        prepare(KINDS[kind]([{"prompt": "w1"}, {"prompt": ""}]), tokenizer)
-
-
-@pytest.mark.parametrize("kind", STREAMS)
-def test_a_stream_is_checked_when_its_rows_come(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    stream = iter(prepare(KINDS[kind]([{"prompt": "w1"}, {"prompt": ""}]), tokenizer))
-    assert next(stream)["input_ids"] == [3]
-    with pytest.raises(ValueError, match="row 1 of train_dataset"):
-        next(stream)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch stream"])
 def test_missing_columns_are_found_at_once(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"train_dataset has the columns \['question'\]"):

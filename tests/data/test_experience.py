@@ -91,12 +91,6 @@ def test_padding_moves_to_the_left_whatever_its_side_and_id(layout: list[list[in
     assert prompts.columns == {"topic": ["a", "b", "c"]} and len(prompts) == 3
 
 
-def test_columns_of_padding_only_are_dropped() -> None:
-    ids = torch.tensor([[0, 0, 0, 3, 4], [0, 0, 0, 0, 5]])
-    prompts = Prompts.from_collated({"input_ids": ids, "attention_mask": ids != 0}, CPU)
-    assert prompts.input_ids.tolist() == [[3, 4], [0, 5]]
-
-
 @pytest.mark.parametrize("missing", ["input_ids", "attention_mask"])
 def test_a_collator_that_returns_too_little_is_an_error(missing: str) -> None:
     batch = {"input_ids": torch.ones(2, 2), "attention_mask": torch.ones(2, 2)}

@@ -197,11 +197,8 @@ def whole_checkpoints(run):
 def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(models, tmp_path):
     """Where the checkpoint has no room, and where what rank 0 prints before it has none: all say the same."""
     names = ("prints", "saves")
-    calls = [
-        ("train_until_the_disk_is_full",
-         {"output_dir": str(tmp_path / name), "models": str(models), "rank": 0, "prints": name == "prints"})
-        for name in names
-    ]  # fmt: skip
+    run = {"scenario": "train_until_the_disk_is_full", "models": str(models), "rank": 0}
+    calls = [("error_of", {**run, "output_dir": str(tmp_path / name), "prints": name == "prints"}) for name in names]
     printing, saving = processes.run_all("multi_gpu", calls)
 
     for error in printing:
@@ -213,8 +210,8 @@ def test_one_ranks_full_disk_ends_all_and_leaves_the_previous_checkpoint(models,
 
 def test_one_ranks_full_disk_under_an_engine_is_said_by_that_rank(models, tmp_path):
     """The other one waits for it in the engine's own saving, until its launcher or the lost connection ends it."""
-    run = {"output_dir": str(tmp_path), "models": str(models), "rank": 1}
-    errors = processes.run("deepspeed_zero2", "train_until_the_disk_is_full", **run)
+    run = {"scenario": "train_until_the_disk_is_full", "output_dir": str(tmp_path), "models": str(models), "rank": 1}
+    [errors] = processes.run_all("deepspeed_zero2", [("error_of", run)])
 
     assert errors[0] != "no error"
     assert re.search(IS_FULL.format(".*/checkpoint-2, which is incomplete"), errors[1]), errors

@@ -85,8 +85,8 @@ def test_a_sharded_model_with_a_tokenizer_of_its_own(config, models, read_by_one
 
 def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path):
     """Also of a slow one, which is heard only after the models' passes."""
-    arguments = {"output_dir": str(tmp_path), "models": str(models)}
-    calls = [("reward_function_fails_on_one_rank", {**arguments, "slow": slow}) for slow in (False, True)]
+    arguments = {"scenario": "reward_function_fails_on_one_rank", "output_dir": str(tmp_path), "models": str(models)}
+    calls = [("error_of", {**arguments, "slow": slow}) for slow in (False, True)]
     for errors in processes.run_all("multi_gpu", calls):
         assert errors[1] == "ZeroDivisionError: no such luck"
         assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +31,7 @@ class Settings(SimpleNamespace):
     def of(cls, options: Configuration) -> Settings:
         off = {"score_clip": math.inf, "missing_eos_penalty": 0.0, "critic_warmup_explained_variance": math.inf}
         off |= {"stop_strings": [], "lr_scheduler_kwargs": {}, "cliprange": None}  # which gspo has its own
-        return cls(**{field.name: field.default for field in fields(PPOConfig)} | off | options)
+        return cls(**{each.name: each.default for each in fields(PPOConfig)} | off | options)
 
     @property
     def clips(self) -> tuple[float, float]:

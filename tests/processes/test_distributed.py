@@ -195,19 +195,6 @@ def test_a_reward_that_is_drawn_is_resumed_exactly(make_trainer: MakeTrainer, tm
     assert len(set(scores)) == 3
 
 
-def test_an_evaluation_changes_nothing_of_a_reward_that_is_drawn(make_trainer: MakeTrainer) -> None:
-    scores = []
-    for evaluation in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
-        trainer = make_trainer(
-            **QUICK, **evaluation, reward_funcs=noise, eval_dataset=Dataset.from_list(prompt_rows(4))
-        )
-        trainer.train()
-        scores.append([entry["objective/scores"] for entry in trainer.state.log_history if "loss" in entry])
-        evaluated = [entry["eval_score"] for entry in trainer.state.log_history if "eval_score" in entry]
-    assert scores[0] == scores[1]
-    assert len(evaluated) == 3
-
-
 def test_a_stream_goes_on_where_it_was_and_leaves_the_others_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore

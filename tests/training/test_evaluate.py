@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -171,9 +172,15 @@ def test_same_numbers_each_time_before_and_after_other_draws(make_trainer: MakeT
     assert scores(trainer.evaluate()) != first  # another policy
 
 
+def drawn(completions: list[str], **columns: Any) -> list[float]:
+    """Reward: random numbers."""
+    return [random.random() + float(torch.rand(())) for _ in completions]
+
+
 def test_training_does_not_notice_evaluations_and_sample_tables(make_trainer: MakeTrainer) -> None:
     def run(**overrides: Any) -> RecordingTrainer:
-        trainer = make_trainer(RecordingTrainer, **{**QUICK, "total_episodes": 8}, **overrides)
+        settings = {**QUICK, "total_episodes": 8, "reward_funcs": drawn, **overrides}
+        trainer = make_trainer(RecordingTrainer, **settings)
         trainer.train()
         return cast(RecordingTrainer, trainer)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo import PPOConfig
+from rlhf_ppo.algorithm.penalties import AdaptiveKLController
 from rlhf_ppo.config.unused import UNUSED, RunContext, unused_options
 from rlhf_ppo.data.prompts import may_hold_chats
 from tests.conftest import tiny_policy
@@ -266,18 +266,8 @@ def test_every_name_of_the_table_is_an_option() -> None:
     assert {name for options, *_ in UNUSED for name in options} <= {field.name for field in fields(PPOConfig)}
 
 
-def test_a_loss_an_engine_and_a_controller_take_the_place_of_options(
+def test_a_controller_takes_the_place_of_the_coefficient(
     make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Once:
-        coef = 0.1
-
-        def update(self, mean_kl: float, num_episodes: int) -> None: ...
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: Any) -> None: ...
-
-    caplog.set_level(logging.WARNING)
-    made(make_trainer, kl_controller=Once())
+    made(make_trainer, kl_controller=AdaptiveKLController(0.1, 3.0, 100))
     assert "kl_coef=0.3 (kl_controller has the coefficient" in said(caplog)

@@ -179,18 +179,3 @@ def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> No
     held["all"] = sum(rollout.attention_mask.numel() for rollout in rollouts)
     held["non_padding"] = sum(int(rollout.attention_mask.sum()) for rollout in rollouts)
     assert tokens == held and 0 < held["non_padding"] < held["all"]
-
-
-def test_the_rate_is_that_of_the_schedule_at_every_update(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, learning_rate=3e-3)
-    trainer.train()
-    rates = [entry["lr"] for entry in trainer.state.log_history if "lr" in entry]
-    assert rates == pytest.approx([3e-3, 2e-3, 1e-3])
-
-
-def test_evaluation_covers_every_row_and_training_full_batches_only(make_trainer: MakeTrainer) -> None:
-    rows = Dataset.from_list(prompt_rows(7))
-    run = {**QUICK, "per_device_train_batch_size": 4, "total_episodes": 8}
-    trainer = make_trainer(**run, train_dataset=rows, eval_dataset=rows, per_device_eval_batch_size=2)
-    assert [len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()] == [2, 2, 2, 1]
-    assert [len(batch["input_ids"]) for batch in trainer.get_train_dataloader()] == [4]

@@ -158,20 +158,6 @@ def test_learn(make_trainer):
     assert trainer.state.global_step == 3 and logged(trainer, "grad_norm") == [0.25] * 3
 
 
-def test_update_is_one_optimizer_step(make_trainer):
-    class Counting(PPOTrainer):
-        row_counts: tuple[int, ...] = ()
-
-        def update(self, model: nn.Module, minibatch: Experience, statistics: Any) -> Any:
-            self.row_counts += (len(minibatch),)
-            return super().update(model, minibatch, statistics)
-
-    trainer = make_trainer(Counting, num_ppo_epochs=3, num_mini_batches=2, total_episodes=16)
-    trainer.train()
-
-    assert trainer.row_counts == (4,) * 12  # 2 updates x 3 epochs x 2 mini-batches
-
-
 def test_compute_loss(make_trainer):
     class Louder(PPOTrainer):
         """Three times the loss."""

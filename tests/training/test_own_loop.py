@@ -257,37 +257,6 @@ def test_after_close_train_begins_another_run(make_trainer: Callable[..., Any]) 
 # ---- Signals and resuming ----
 
 
-@pytest.mark.parametrize("done", [1, 2])
-def test_it_resumes_bit_for_bit(done: int, make_stepper: Steps, tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 1, "score_scaling": True}
-    whole = make_stepper(**settings, output_dir=str(tmp_path / "whole"))
-    for number in range(3):
-        whole.step(*rows(number))
-    checkpoint = str(tmp_path / "whole" / f"checkpoint-{done}")
-    resumed = make_stepper(**settings, output_dir=str(tmp_path / "resumed"), resume_from_checkpoint=checkpoint)
-    resumed.step(*rows(done))
-    assert resumed.state.global_step == done + 1
-    for number in range(done + 1, 3):
-        resumed.step(*rows(number))
-
-    assert all(torch.equal(value, parameters(resumed)[name]) for name, value in parameters(whole).items())
-    assert history(resumed) == history(whole)
-
-
-def test_a_signal_between_two_calls_ends_the_run_with_a_checkpoint(make_stepper: Steps) -> None:
-    trainer = make_stepper(total_episodes=8)
-    trainer.step(*rows(0))
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(RunStopped) as stopped:
-        trainer.step(*rows(1))
-
-    assert stopped.value.code == 128 + signal.SIGTERM
-    assert last_complete_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-1"
-    resumed = make_stepper(total_episodes=8, resume_from_checkpoint="True")
-    resumed.step(*rows(1))
-    assert resumed.state.global_step == 2
-
-
 @pytest.mark.parametrize(("end", "latest_first"), [("signal", False), ("signal", True), ("steps", False)])
 def test_two_loops_take_turns_and_end_in_any_order(
     end: str, latest_first: bool, make_stepper: Steps, tmp_path: Path
@@ -301,7 +270,7 @@ def test_two_loops_take_turns_and_end_in_any_order(
     if end == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
     for trainer in reversed(trainers) if latest_first else trainers:
-        with pytest.raises(RunStopped) if end == "signal" else nullcontext():
+        with pytest.raises(RunStopped, match="143") if end == "signal" else nullcontext():
             trainer.step(*rows(2))
         done = 2 if end == "signal" else 3
         assert last_complete_checkpoint(str(trainer.args.output_dir)) == f"{trainer.args.output_dir}/checkpoint-{done}"

@@ -96,11 +96,6 @@ def test_the_head_learns_the_mean_return(make_trainer: MakeTrainer) -> None:
     assert logged(trainer, "val/values_mean")[-1] == pytest.approx(1.3, abs=0.1)
 
 
-def half(model: Any) -> float:
-    low, high = value_head_of(model).range
-    return (high - low) / 2
-
-
 def covered(first: float, last: float, returns: list[float]) -> tuple[float, float]:
     model = tiny_scorer()
     head = ValueHead.with_bins(4, first, last)
