@@ -7,7 +7,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     (
         "trainer_base.py",
-        "tests/training/test_hooks.py::test_evaluation_covers_every_row_and_training_full_batches_only",
+        "tests/training/test_evaluate.py::test_every_row_counts_once_also_in_a_part_of_a_batch",
     ): [
         ("dataloader_drop_last=is_training", "dataloader_drop_last=True"),
     ],
@@ -15,7 +15,10 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("state.global_step / loop.updates_per_epoch", "state.global_step"),
         ("run.progress.episode += self.sizes.batch_size", "run.progress.episode += 1"),
     ],
-    ("trainer_base.py", "tests/training/test_hooks.py::test_the_rate_is_that_of_the_schedule_at_every_update"): [
+    (
+        "trainer_base.py",
+        "tests/training/test_trainer_arguments.py::test_learning_rate_follows_the_schedule_by_update",
+    ): [
         ("self.lr_scheduler.step()\n        state", "pass\n        state"),
     ],
     ("trainer_base.py", "tests/training/test_hooks.py::test_no_gradient_is_carried_into_the_next_optimizer_step"): [
