@@ -37,8 +37,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.estimate.counting import NoStorage
-from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
+from rlhf_ppo.estimate.update import Estimate, NoStorage, Sharding, Workload, estimate_update
 from rlhf_ppo.models.frozen import FrozenPolicy
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import as_in_learning, in_eval_mode

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from rlhf_ppo.data.prompts import PromptEncoder, Prompts, left_padded
+from rlhf_ppo.data.prompts import PromptEncoder, Prompts
 from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models.heads import check_critic_head
@@ -235,7 +235,7 @@ class _Search:
     def _continue(self, batch: Sequence[tuple[int, Candidate]], block: int) -> list[Candidate]:
         most = self.how.max_new_tokens
         ids = [self.prompts[row] + candidate.ids for row, candidate in batch]
-        prompts = self._padded(ids)
+        prompts = Prompts.of_rows(ids, 0, self.device)
         length = min(block, most - min(len(candidate.ids) for _, candidate in batch))
         config = GenerationConfig(
             max_new_tokens=length, do_sample=True, use_cache=True, eos_token_id=self.stop,
@@ -249,24 +249,10 @@ class _Search:
             tokens = (before.ids + row[:mask])[:most]
             self.num_sampled_tokens += len(tokens) - len(before.ids)
             whole.append(Candidate(tokens, is_finished=len(tokens) == most or tokens[-1] == self.stop))
-        return self._valued([row for row, _ in batch], whole)
-
-    def _valued(self, rows: Sequence[int], candidates: Sequence[Candidate]) -> list[Candidate]:
-        values = values_of(
-            self.critic,
-            [self.prompts[row] for row in rows],
-            [each.ids for each in candidates],
-            [each.ids[-1] == self.stop for each in candidates],
-        )
-        self.num_valued_rows += len(candidates)
-        return [
-            Candidate(each.ids, value, each.is_finished)
-            for each, value in zip(candidates, values.tolist(), strict=True)
-        ]
-
-    def _padded(self, ids: Sequence[Sequence[int]]) -> Prompts:
-        mask = left_padded([[1] * len(row) for row in ids], 0).bool()
-        return Prompts(left_padded(ids, 0).to(self.device), mask.to(self.device), {})
+        responses, of_rows = [each.ids for each in whole], [self.prompts[row] for row, _ in batch]
+        values = values_of(self.critic, of_rows, responses, [ids[-1] == self.stop for ids in responses])
+        self.num_valued_rows += len(whole)
+        return [replace(each, value=value) for each, value in zip(whole, values.tolist(), strict=True)]
 
 
 @torch.no_grad()
@@ -291,11 +277,12 @@ def values_of(
     """
     device, width = next(critic.parameters()).device, max(len(ids) for ids in responses)
     padded = [[*ids, *[0] * (width - len(ids))] for ids in responses]
-    ids = torch.cat((left_padded(prompts, 0), torch.tensor(padded)), dim=1).to(device)
+    before_them = Prompts.of_rows(prompts, 0, device)
+    ids = torch.cat((before_them.input_ids, torch.tensor(padded, device=device)), dim=1)
     lengths = torch.tensor([len(each) for each in responses], device=device)
     written = torch.arange(width, device=device) < lengths[:, None]
-    real = left_padded([[1] * len(each) for each in prompts], 0).bool().to(device)
+    real = torch.cat((before_them.attention_mask, written), dim=1)
     with in_eval_mode(critic):
-        before, after, *_ = response_values(critic, ids, torch.cat((real, written), dim=1), written)
+        before, after, *_ = response_values(critic, ids, real, written)
     last = before.gather(1, lengths[:, None] - 1).squeeze(1)
     return torch.where(torch.tensor(ended, device=device), last, after)

@@ -263,7 +263,7 @@ def tiny_policy(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
 
 
 def tried_policy() -> LlamaForCausalLM:
-    """A tiny language model with what `capability_probe` finds out of it, which takes a tenth of a run."""
+    """A tiny language model with what the probe of its generation finds out, which takes a tenth of a run."""
     policy = tiny_policy()
     vars(policy)["generation_needs"] = GenerationNeeds(preallocates={None: True})
     return policy

@@ -15,9 +15,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.estimate import update as estimates
-from rlhf_ppo.estimate.counting import NoStorage, PassCost, stored_bytes
 from rlhf_ppo.estimate.run import BANDWIDTHS, MEMORY_NOT_COUNTED, rounded_seconds
-from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
+from rlhf_ppo.estimate.update import Estimate, NoStorage, PassCost, Sharding, Workload, estimate_update, stored_bytes
 from rlhf_ppo.models.unwrapping import as_in_learning, backbone
 
 PAGE = Path(__file__).parents[1] / "memory.md"

@@ -32,8 +32,9 @@ from rlhf_ppo.cli.training import (
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import INHERITED_RANGES, check_inherited
 from rlhf_ppo.config.validation import check_ranges
-from rlhf_ppo.estimate.run import estimate_run, multiplied_dtype
+from rlhf_ppo.estimate.run import estimate_run
 from rlhf_ppo.estimate.update import Estimate
+from rlhf_ppo.models.unwrapping import multiplied_dtype
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal.text import print_text

@@ -23,7 +23,6 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.config.validation import AtLeastOne, Interval, check_ranges, option, ranges_of
-from rlhf_ppo.estimate.counting import NoStorage
 from rlhf_ppo.estimate.run import (
     MEMORY_NOT_COUNTED,
     NOT_COUNTED,
@@ -34,7 +33,7 @@ from rlhf_ppo.estimate.run import (
     rate,
     size,
 )
-from rlhf_ppo.estimate.update import Estimate, Sharding
+from rlhf_ppo.estimate.update import Estimate, NoStorage, Sharding
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.heads import multiply_head_in_float32

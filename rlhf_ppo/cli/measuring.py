@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import HH_TURN, choose_split, load_splits, separate_prompts
-from rlhf_ppo.estimate.counting import NoStorage
 from rlhf_ppo.estimate.run import measure_rates
+from rlhf_ppo.estimate.update import NoStorage
 from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import load_pretrained
 

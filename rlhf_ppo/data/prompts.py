@@ -298,6 +298,18 @@ class Prompts:
         return self.input_ids.shape[0]
 
     @classmethod
+    def of_rows(
+        cls,
+        rows: Sequence[Sequence[int]],
+        pad: int,
+        device: torch.device,
+        columns: Mapping[str, list[Any]] | None = None,
+    ) -> Prompts:
+        """Stack each row's token ids, padded on the left."""
+        mask = left_padded([[1] * len(row) for row in rows], 0).bool()
+        return cls(left_padded(rows, pad).to(device), mask.to(device), columns or {})
+
+    @classmethod
     def from_collated(cls, batch: Mapping[str, Any], device: torch.device) -> Prompts:
         """Take a collator's output, whatever side it padded on, and move the padding to the left.
 

@@ -427,16 +427,12 @@ def _file_of(module: str) -> str | None:
     if module == "__main__" or (loaded := sys.modules.get(module)) is None:
         return None
     with contextlib.suppress(ImportError, ValueError, AttributeError):
-        if importlib.util.find_spec(module) is not None and module.partition(".")[0] in _importable(module):
+        # `importlib.util.find_spec` asks `sys.modules` first, the finders do not.
+        first, finders = module.partition(".")[0], [each for each in sys.meta_path if hasattr(each, "find_spec")]
+        is_found = any(finder.find_spec(first, None) is not None for finder in finders)
+        if is_found and importlib.util.find_spec(module) is not None:
             return None
     return getattr(loaded, "__file__", None)
-
-
-def _importable(module: str) -> set[str]:
-    """Return the first part of a module's name if a finder finds it; `find_spec` asks `sys.modules` first."""
-    first = module.partition(".")[0]
-    found = any(finder.find_spec(first, None) is not None for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return {first} if found else set()
 
 
 # In the fork server, and in the processes that it makes

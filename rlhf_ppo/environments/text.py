@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 Render = Callable[[Any, Any], str]
 Actions = Mapping[str, Any] | Callable[[str], Any]
@@ -131,19 +131,10 @@ class TextEnvironment:
         if self.is_invalid:
             self.turn_rewards.append(0.0)
             return self.invalid.replace("{observation}", self.observation)
-        if self._is_openrlhf:
-            states = {
-                "observation_text": self.history,
-                "action_text": text,
-                "label": self.label,
-                "sampling_params": None,
-            }
-            return _then(self.inner.step(states), functools.partial(self._stepped, text))
+        if not hasattr(self.inner, "init") and self._takes_states():
+            action = {"observation_text": self.history, "action_text": text, "label": self.label}
+            action["sampling_params"] = None
         return _then(self.inner.step(action), functools.partial(self._stepped, text))
-
-    @property
-    def _is_openrlhf(self) -> bool:
-        return not hasattr(self.inner, "init") and self._takes_states()
 
     def _action(self, text: str) -> Any:
         assert self.actions is not None
@@ -223,13 +214,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-class _StepResult(Protocol):
-    observation: Any
-    reward: Any
-    done: Any
-
-
-def _is_step_result(value: Any) -> TypeGuard[_StepResult]:
+def _is_step_result(value: Any) -> TypeGuard[Any]:
     return all(hasattr(value, name) for name in ("observation", "reward", "done"))
 
 

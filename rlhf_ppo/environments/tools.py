@@ -196,7 +196,8 @@ class Host:
             try:
                 coroutine = self.functions[name](**arguments)
             except BaseException as error:
-                answers[number] = self._failed_early(error)
+                content = error_answer(text_of(error), self.longest)
+                answers[number] = answered(content, 0.0, failed=True) | {"early": True}
             else:
                 tasks[asyncio.ensure_future(self._awaited(coroutine))] = number
         if tasks:
@@ -209,9 +210,6 @@ class Host:
                 text = timeout_text(calls[number][0], seconds)
                 answers[number] = answered(text, time.perf_counter() - start, failed=True, timed_out=True)
         return [answers[number] for number in range(len(calls))]
-
-    def _failed_early(self, error: BaseException) -> Answered:
-        return answered(error_answer(text_of(error), self.longest), 0.0, failed=True) | {"early": True}
 
     async def _awaited(self, coroutine: Any) -> Answered:
         start = time.perf_counter()
@@ -264,7 +262,7 @@ def describe_class(cls: type[Any]) -> Reply:
             "`def reset(self, **row) -> str | None`"
         )
     declared = {name for base in cls.__mro__ for name in (*vars(base), *inspect.get_annotations(base))}
-    named = {name for function in functions.values() for name in _names_in(function)}
+    named = {name for function in functions.values() for name in inspect.unwrap(function).__code__.co_names}
     return {
         "tools": [] if is_text else [describe_tool(name, _bound(cls, name)) for name in tool_names(cls)],
         "has_reward": "get_reward" in functions,
@@ -272,10 +270,6 @@ def describe_class(cls: type[Any]) -> Reply:
         "is_text": is_text,
         "reset": inspect.signature(_bound(cls, "reset")),
     }
-
-
-def _names_in(function: Callable[..., Any]) -> Sequence[str]:
-    return inspect.unwrap(function).__code__.co_names
 
 
 def _bound(cls: type[Any], name: str) -> Callable[..., Any]:

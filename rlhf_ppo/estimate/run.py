@@ -23,7 +23,7 @@ from rlhf_ppo.config.ppo_config import settings_of
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
 from rlhf_ppo.models.frozen import asks_for_reference
-from rlhf_ppo.models.unwrapping import as_in_learning, is_sharded
+from rlhf_ppo.models.unwrapping import as_in_learning, is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import is_fsdp, mixed_precision_dtype, zero_stage
 from rlhf_ppo.terminal.text import print_text, visible_logger
 
@@ -150,13 +150,6 @@ class RunEstimate:
             return estimate_run(
                 self.args, self.sizes, *models, mean_prompt_length(dataset), sharding, dtype, self.sequential_backward
             )
-
-
-def multiplied_dtype(source: Accelerator | PPOConfig, policy: nn.Module) -> torch.dtype:
-    """Return the type of the policy's matrix products: autocast's, or else that of the weights."""
-    return mixed_precision_dtype(source) or next(
-        weight.dtype for weight in policy.parameters() if weight.is_floating_point()
-    )
 
 
 def estimate_run(

@@ -86,11 +86,7 @@ class PreallocatedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `(B, heads, n, D)`; return all of them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        states = _extended(self, self.buffers, key_states, value_states)
-        self.keys, self.values = (buffer.keep() for buffer in self.buffers)
-        return states
+        return _extended(self, key_states, value_states)
 
 
 class PreallocatedSlidingLayer(DynamicSlidingWindowLayer):
@@ -102,24 +98,23 @@ class PreallocatedSlidingLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `(B, heads, n, D)`; return those that the new tokens may attend to."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        states = _extended(self, self.buffers, key_states, value_states)
-        self.keys, self.values = (buffer.keep(self.sliding_window - 1) for buffer in self.buffers)
-        return states
+        return _extended(self, key_states, value_states, self.sliding_window - 1)
 
 
-def _extended(
-    layer: Any, buffers: tuple[StateBuffer, StateBuffer], keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
+def _extended(layer: Any, keys: Tensor, values: Tensor, num_kept: int | None = None) -> tuple[Tensor, Tensor]:
+    """Append to a layer's buffers and return the states; the layer keeps the last ones only, all if None."""
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
     has_some = layer.keys is not None and layer.keys.numel() > 0
     kept = (layer.keys, layer.values) if has_some else (None, None)
     dtype = autocast_dtype(keys.device.type)  # without the cast attention casts all of them again at each token
-    return (
-        buffers[0].extended(kept[0], keys.to(dtype or keys.dtype)),
-        buffers[1].extended(kept[1], values.to(dtype or torch.promote_types(keys.dtype, values.dtype))),
+    states = (
+        layer.buffers[0].extended(kept[0], keys.to(dtype or keys.dtype)),
+        layer.buffers[1].extended(kept[1], values.to(dtype or torch.promote_types(keys.dtype, values.dtype))),
     )
+    layer.keys, layer.values = (buffer.keep(num_kept) for buffer in layer.buffers)
+    return states
 
 
 def preallocated_cache(model: Any, keeps_all: bool = False) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine, generation_needs
 from rlhf_ppo.generation.vllm import start_vllm
-from rlhf_ppo.models.unwrapping import is_sharded
+from rlhf_ppo.models.unwrapping import is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import (
     gather_over_ranks,
     is_fsdp,
@@ -185,10 +185,7 @@ def _check_continuous(args: PPOConfig, policy: nn.Module, accelerator: Accelerat
         )
     if is_sharded(policy):
         return
-    computed = mixed_precision_dtype(accelerator) or next(
-        weight.dtype for weight in policy.parameters() if weight.is_floating_point()
-    )
-    if computed == torch.float32:
+    if multiplied_dtype(accelerator, policy) == torch.float32:
         raise ValueError(
             "generation_engine='continuous' needs flash attention on a GPU, which does not compute in float32; set "
             "bf16=True, or generation_engine='transformers'"

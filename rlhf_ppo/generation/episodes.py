@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, with_observation
-from rlhf_ppo.data.prompts import PositionLimit, Prompts, is_conversation, left_padded
+from rlhf_ppo.data.prompts import PositionLimit, Prompts, is_conversation
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.environments.calls import Round, answer_calls, answer_texts
-from rlhf_ppo.environments.pool import Episode
-from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
+from rlhf_ppo.environments.pool import Episode, Round, answer_calls, answer_texts
+from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, stop_tokens
 from rlhf_ppo.generation.stopping import StopStrings
 
 Sample = Callable[[Prompts, int], Sampled]
@@ -181,10 +181,9 @@ class EpisodePlayer:
                 self._take_turns(running, *num_and_most, device)
                 self._answer(running)
                 running = [record for record in running if not record.is_over]
-        ids = left_padded([record.prompt_ids for record in records], self.limits.pad).to(device)
-        mask = left_padded([[1] * len(record.prompt_ids) for record in records], 0).bool().to(device)
         own = {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
-        played = Prompts(ids, mask, dict(prompts.columns) | own)
+        ids = [record.prompt_ids for record in records]
+        played = Prompts.of_rows(ids, self.limits.pad, device, dict(prompts.columns) | own)
         return responses_of(played, records, self.limits.pad, self._knows_logprobs), played
 
     _knows_logprobs: bool = True
@@ -227,10 +226,8 @@ class EpisodePlayer:
         """Sample the next turn of each running episode, and append its tokens."""
         rows = [record.prompt_ids + record.ids for record in running]
         filling = [[self.limits.pad]] * (number - len(rows))
-        mask = left_padded([[1] * len(row) for row in [*rows, *filling]], 0).bool().to(device)
         names = [*(record.episode.row for record in running), *[-1] * len(filling)]
-        contexts = Prompts(left_padded([*rows, *filling], self.limits.pad).to(device), mask, {ROW_COLUMN: names})
-        sampled = self.sample(contexts, most)
+        sampled = self.sample(Prompts.of_rows([*rows, *filling], self.limits.pad, device, {ROW_COLUMN: names}), most)
         ids = sampled.ids.tolist()
         self._knows_logprobs = self._knows_logprobs and sampled.logprobs is not None
         logprobs = None if sampled.logprobs is None else sampled.logprobs.tolist()
@@ -406,27 +403,13 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
         key: list(value) if isinstance(value, list) and len(value) == num_rows else [value] * num_rows
         for key, value in extra.items()
     }
-    device = prompts.input_ids.device
-    ids = left_padded(rows["prompt_ids"], pad).to(device)
-    mask = left_padded([[1] * len(row) for row in rows["prompt_ids"]], 0).bool().to(device)
-    given = Prompts(ids, mask, columns)
+    given = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
     logprobs = rows.get("logprobs", [[0.0] * len(row) for row in masks])
-    records = [
-        _Given(ids, [bool(value) for value in written], of_row)
+    records: list[Any] = [
+        SimpleNamespace(ids=ids, written=[bool(value) for value in written], logprobs=of_row, ended=False)
         for ids, written, of_row in zip(rows["completion_ids"], masks, logprobs, strict=True)
     ]
-    responses = responses_of(given, records, pad, "logprobs" in rows)  # pyright: ignore[reportArgumentType]
-    return replace(responses, ended=None), given
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A row of a `rollout_func`, as `responses_of` reads it."""
-
-    ids: list[int]
-    written: list[bool]
-    logprobs: list[float]
-    ended: bool = False
+    return replace(responses_of(given, records, pad, "logprobs" in rows), ended=None), given
 
 
 def _plain_row(row: Any) -> list[Any]:
@@ -445,6 +428,5 @@ def stop_ids(policy: nn.Module, stop: int | None) -> tuple[int, ...]:
     """
     if stop is None:
         return ()
-    own = getattr(getattr(policy, "generation_config", None), "eos_token_id", None)
-    more = [] if own is None else [own] if isinstance(own, int) else list(own)
-    return tuple(dict.fromkeys([stop, *more]))
+    own = getattr(policy, "generation_config", None)
+    return tuple(dict.fromkeys([stop, *([] if own is None else stop_tokens(own))]))

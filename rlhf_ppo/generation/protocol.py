@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.generation.stopping import StopStrings
-from rlhf_ppo.models.unwrapping import transformers_model
 
 
 class Sampled(NamedTuple):
@@ -33,19 +32,6 @@ class Sampled(NamedTuple):
     ids: Tensor
     logprobs: Tensor | None = None
     lengths: Tensor | None = None
-
-
-class Generates(Protocol):
-    """A model with transformers' `generate`."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample token ids."""
-        ...
-
-
-def generating(policy: nn.Module) -> Generates:
-    """Return the transformers model of a policy, with a type that has `generate`."""
-    return cast(Generates, transformers_model(policy))
 
 
 ROW_COLUMN = "<row>"

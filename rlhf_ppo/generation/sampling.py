@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
@@ -21,7 +21,7 @@ from transformers import (
 
 from rlhf_ppo.algorithm.masked import exact_type
 from rlhf_ppo.models.heads import Float32Linear
-from rlhf_ppo.models.unwrapping import transformers_model
+from rlhf_ppo.models.unwrapping import autocast_dtype, transformers_model
 
 _UNIT = 2**52
 """A probability of 1 as an integer: a double's digits; sums over a vocabulary stay below 2^63."""
@@ -192,25 +192,12 @@ def frozen_head_cast(policy: nn.Module) -> Iterator[None]:
         policy: A causal language model, or a `PeftModel` around one.
     """
     head = transformers_model(policy).get_output_embeddings()
-    layer = getattr(head, "base_layer", head)
-    if type(layer) is not nn.Linear or not _is_cast_each_time(layer.weight):
+    layer: Any = getattr(head, "base_layer", head)
+    dtype = None
+    if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not layer.weight.requires_grad:
+        dtype = autocast_dtype(layer.weight.device.type)
+    with _weights_stored([layer] if dtype is not None else [], dtype or torch.float32):
         yield
-        return
-    own = layer.weight
-    layer.weight = nn.Parameter(own.to(torch.get_autocast_dtype(own.device.type)), requires_grad=False)
-    try:
-        yield
-    finally:
-        layer.weight = own
-
-
-def _is_cast_each_time(weight: Tensor) -> bool:
-    is_cast = weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
-    return _is_whole(weight) and is_cast and not weight.requires_grad
-
-
-def _is_whole(weight: Tensor) -> bool:
-    return type(weight) is nn.Parameter and not hasattr(weight, "ds_id")
 
 
 @contextmanager
@@ -224,9 +211,20 @@ def float32_head_apart(policy: nn.Module) -> Iterator[None]:
     """
     head = transformers_model(policy).get_output_embeddings()
     layers = [] if head is None else [layer for layer in head.modules() if isinstance(layer, Float32Linear)]
-    own = [(layer, layer.weight) for layer in layers if _is_whole(layer.weight)]
+    with _weights_stored(layers, torch.float32):
+        yield
+
+
+@contextmanager
+def _weights_stored(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator[None]:
+    """Give layers, unless they are sharded, separate weights of another type inside a context."""
+    own = [
+        (layer, layer.weight)
+        for layer in layers
+        if type(layer.weight) is nn.Parameter and not hasattr(layer.weight, "ds_id")
+    ]
     for layer, weight in own:
-        layer.weight = nn.Parameter(weight.detach().float(), requires_grad=False)
+        layer.weight = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
     try:
         yield
     finally:

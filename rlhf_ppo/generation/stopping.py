@@ -186,23 +186,10 @@ def last_turn(response_mask: Tensor) -> Tensor:
     return (from_right & (begins_gap.cumsum(dim=1) == 0)).flip(1)
 
 
-def contains_token(responses: Responses, token_id: int | None) -> Tensor:
-    """Tell which responses hold a token in the policy's last turn: the stop token may end other turns too.
-
-    Args:
-        responses: `B` responses.
-        token_id: The token, or None: no response holds it.
-
-    Returns:
-        Bool `(B,)`.
-    """
-    if token_id is None:
-        return torch.zeros(len(responses), dtype=torch.bool, device=responses.response_mask.device)
-    return ((responses.responses == token_id) & last_turn(responses.response_mask)).any(dim=1)
-
-
-def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStrings | None) -> Tensor:
+def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStrings | None = None) -> Tensor:
     """Tell which responses ended by themselves: with a token, or with a stop string, in the policy's last turn.
+
+    The stop token may end other turns too.
 
     Args:
         responses: `B` truncated responses.
@@ -212,9 +199,10 @@ def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStri
     Returns:
         Bool `(B,)`.
     """
-    has_ended = contains_token(responses, end_token_id)
+    turns = last_turn(responses.response_mask)
+    is_end = torch.zeros_like(turns) if end_token_id is None else (responses.responses == end_token_id) & turns
+    has_ended = is_end.any(dim=1)
     if stop_strings is None:
         return has_ended
-    turns = last_turn(responses.response_mask)
     rows = [ids[real].tolist() for ids, real in zip(responses.responses, turns, strict=True)]
     return has_ended | torch.tensor([stop_strings.is_completed(ids) for ids in rows], device=has_ended.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urldefrag
@@ -20,13 +21,14 @@ from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base
 from rlhf_ppo.models.capabilities import vocab_size
+from rlhf_ppo.models.unwrapping import multiplied_dtype
 from rlhf_ppo.processes.distributed import (
     get_logger,
     isolated_rng,
-    mixed_precision_dtype,
     raise_on_all_ranks,
 )
 from rlhf_ppo.processes.signals import exit_despite_threads, interruptible
+from rlhf_ppo.processes.waiting import in_daemon_thread
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -48,7 +50,7 @@ def served_generation(args: PPOConfig) -> Any:
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
-    address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    address = _address(args)
 
     class Client(_WatchedClient, VLLMClient):
         watch = _Watch(address, args.vllm_server_timeout, args.ddp_timeout)
@@ -64,31 +66,6 @@ def served_generation(args: PPOConfig) -> Any:
                     self.vllm_client.init_communicator(device=self.accelerator.device)
 
     return Generation
-
-
-class _Job:
-    """A call in a separate thread, which the caller can abandon.
-
-    Attributes:
-        is_done: Set when the call has returned or failed.
-        result: The returned value.
-        error: The raised error, or None.
-    """
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self.is_done, self.result, self.error = threading.Event(), None, None
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        threading.Thread(target=self._run, args=(call,), name="rlhf_ppo-vllm", daemon=True).start()
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)  # each thread has its own
-            with torch.no_grad():
-                self.result = call()
-        except Exception as error:
-            self.error: Exception | None = error
-        self.is_done.set()
 
 
 class _Watch:
@@ -114,12 +91,12 @@ class _Watch:
         Raises:
             ConnectionError: The call failed or took too long, or the server has died or hangs.
         """
-        job, look = _Job(call), self.looking(doing)
-        while not job.is_done.wait(SECONDS_BETWEEN_LOOKS):
+        job, look = in_daemon_thread(call), self.looking(doing)
+        while not wait([job], SECONDS_BETWEEN_LOOKS).done:
             look()
-        if job.error is not None:
-            raise self.error(doing, job.error) from None
-        return job.result
+        if (error := job.exception()) is not None:
+            raise self.error(doing, error) from None
+        return job.result()
 
     def looking(self, doing: str) -> Callable[[], None]:
         """Return a function that raises a `ConnectionError` if the server has died or hangs, or time is up."""
@@ -156,9 +133,9 @@ class _Watch:
         except requests.RequestException:
             return 0
 
-    def error(self, doing: str, reason: str | Exception) -> ConnectionError:
+    def error(self, doing: str, reason: str | BaseException) -> ConnectionError:
         """Return the error of a request, without the user, password and query of the address."""
-        if isinstance(reason, Exception):
+        if isinstance(reason, BaseException):
             text = " ".join(str(reason).split())  # a server's own page may have many lines
             reason = redact_urls(hide_secrets(text[:1000], secrets_of(self.address)))
         return ConnectionError(
@@ -243,25 +220,25 @@ class _WatchedClient:
         """
         parent: Any = super()
         doing, items, handed = "take the policy's weights", iter(named_params), _Handed()
-        job, look = _Job(lambda: parent.update_named_params(metadata, iter(handed))), self.watch.looking(doing)
-        item: Any = ...
+        job = in_daemon_thread(lambda: parent.update_named_params(metadata, iter(handed)))
+        look, item = self.watch.looking(doing), ...
         while item is not None and self._waits(handed.is_asked.acquire, job, look, doing):
             item = next(items, None)
             handed.give(item)
         for _ in items:
             pass
-        self._waits(job.is_done.wait, job, look, doing)
+        self._waits(lambda timeout: bool(wait([job], timeout).done), job, look, doing)
 
-    def _waits(self, wait: Callable[..., bool], job: _Job, look: Callable[[], None], doing: str) -> bool:
+    def _waits(self, step: Callable[..., bool], job: Future[Any], look: Callable[[], None], doing: str) -> bool:
         """Wait for a step of the job; return False once the job has ended or failed."""
-        while self.failure is None and not job.is_done.is_set() and not wait(timeout=SECONDS_BETWEEN_LOOKS):
+        while self.failure is None and not job.done() and not step(timeout=SECONDS_BETWEEN_LOOKS):
             try:
                 look()
             except ConnectionError as error:
                 self.failure = error
-        if job.error is not None and self.failure is None:
-            self.failure = self.watch.error(doing, job.error)
-        return self.failure is None and not job.is_done.is_set()
+        if self.failure is None and job.done() and (error := job.exception()) is not None:
+            self.failure = self.watch.error(doing, error)
+        return self.failure is None and not job.done()
 
 
 class _Handed:
@@ -462,43 +439,42 @@ def start_vllm(
         max_completion_length=args.response_length,
         logprobs=0,  # of the sampled token alone
     )
-    served = _model_of_server(args, vllm) if is_server else _model_of_colocated(vllm)
-    _say_precision(args, policy, accelerator, str(served["dtype"]).removeprefix("torch."))
-    limit = _limit_of_server(args, served["max_model_len"]) if is_server else longest_colocated(args, served)
+    if is_server:
+        dtype, most = _model_of_server(args, vllm)
+        limit = PositionLimit(
+            most,
+            f"the vLLM server at {redact_url(_address(args))} runs with --max-model-len {most}",
+            "restart the server with a larger --max-model-len",
+        )
+    else:
+        model = vllm.llm.llm_engine.vllm_config.model_config
+        dtype, limit = model.dtype, longest_colocated(args, model.max_model_len)
+    _say_precision(args, policy, accelerator, str(dtype).removeprefix("torch."))
     return VLLMEngine(vllm, is_server and accelerator.num_processes == 1, limit)
 
 
-def longest_colocated(args: PPOConfig, served: dict[str, Any] | None = None) -> PositionLimit | None:
+def longest_colocated(args: PPOConfig, served: int | None = None) -> PositionLimit | None:
     """Return the longest prompt with its response that a colocated vLLM accepts, or None if unknown.
 
     Args:
-        args: Gives `vllm_max_model_length`.
-        served: Type and length of the started vLLM's model, or None.
+        args: Gives `vllm_mode` and `vllm_max_model_length`.
+        served: Longest sequence of the started vLLM's model, or None.
     """
-    if args.generation_engine != "vllm" or args.vllm_mode != "colocate":
+    if args.vllm_mode != "colocate":
         return None
     if args.vllm_max_model_length is not None:
         reason = f"vllm_max_model_length={args.vllm_max_model_length}"
         return PositionLimit(args.vllm_max_model_length, reason, "raise vllm_max_model_length")
     if served is None:
         return None
-    most = served["max_model_len"]
-    return PositionLimit(most, f"vLLM has room for {most}", "set vllm_max_model_length if the model has more")
+    return PositionLimit(served, f"vLLM has room for {served}", "set vllm_max_model_length if the model has more")
 
 
-def _limit_of_server(args: PPOConfig, most: int) -> PositionLimit:
-    address = redact_url(args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}")
-    reason = f"the vLLM server at {address} runs with --max-model-len {most}"
-    return PositionLimit(most, reason, "restart the server with a larger --max-model-len")
+def _address(args: PPOConfig) -> str:
+    return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
 
 
-def _model_of_colocated(vllm: Any) -> dict[str, Any]:
-    """Return the type and longest sequence of a colocated vLLM's model."""
-    model = vllm.llm.llm_engine.vllm_config.model_config
-    return {"dtype": model.dtype, "max_model_len": model.max_model_len}
-
-
-def _model_of_server(args: PPOConfig, vllm: Any) -> dict[str, Any]:
+def _model_of_server(args: PPOConfig, vllm: Any) -> tuple[str, int]:
     """Return the type and longest sequence of a server's model, on all ranks.
 
     Raises:
@@ -510,9 +486,14 @@ def _model_of_server(args: PPOConfig, vllm: Any) -> dict[str, Any]:
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             model = vllm.vllm_client.server_info()
-            if args.importance_sampling_correction:
-                _check_logprobs_mode(model["logprobs_mode"])
-            model_of_server = [{"dtype": model["dtype"], "max_model_len": int(model["max_model_len"])}]
+            mode = model["logprobs_mode"]
+            if args.importance_sampling_correction and mode != "processed_logprobs":
+                raise ValueError(
+                    f"importance_sampling_correction=True, but the vLLM server runs with --logprobs-mode {mode}, "
+                    "before temperature; restart it with --logprobs-mode processed_logprobs, or set "
+                    "importance_sampling_correction=False"
+                )
+            model_of_server = [(model["dtype"], int(model["max_model_len"]))]
     return broadcast_object_list(model_of_server)[0]
 
 
@@ -527,17 +508,5 @@ def _say_precision(args: PPOConfig, policy: nn.Module, accelerator: Accelerator,
             "lm_head_float32=True is in the log-probabilities and in learning, but not in vLLM, which samples with a "
             f"head in {sampled}; {corrected}."
         )
-    own = mixed_precision_dtype(accelerator) or next(
-        each.dtype for each in policy.parameters() if each.is_floating_point()
-    )
-    if (computed := str(own).removeprefix("torch.")) != sampled:
+    if (computed := str(multiplied_dtype(accelerator, policy)).removeprefix("torch.")) != sampled:
         logger.warning(f"vLLM samples in {sampled}, but the policy is trained in {computed}; {corrected}.")
-
-
-def _check_logprobs_mode(mode: str) -> None:
-    if mode != "processed_logprobs":
-        raise ValueError(
-            f"importance_sampling_correction=True, but the vLLM server runs with --logprobs-mode {mode}, before "
-            "temperature; restart it with --logprobs-mode processed_logprobs, or set "
-            "importance_sampling_correction=False"
-        )

@@ -62,8 +62,9 @@ def check_adapter(model: nn.Module, argument: str) -> None:
     """
     if not is_peft_model(model):
         return
+    what = f"{argument} has an adapter of the kind {adapter_kind(model)}"
     if model.active_peft_config.is_prompt_learning:
-        raise ValueError(f"{argument} has an adapter of the kind {adapter_kind(model)}: {PROMPT_LEARNING}")
+        raise ValueError(f"{what}: {PROMPT_LEARNING}")
     if is_sharded(model):
         return
     ids = probe_tokens(model)
@@ -72,19 +73,17 @@ def check_adapter(model: nn.Module, argument: str) -> None:
             ours, theirs = probe(transformers_model(model), ids), probe(model, ids)
             beside_another = probe(model, torch.cat((ids, ids.flip(1))))[:1]
     except Exception as error:  # each kind raises other errors
-        raise ValueError(
-            f"{argument} has an adapter of the kind {adapter_kind(model)}, which cannot run on token ids alone "
-            f"({type(error).__name__}: {error!s:.300}); use a method like LoRA"
-        ) from error
+        reason = f"{type(error).__name__}: {error!s:.300}"
+        raise ValueError(f"{what}, which cannot run on token ids alone ({reason}); use a method like LoRA") from error
     if not agree(ours, theirs):
         raise ValueError(
-            f"{argument} has an adapter of the kind {adapter_kind(model)} that works in PeftModel.forward, outside "
-            "the layers, which rlhf_ppo runs by themselves; use a method like LoRA, without such options"
+            f"{what} that works in PeftModel.forward, outside the layers, which rlhf_ppo runs by themselves; use a "
+            "method like LoRA, without such options"
         )
     if not agree(beside_another, theirs):
         raise ValueError(
-            f"{argument} has an adapter of the kind {adapter_kind(model)} that mixes the rows of a batch: each "
-            "response's log-probabilities would depend on the others; use a method like LoRA"
+            f"{what} that mixes the rows of a batch: each response's log-probabilities would depend on the others; "
+            "use a method like LoRA"
         )
 
 
@@ -119,12 +118,9 @@ def adds_nothing(model: nn.Module) -> bool:
     if len(model.active_adapters) > 1 or any(getattr(part, "lora_variant", 0) for part in model.modules()):
         return False
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    of_adapter = all(_LORA_WEIGHT.search(name) and type(weight) is nn.Parameter for name, weight in trained.items())
-    return (
-        bool(trained)
-        and of_adapter
-        and not any(weight.any() for name, weight in trained.items() if _LORA_FACTOR.search(name))
-    )
+    if not all(_LORA_WEIGHT.search(name) and type(weight) is nn.Parameter for name, weight in trained.items()):
+        return False
+    return bool(trained) and not any(weight.any() for name, weight in trained.items() if _LORA_FACTOR.search(name))
 
 
 @contextmanager
@@ -480,7 +476,10 @@ def share_base(model: nn.Module, policy: nn.Module) -> str | None:
         return f"only one of them has {missing[0]}"
     for name, parameters in found.items():
         for key, value in parameters.items():
-            if not _equal(value, shared[name].get(key)):
+            other = shared[name].get(key)
+            if value is other:
+                continue
+            if value is None or other is None or not torch.equal(value.to(other), other):
                 return f"{name}.{key} is not the same"
     for name, parameters in found.items():
         parameters.update(shared[name])
@@ -565,9 +564,3 @@ def _without_wrapper(module: nn.Module) -> nn.Module:
         if (inner := module._modules.get(name)) is not None:
             return _without_wrapper(inner)
     return module
-
-
-def _equal(own: torch.Tensor | None, shared: torch.Tensor | None) -> bool:
-    if own is None or shared is None:
-        return own is shared
-    return own is shared or (own.shape == shared.shape and torch.equal(own.to(shared), shared))

@@ -27,6 +27,7 @@ from rlhf_ppo.models.unwrapping import (
     in_eval_mode,
     is_in_16_bits,
     is_sharded,
+    own_share,
     probe_rows,
     text_config,
     transformers_model,
@@ -286,7 +287,7 @@ def weights_not_finite(model: nn.Module) -> dict[str, float]:
     Returns:
         Number of non-finite weights by parameter name.
     """
-    shares = {name: _own_share(parameter) for name, parameter in model.named_parameters()}
+    shares = {name: own_share(parameter) for name, parameter in model.named_parameters()}
     floats = {
         name: share
         for name, share in shares.items()
@@ -301,13 +302,6 @@ def _is_finite(share: Tensor) -> Tensor:
     """Tell whether all numbers are finite; `isfinite` takes 50 times as long on a CPU."""
     lowest, highest = share.aminmax()  # NaN if one number is
     return lowest.isfinite() & highest.isfinite()
-
-
-def _own_share(parameter: Any) -> Tensor:
-    """Return this rank's share of a parameter that ZeRO-3 or FSDP2 has sharded."""
-    if hasattr(parameter, "to_local"):
-        return parameter.detach().to_local()
-    return parameter.ds_tensor if parameter.numel() == 0 and hasattr(parameter, "ds_tensor") else parameter.detach()
 
 
 # ---- Activations: `debug="underflow_overflow"` ----

@@ -38,6 +38,7 @@ from rlhf_ppo.models.unwrapping import (
     is_peft_model,
     is_sharded,
     no_split_modules,
+    own_share,
     probe_rows,
     text_config,
     transformers_model,
@@ -62,7 +63,9 @@ class Offload:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
         self._weights = [*model.parameters(), *model.buffers()]
-        self._at_home = [_on_cpu(weight.data) for weight in self._weights]
+        self._at_home = [weight.data.cpu() for weight in self._weights]
+        if torch.cuda.is_available():
+            self._at_home = [weight.pin_memory() for weight in self._at_home]
         self._return()
 
     @contextmanager
@@ -139,11 +142,6 @@ class FrozenScorer(Frozen):
             One score per row, float32 `(B,)`.
         """
         return self._score(self.model, input_ids, attention_mask)
-
-
-def _on_cpu(weight: torch.Tensor) -> torch.Tensor:
-    weight = weight.cpu()
-    return weight.pin_memory() if torch.cuda.is_available() else weight
 
 
 # ---- Frozen-weight cast ----
@@ -311,7 +309,7 @@ class EMAReference:
         _reshard(model, placed)
         for pair in self._pairs:
             exact = self._exact_share(pair)
-            exact.lerp_(_share(pair.followed).to(exact), 1 - self.decay)
+            exact.lerp_(own_share(pair.followed).to(exact), 1 - self.decay)
             self._put(pair, exact)
 
     @torch.no_grad()
@@ -366,7 +364,7 @@ class EMAReference:
 
     def _exact_share(self, pair: _Pair) -> Tensor:
         """Return this rank's share in float32: the parameter's own memory if it is float32."""
-        share = _share(pair.stored)
+        share = own_share(pair.stored)
         if share.dtype == torch.float32:
             return share
         return self._exact.setdefault(pair.name, share.float())
@@ -374,9 +372,8 @@ class EMAReference:
     def _put(self, pair: _Pair, exact: Tensor) -> None:
         """Copy a share into the parameter that forward passes read."""
         stored = pair.stored
-        share = _share(stored)
-        if share is not exact:
-            share.copy_(exact)
+        if stored.dtype != torch.float32:
+            own_share(stored).copy_(exact)
         if hasattr(stored, "ds_tensor") and stored.numel() > 0:  # small: ZeRO-3 keeps it gathered
             stored.partition()
 
@@ -432,13 +429,6 @@ def _reshard(*models: nn.Module) -> None:
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _share(parameter: Any) -> Tensor:
-    """Return this rank's share of a parameter."""
-    if hasattr(parameter, "ds_tensor"):
-        return parameter.ds_tensor
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
 
 
 def _whole(parameter: Any, share: Tensor) -> Tensor:

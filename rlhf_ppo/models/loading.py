@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -37,7 +36,6 @@ from rlhf_ppo.models.unwrapping import (
     is_sharded,
     probe_ids,
     transformers_model,
-    weight_of,
 )
 from rlhf_ppo.models.value_heads import ValueHead, saved_value_head
 from rlhf_ppo.terminal.console import hide_model_bars
@@ -96,25 +94,6 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
     return loaded
 
 
-def load_scalar_model(
-    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
-) -> nn.Module:
-    """Return the sequence-classification model itself, or load it with one label from a directory or the hub.
-
-    Args:
-        model: The model, a directory, or a hub name.
-        argument: Name of the caller's argument, for error messages.
-        merges_adapter: Merge an adapter in a directory into its base.
-        **kwargs: For `from_pretrained`.
-
-    Raises:
-        ValueError: It cannot be loaded, or does not have exactly one output.
-    """
-    model = load_classifier(model, argument, merges_adapter, num_labels=1, **kwargs)
-    check_one_label(model, argument)
-    return model
-
-
 def load_value_model(
     model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
 ) -> nn.Module:
@@ -145,7 +124,7 @@ def load_value_model(
 def load_reward_model(
     model: nn.Module | str | os.PathLike[str],
     argument: str,
-    label: str | None,
+    label: str | None = None,
     merges_adapter: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
@@ -162,11 +141,12 @@ def load_reward_model(
         ValueError: It cannot be loaded, has no such label, or has several and `label` is None.
     """
     if label is None:
-        return load_scalar_model(model, argument, merges_adapter, trust_remote_code=trust_remote_code)
-    model = load_classifier(model, argument, trust_remote_code=trust_remote_code)
-    label_index(transformers_model(model).config, label)
-    if num_labels(model) > 1:
-        model = keep_label(_without_adapters(model, argument), label)
+        model = load_classifier(model, argument, merges_adapter, num_labels=1, trust_remote_code=trust_remote_code)
+    else:
+        model = load_classifier(model, argument, trust_remote_code=trust_remote_code)
+        label_index(transformers_model(model).config, label)
+        if num_labels(model) > 1:
+            model = keep_label(_without_adapters(model, argument), label)
     check_one_label(model, argument)
     return model
 
@@ -192,7 +172,12 @@ def load_classifier(
         loaded: Any = load_pretrained(AutoModelForSequenceClassification, model, argument, **options)
         if is_whole:
             loaded, info = loaded
-            _check_has_head(loaded, info["missing_keys"], model, argument)
+            if missing := ", ".join(sorted(info["missing_keys"])):
+                raise ValueError(
+                    f"{argument}={os.fspath(model)!r} is not a reward model: {missing} of {type(loaded).__name__} "
+                    "would be random; train one with `rlhf-ppo reward`, or save one with "
+                    "AutoModelForSequenceClassification"
+                )
         whole: nn.Module = _without_adapters(loaded, argument) if merges_adapter else loaded
         model = whole
     _check_transformers_model(model, argument)
@@ -245,7 +230,7 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
                 f"for {type(source).__name__}, has another structure; pass value_model"
             )
         copy_weights(backbone(source), backbone(value_model))
-        head = weight_of(head_of_scorer(value_model))
+        head: Any = head_of_scorer(value_model).weight
         with gathered([head], modify=True):
             nn.init.zeros_(head)
         return value_model
@@ -262,7 +247,7 @@ def init_normal_head(value_model: nn.Module, seed: int) -> None:
         value_model: A model with a per-token scalar head.
         seed: Seed of the draw.
     """
-    head = weight_of(head_of_scorer(value_model))
+    head: Any = head_of_scorer(value_model).weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad(), gathered([head], modify=True):
         head.copy_(torch.randn(head.shape, generator=generator) / math.sqrt(head.shape[-1] + 1))
@@ -411,14 +396,6 @@ CODE_IS_RUN_IF = (
 def wants_code(error: Exception) -> bool:
     """Tell whether transformers refused to run a model's code."""
     return "trust_remote_code" in str(error)
-
-
-def _check_has_head(model: nn.Module, missing: Iterable[str], path: str | os.PathLike[str], argument: str) -> None:
-    if missing := sorted(missing):
-        raise ValueError(
-            f"{argument}={os.fspath(path)!r} is not a reward model: {', '.join(missing)} of {type(model).__name__} "
-            "would be random; train one with `rlhf-ppo reward`, or save one with AutoModelForSequenceClassification"
-        )
 
 
 def _check_transformers_model(model: Any, argument: str) -> None:

@@ -251,11 +251,14 @@ def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
         The layers; None for any other head, which must be called: quantized, DoRA, sharded by an engine other than
         ZeRO-3, or with hooks that may read or change its output.
     """
-    kind = _peft_kind(head)
-    if kind == "ModulesToSaveWrapper":
-        return head_layers(_active_copy(head), states)
-    if kind == "LoraLinear":
-        return _lora_layers(head, states)
+    if type(head).__module__.startswith("peft."):
+        from peft.tuners.lora import Linear
+        from peft.utils import ModulesToSaveWrapper
+
+        if isinstance(head, ModulesToSaveWrapper):
+            return head_layers(_active_copy(head), states)
+        if type(head) is Linear:
+            return _lora_layers(head, states)
     # Not `head.weight`, which ZeRO-3 would gather for the rest of the model's forward pass.
     weight = next(head.parameters(recurse=False), None)
     if type(head) not in LINEAR_KINDS or _is_observed(head) or isinstance(weight, DTensor):
@@ -280,17 +283,6 @@ def _is_observed(head: nn.Module) -> bool:
     """Tell whether a head has hooks, other than ZeRO-3's, or another `forward`."""
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     return not all(map(is_zero_hook, hooks)) or "forward" in vars(head)
-
-
-def _peft_kind(head: nn.Module) -> str | None:
-    if not type(head).__module__.startswith("peft."):
-        return None
-    from peft.tuners.lora import Linear
-    from peft.utils import ModulesToSaveWrapper
-
-    if isinstance(head, ModulesToSaveWrapper):
-        return "ModulesToSaveWrapper"
-    return "LoraLinear" if type(head) is Linear else None
 
 
 def _active_copy(wrapper: Any) -> nn.Module:

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlhf_ppo.models.node_memory import copy_once
+from rlhf_ppo.processes.distributed import mixed_precision_dtype
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from peft import PeftModel
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, TrainingArguments
     from typing_extensions import TypeIs
 
 
@@ -61,14 +64,6 @@ def active_adapter(model: nn.Module) -> str:
     if not isinstance(name, str):
         raise TypeError(f"one adapter must be active, not {name!r}")
     return name
-
-
-def weight_of(layer: nn.Module) -> Tensor:
-    """Return a layer's weight, also inside an adapter's layer; a `TypeError` if it has none."""
-    weight = layer.weight
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{type(layer).__name__} has no weight")
-    return weight
 
 
 def output_layer(policy: nn.Module) -> nn.Module:
@@ -156,6 +151,13 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     """Return the type to which autocast casts on a type of device, or None without autocast."""
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_on else None
+
+
+def multiplied_dtype(source: Accelerator | TrainingArguments, policy: nn.Module) -> torch.dtype:
+    """Return the type of a policy's matrix products: that of mixed precision, or else that of its weights."""
+    return mixed_precision_dtype(source) or next(
+        weight.dtype for weight in policy.parameters() if weight.is_floating_point()
+    )
 
 
 def is_in_16_bits(states: Tensor) -> bool:
@@ -250,7 +252,7 @@ def as_in_learning(
         yield
 
 
-# ---- ZeRO-3 ----
+# ---- Sharded parameters ----
 
 
 def is_managed(model: nn.Module) -> bool:
@@ -271,6 +273,14 @@ def is_zero_hook(hook: object) -> bool:
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether DeepSpeed ZeRO-3 has sharded the parameters: they are empty outside its hooks."""
     return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())
+
+
+def own_share(parameter: Any) -> Tensor:
+    """Return this rank's share of a parameter that ZeRO-3 or FSDP2 may have sharded: its own memory, no gradient."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor
+    whole = parameter.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 def gathered(parameters: Iterable[Tensor], modify: bool = False) -> AbstractContextManager[None]:

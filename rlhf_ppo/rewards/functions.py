@@ -29,8 +29,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.rollout import sent
-from rlhf_ppo.environments.calls import ask_rewards
-from rlhf_ppo.environments.pool import Kind
+from rlhf_ppo.environments.pool import Kind, ask_rewards
 from rlhf_ppo.processes.distributed import any_rank
 from rlhf_ppo.processes.signals import Stopped, can_be_ctrl_c, interruptible
 from rlhf_ppo.processes.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop, with_timeout

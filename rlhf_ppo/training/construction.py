@@ -21,8 +21,8 @@ from rlhf_ppo.algorithm.penalties import AdaptiveKLController, FixedKLController
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.prompts import PositionLimit, smallest
-from rlhf_ppo.estimate.counting import copy_without_storage
 from rlhf_ppo.estimate.run import RunEstimate
+from rlhf_ppo.estimate.update import copy_without_storage
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading

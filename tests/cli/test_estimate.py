@@ -12,9 +12,8 @@ import pytest
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.cli.estimate import PURPOSES, Devices, EstimateArguments, devices_of
-from rlhf_ppo.estimate.counting import gathered_bytes
 from rlhf_ppo.estimate.run import size
-from rlhf_ppo.estimate.update import Estimate, Sharding
+from rlhf_ppo.estimate.update import Estimate, Sharding, gathered_bytes
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"

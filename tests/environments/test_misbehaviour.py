@@ -16,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_ppo.environments.calls import Answer, EpisodeError, answer_calls, ask_rewards
-from rlhf_ppo.environments.pool import Environments
+from rlhf_ppo.environments.pool import Answer, Environments, EpisodeError, answer_calls, ask_rewards
 from tests.environments.hostile import Hostile, HostileAsync, Meeting, do, do_async
 
 LIMIT = 0.5
@@ -387,7 +386,7 @@ def test_a_process_takes_little_memory() -> None:
 
 KILLED = """
 import threading, time
-from rlhf_ppo.environments.calls import answer_calls
+from rlhf_ppo.environments.pool import answer_calls
 from rlhf_ppo.environments.pool import Environments
 from tests.environments.hostile import Hostile, do
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.environments.calls import EpisodeError, answer_calls, ask_rewards
 from rlhf_ppo.environments.isolation import GivenUpError, ProcessDiedError, ProcessSeat
-from rlhf_ppo.environments.pool import Environments
+from rlhf_ppo.environments.pool import Environments, EpisodeError, answer_calls, ask_rewards
 from rlhf_ppo.environments.tools import MARK, shortened
 from rlhf_ppo.processes import waiting
 from tests.environments.kinds import Base, Broken, Counter, Derived, Plain, later, multiply

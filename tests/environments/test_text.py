@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.environments.calls import EpisodeError, answer_texts
-from rlhf_ppo.environments.pool import Environments
+from rlhf_ppo.environments.pool import Environments, EpisodeError, answer_texts
 from rlhf_ppo.environments.text import text_environment
 
 gymnasium = pytest.importorskip("gymnasium")

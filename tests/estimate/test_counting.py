@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.estimate.counting import (
+from rlhf_ppo.estimate.update import (
     _CPU_ATTENTION,
     PassCost,
     count_cache_bytes,

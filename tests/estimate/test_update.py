@@ -24,16 +24,18 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.estimate.counting import copy_without_storage, count_pass, stored_bytes
-from rlhf_ppo.estimate.run import (
-    RunEstimate,
-    describe,
-    measure_rates,
-    multiplied_dtype,
-    optimizer_bytes_per_parameter,
+from rlhf_ppo.estimate.run import RunEstimate, describe, measure_rates, optimizer_bytes_per_parameter
+from rlhf_ppo.estimate.update import (
+    Estimate,
+    Sharding,
+    Workload,
+    copy_without_storage,
+    count_pass,
+    estimate_update,
+    stored_bytes,
 )
-from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
 from rlhf_ppo.models.heads import multiply_head_in_float32
+from rlhf_ppo.models.unwrapping import multiplied_dtype
 from tests.conftest import tiny_policy, tiny_scorer
 
 SIZES: dict[str, Any] = {

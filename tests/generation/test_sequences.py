@@ -11,7 +11,6 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.stopping import (
     StopStrings,
-    contains_token,
     ended,
     join_responses,
     last_turn,
@@ -84,12 +83,12 @@ def test_a_token_counts_only_where_it_is_real() -> None:
     """Neither in the prompt, nor in the padding that follows, which may be the same id."""
     sampled = torch.tensor([[4, 1, 8], [4, 5, 6], [1, 2, 3]])
     joined = join_responses(prompts([1], [1, 1], [5]), sampled, stop_token_id=1, pad_token_id=1)
-    assert contains_token(joined, 1).tolist() == [True, False, True]
-    assert contains_token(joined, 5).tolist() == [False, True, False]
-    assert contains_token(joined, 8).tolist() == [False, False, False]
-    assert contains_token(joined, None).tolist() == [False, False, False]
+    assert ended(joined, 1).tolist() == [True, False, True]
+    assert ended(joined, 5).tolist() == [False, True, False]
+    assert ended(joined, 8).tolist() == [False, False, False]
+    assert ended(joined, None).tolist() == [False, False, False]
     ended_by_another = join_responses(prompts([1], [1, 1], [5]), sampled, stop_token_id=4, pad_token_id=1)
-    assert contains_token(ended_by_another, 1).tolist() == [False, False, True]
+    assert ended(ended_by_another, 1).tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_a_response_has_ended_if_its_last_turn_has() -> None:
     ids = torch.tensor([[4, 1, 5, 6], [4, 5, 6, 1], [4, 6, 1, 6], [4, 7, 5, 6], [4, 5, 6, 7], [4, 6, 7, 6]])
     written = torch.tensor([[True, True, False, True]] * 6)
     in_turns = Responses(torch.cat((ids[:, :1], ids), dim=1), torch.ones(6, 5).bool(), written)
-    assert contains_token(in_turns, 1).tolist() == [False, True, False, False, False, False]
+    assert ended(in_turns, 1).tolist() == [False, True, False, False, False, False]
     strings = StopStrings(make_tokenizer(), ("w4",))
     assert ended(in_turns, 1, strings).tolist() == [False, True, False, False, True, False]
 

@@ -28,7 +28,7 @@ from rlhf_ppo.models.heads import (
     scalar_head,
     token_values,
 )
-from rlhf_ppo.models.loading import load_scalar_model
+from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.models.logprobs import token_logprobs
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import output_layer
@@ -153,7 +153,7 @@ def test_two_labels_are_an_error_that_names_argument_and_number(argument: str) -
     with pytest.raises(ValueError, match=f"{argument} has num_labels=2; .* num_labels=1"):
         check_one_label(tiny_scorer(num_labels=2), argument)
     with pytest.raises(ValueError, match=f"{argument} has num_labels=2"):
-        load_scalar_model(tiny_scorer(num_labels=2), argument)
+        load_reward_model(tiny_scorer(num_labels=2), argument)
     check_one_label(tiny_scorer(), argument)
 
 

@@ -23,7 +23,7 @@ from rlhf_ppo.models.heads import last_token_score, reads_last_token, token_valu
 from rlhf_ppo.models.loading import (
     check_value_model,
     load_policy,
-    load_scalar_model,
+    load_reward_model,
     low_precision_parameters,
     make_value_model,
 )
@@ -82,7 +82,7 @@ def test_an_adapters_directory_gives_the_adapted_policy(tmp_path: Path) -> None:
 def test_a_scalar_model_comes_back_with_its_head(tmp_path: Path) -> None:
     scorer = tiny_scorer()
     scorer.save_pretrained(tmp_path)
-    loaded = load_scalar_model(tmp_path, "reward_model")
+    loaded = load_reward_model(tmp_path, "reward_model")
     assert torch.equal(last_token_score(loaded, IDS, MASK), last_token_score(scorer, IDS, MASK))
 
 
@@ -90,12 +90,12 @@ def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_pat
     """`num_labels` is 2 in a configuration that says nothing about it."""
     tiny_policy().save_pretrained(tmp_path)
     assert "num_labels" not in json.loads((tmp_path / "config.json").read_text())
-    loaded = load_scalar_model(tmp_path, "value_model")
+    loaded = load_reward_model(tmp_path, "value_model")
     assert token_values(loaded, IDS, MASK, last=4).values.shape == (3, 4)
     assert torch.equal(states(loaded), states(tiny_policy()))
 
 
-@pytest.mark.parametrize("load", [load_policy, load_scalar_model])
+@pytest.mark.parametrize("load", [load_policy, load_reward_model])
 def test_a_directory_whose_weights_are_gone_is_an_error(load: Any, tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"model='{tmp_path}' could not be loaded"):
@@ -118,14 +118,14 @@ def test_models_of_another_kind_are_no_policies() -> None:
         with pytest.raises(
             TypeError, match=f"reward_model must be a transformers model, .* got {type(thing).__name__}"
         ):
-            load_scalar_model(thing, "reward_model")
+            load_reward_model(thing, "reward_model")
 
 
 def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:
     """Asked for one label, transformers would make a new head; the user's two must not vanish silently."""
     tiny_scorer(num_labels=2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"reward_model='.*' cannot be loaded with .*\(num_labels=1\)"):
-        load_scalar_model(tmp_path, "reward_model")
+        load_reward_model(tmp_path, "reward_model")
 
 
 # ---- The value model that is made ----

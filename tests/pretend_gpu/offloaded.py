@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from rlhf_ppo.estimate.counting import outside_blocks, stored_bytes
+from rlhf_ppo.estimate.update import outside_blocks, stored_bytes
 from tests.distributed import scenarios
 from tests.gpu.conftest import small_policy
 

@@ -2,7 +2,7 @@
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     (
-        "counting.py",
+        "update.py",
         "tests/estimate/test_counting.py::test_a_sharded_pass_holds_a_block_and_the_next_beside_what_is_outside",
     ): [
         ("+ 2 * max(blocks, default=0)", "+ max(blocks, default=0)"),

@@ -10,7 +10,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if number > fewest:", "if number > fewest + 1:"),
     ],
     ("caches.py", "tests/generation/test_cache.py::test_layers_return_and_keep_what_transformers_do"): [
-        ("buffer.keep(self.sliding_window - 1)", "buffer.keep(self.sliding_window)"),
+        ("value_states, self.sliding_window - 1)", "value_states, self.sliding_window)"),
         ("max(self.start, self.end - num_last)", "self.end - num_last"),
         ("memory[..., :num_kept, :].copy_(kept)", "pass"),
     ],
