@@ -31,7 +31,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import eos_id, pad_id
 from rlhf_ppo.evaluation.win_rate import WinRate
-from rlhf_ppo.generation.protocol import generating
 from rlhf_ppo.reporting.plots import plot_metrics
 from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars, use_console
 from rlhf_ppo.terminal.text import cell
@@ -175,7 +174,7 @@ def tell_stories(model_dir: Path, prompts: Sequence[str]) -> list[str]:
         One response for each opening, without special tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
-    model = generating(LlamaForCausalLM.from_pretrained(model_dir))
+    model: Any = LlamaForCausalLM.from_pretrained(model_dir)
     inputs = tokenizer(list(prompts), return_tensors="pt", padding=True)
     torch.manual_seed(HELD_OUT_SEED)
     sequences = model.generate(

@@ -34,6 +34,14 @@ class Sampled(NamedTuple):
     lengths: Tensor | None = None
 
 
+class Generates(Protocol):
+    """A model with transformers' `generate`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample token ids."""
+        ...
+
+
 ROW_COLUMN = "<row>"
 """Column of prompts that names each row of a batch of episodes: an int, the same at each of its turns."""
 
