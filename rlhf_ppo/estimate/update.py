@@ -27,7 +27,7 @@ from rlhf_ppo.models.unwrapping import (
     in_eval_mode,
     no_split_modules,
     output_layer,
-    transformers_model,
+    text_config,
 )
 
 
@@ -269,7 +269,7 @@ def estimate_update(
         optimizer=int((optimizer_bytes + (4 if stored else 0)) * num_learned) // sharding.optimizer,
         generating_weights=max(count.generating_weights(), gathered_outside),
         generated_row=count_cache_bytes(policy, 1, workload.length, autocast, sharding.in_passes)
-        + 4 * _vocabulary(policy),
+        + 4 * text_config(policy).vocab_size,
         rows=workload.rows,
         rows_per_call=workload.rows_per_call,
         learning=max(learning, gathered_outside, reduced_outside),
@@ -359,7 +359,7 @@ class _UpdateCounter:
         workload = self.workload
         per_row = [cost.flops / workload.rows_per_micro_batch for cost in self.micro_batch]
         frozen = [count_pass(model, 1, workload.length, self.autocast).flops for model in self.frozen]
-        config = transformers_model(self.policy).config.get_text_config()
+        config = text_config(self.policy)
         head = 2 * config.hidden_size * config.vocab_size * workload.response_length
         trained_passes = 1 + workload.num_ppo_epochs * (4 if workload.recomputes else 3)
         rollout = per_row[0] + sum(frozen) + (1 + workload.has_reference) * head  # generation; the reference's head
@@ -390,7 +390,7 @@ class _UpdateCounter:
         casts = 0 if dtype is None else cast_bytes(model, dtype)
         with in_eval_mode(model):  # nothing is recomputed
             whole = self._count_pass(model)
-        block = whole.saved_bytes // transformers_model(model).config.get_text_config().num_hidden_layers
+        block = whole.saved_bytes // text_config(model).num_hidden_layers
         return cost.saved_bytes + max(head, casts, block), cost.saved_bytes + block
 
     def _head_bytes(self) -> int:
@@ -400,7 +400,8 @@ class _UpdateCounter:
         stored = in_passes or weight.dtype
         in_float32 = is_in_float32(output_layer(self.policy))
         dtype = torch.float32 if in_float32 else in_passes or workload.dtype or weight.dtype
-        num_tokens, vocabulary = workload.rows_per_micro_batch * workload.response_length, _vocabulary(self.policy)
+        num_tokens = workload.rows_per_micro_batch * workload.response_length
+        vocabulary = text_config(self.policy).vocab_size
         most = max_chunk_elements(weight)
         logits = min(most, num_tokens * vocabulary) * (6 if dtype.itemsize == 2 else 4)
         on_cpu = weight.device.type == "cpu"
@@ -445,10 +446,6 @@ class _UpdateCounter:
         outer = outside_blocks(self.policy, self.value_model)
         outside, generating = stored_bytes(outer, dtype), stored_bytes(policy | outer, dtype)
         return generating + outside + passes * (whole - outside + frozen), 2 * whole - outside
-
-
-def _vocabulary(policy: nn.Module) -> int:
-    return transformers_model(policy).config.get_text_config().vocab_size
 
 
 # ---- Counting without storage ----
@@ -535,7 +532,14 @@ def count_cache_bytes(
     with in_eval_mode(body), NoStorage(allow_non_fake_inputs=True), autocast():
         output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
         dtype = autocast_dtype(device)
-    return _cache_bytes(getattr(output, "past_key_values", None), dtype)
+    layers = getattr(getattr(output, "past_key_values", None), "layers", ())
+    tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    storages: dict[int, int] = {}
+    for value in tensors:
+        if value.is_floating_point():
+            storage = value.untyped_storage()
+            storages[storage._cdata] = storage.nbytes() // value.itemsize * _type_in(value, dtype).itemsize
+    return sum(storages.values())
 
 
 def _run(body: nn.Module, state: dict[str, Tensor], rows: int, length: int, use_cache: bool) -> Any:
@@ -622,15 +626,3 @@ def copy_without_storage(model: nn.Module, kept: Iterable[Tensor]) -> nn.Module:
 def _without_storage(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     shape = getattr(value, "ds_shape", value.shape)
     return torch.empty(shape, dtype=_type_in(value, dtype), device=value.device, requires_grad=value.requires_grad)
-
-
-def _cache_bytes(cache: Any, dtype: torch.dtype | None) -> int:
-    storages = {
-        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
-        // value.dtype.itemsize
-        * _type_in(value, dtype).itemsize
-        for layer in getattr(cache, "layers", ())
-        for value in vars(layer).values()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
-    return sum(storages.values())

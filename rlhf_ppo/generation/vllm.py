@@ -20,8 +20,7 @@ from rlhf_ppo.config.redaction import hide_secrets, redact_url, redact_urls, sec
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base
-from rlhf_ppo.models.capabilities import vocab_size
-from rlhf_ppo.models.unwrapping import multiplied_dtype
+from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
 from rlhf_ppo.processes.distributed import (
     get_logger,
     isolated_rng,
@@ -320,7 +319,7 @@ class VLLMEngine:
         # Only these tokens end a row, not the EOS that vLLM would add.
         self.vllm.max_completion_length, _ = length_and_filling(config)
         self.vllm.generation_kwargs |= {"ignore_eos": True, "stop_token_ids": stop_tokens(config)}
-        self._suppress([token for token in config.suppress_tokens or [] if token < vocab_size(policy)])
+        self._suppress([token for token in config.suppress_tokens or [] if token < text_config(policy).vocab_size])
         with self._failing_together(), self._same_random_numbers():
             with interruptible() if self.can_be_left else nullcontext():
                 _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)

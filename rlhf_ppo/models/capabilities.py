@@ -99,14 +99,9 @@ class Vocabulary:
         return list(range(self.size, self.num_logits)) or None
 
 
-def vocab_size(model: nn.Module) -> int:
-    """Return the number of token ids that a model embeds."""
-    return transformers_model(model).config.get_text_config().vocab_size
-
-
 def vocabulary_of(policy: nn.Module) -> Vocabulary:
     """Return the token ids that a policy embeds."""
-    return Vocabulary(vocab_size(policy), "the policy", vocab_size(policy))
+    return Vocabulary(text_config(policy).vocab_size, "the policy", text_config(policy).vocab_size)
 
 
 def shared_vocabulary(
@@ -129,9 +124,10 @@ def shared_vocabulary(
         ValueError: A model cannot read an id of the tokenizer, or the stop token would never be sampled.
     """
     policy = vocabulary_of(models["model"])
-    sizes = {"the policy": policy.size} | {name: vocab_size(each) for name, each in models.items() if name != "model"}
-    if reference is not None:
-        sizes["ref_model"] = vocab_size(reference)
+    sizes = {"the policy": policy.size}
+    for name, model in {**models, "ref_model": reference}.items():
+        if model is not None and name != "model":
+            sizes[name] = text_config(model).vocab_size
     largest = max(token_id for token_id in tokenizer.get_vocab().values() if token_id != pad)
     if pad >= policy.size:
         logger.info(f"The PAD token {pad} lies outside the policy's vocabulary; it is masked and never embedded.")

@@ -41,16 +41,6 @@ def test_mean_var_and_whitening_equal_the_loop(seed):
     np.testing.assert_allclose(masked_whiten(*tensors, shift_mean=False).numpy(), kept, atol=1e-5)
 
 
-def test_literal_statistics():
-    # Kept: 1, 3, 5, 7. Mean 4, squares 9 + 1 + 1 + 9 = 20, over 3 rather than 4: 6.6666667, root 2.5819889.
-    values = torch.tensor([[1.0, 3.0, 5.0], [7.0, NAN, INF]])
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    assert masked_mean(values, mask).item() == 4.0
-    assert masked_var(values, mask).item() == pytest.approx(6.6666667, abs=1e-6)
-    whitened = torch.tensor([[-1.1618950, -0.3872983, 0.3872983], [1.1618950, 0.0, 0.0]])
-    torch.testing.assert_close(masked_whiten(values, mask), whitened, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.07, 0.2, 0.5, 0.99])
 def test_the_lowest_share_of_all_ranks_tokens(share):
     parts = [ragged(seed, rows=3, length=length) for seed, length in ((1, 7), (2, 4))]

@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.processes.distributed import upcoming_seed
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run
@@ -155,16 +154,6 @@ def test_a_resumed_run_is_the_same(make_trainer: Any, tmp_path: Any, opponent: s
     resumed = make_trainer(reward_funcs=Watching(opponent), **arguments)
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(whole))
-
-
-def test_a_seed_that_takes_no_number() -> None:
-    torch.manual_seed(1)
-    seeds = [upcoming_seed("a"), upcoming_seed("a"), upcoming_seed("b")]
-    assert seeds[0] == seeds[1] != seeds[2] and all(0 <= seed < 2**32 for seed in seeds)
-    drawn = torch.rand(3)
-    assert upcoming_seed("a") != seeds[0]
-    torch.manual_seed(1)
-    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_without_a_comparison_nothing_is_generated_twice(make_trainer: Any) -> None:

@@ -20,8 +20,9 @@ from rlhf_ppo.generation.continuous import ContinuousEngine, cache_for
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
+from tests import oracles
 from tests.conftest import tiny_policy
-from tests.generation.test_transformers_engine import prompts, scripted_policy
+from tests.generation.test_transformers_engine import filtered, prompts, scripted_policy
 
 MakeArgs = Callable[..., PPOConfig]
 
@@ -106,7 +107,8 @@ def test_tokens_and_logprobs_are_of_the_distribution_asked_for(make_args: MakeAr
     args = make_args(response_length=1, **{"temperature": 1.0, **asked})
     with torch.no_grad():
         logits = policy(torch.tensor([prompt])).logits[0, -1].double().numpy()
-    expected = _distribution(logits, args)
+    probabilities = np.exp(oracles.log_softmax(logits / args.temperature))
+    expected = filtered(probabilities, args.top_k, args.top_p, args.min_p)
 
     sampled = sample(policy, prompts(*[prompt] * 600), sampling_config(args, stop_token_id=None), max_rows=600)
     ids, logprobs = sampled.ids[:, 0].numpy(), _logprobs(sampled)[:, 0].numpy()
@@ -114,24 +116,6 @@ def test_tokens_and_logprobs_are_of_the_distribution_asked_for(make_args: MakeAr
     np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=1e-5)
     frequencies = np.bincount(ids, minlength=32) / 600
     assert np.abs(frequencies - expected).max() < 4 * 0.5 / np.sqrt(600)  # four standard deviations at the most
-
-
-def _distribution(logits: np.ndarray, args: PPOConfig) -> np.ndarray:
-    def softmax(values: np.ndarray) -> np.ndarray:
-        weights = np.exp(values - values.max())
-        return weights / weights.sum()
-
-    probabilities = softmax(logits / args.temperature)
-    order = np.argsort(-probabilities)
-    kept = np.ones(32, dtype=bool)
-    if args.top_k:
-        kept[order[args.top_k :]] = False
-    if args.top_p < 1:
-        before = np.cumsum(probabilities[order]) - probabilities[order]
-        kept[order[before >= args.top_p]] = False
-    if args.min_p is not None:
-        kept &= probabilities >= args.min_p * probabilities.max()
-    return np.where(kept, probabilities, 0) / probabilities[kept].sum()
 
 
 @pytest.mark.parametrize("make_policy", [tiny_policy, adapted_policy])
@@ -153,13 +137,6 @@ def test_it_computes_in_the_type_that_it_is_given(make_args: MakeArgs, make_poli
         weight.data = weight.data.to(torch.bfloat16)
     expected = sample(policy, prompts(*RAGGED), config)
     assert sampled.ids.tolist() == expected.ids.tolist() and torch.equal(_logprobs(sampled), _logprobs(expected))
-
-
-def test_each_call_reads_the_weights_as_they_are(make_args: MakeArgs) -> None:
-    policy, config = scripted_policy({}), greedy_config(make_args(response_length=3), stop_token_id=None)
-    assert sample(policy, prompts([4]), config).ids.tolist() == [[5, 6, 7]]
-    policy.lm_head.weight.data = policy.lm_head.weight.data.roll(1, dims=0)
-    assert sample(policy, prompts([4]), config).ids.tolist() == [[6, 8, 10]]
 
 
 OWN = {"repetition_penalty": 1.5, "eos_token_id": [1, 5], "suppress_tokens": [3, 4], "top_k": 3, "max_length": 4}

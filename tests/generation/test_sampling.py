@@ -26,15 +26,6 @@ from tests.conftest import needs_continuous, prompt_rows, tiny_policy
 from tests.generation.test_dropping import greedy
 from tests.runs import QUICK
 
-SAMPLINGS = {
-    "plain": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
-    "temperature": {"temperature": 0.6, "top_k": 0, "top_p": 1.0},
-    "top_k": {"temperature": 1.0, "top_k": 3, "top_p": 1.0},
-    "top_p": {"temperature": 1.0, "top_k": 0, "top_p": 0.7},
-    "min_p": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.2},
-    "all": {"temperature": 1.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
-}
-
 
 def with_uniform(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, value))
@@ -57,25 +48,6 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_row_has_a_number_of_its_own() -> None:
     torch.manual_seed(0)
     assert len(set(drawn(torch.zeros(64, 4096)).tolist())) > 55
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_frequencies_are_those_of_generate(sampling: dict[str, float]) -> None:
-    """Of 40000 draws; the processors of `generate` itself say which probabilities."""
-    config = GenerationConfig(do_sample=True, **sampling)
-    model = tiny_policy()
-    theirs = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
-    greedy, ours = sampling_processors(config, torch.device("cpu"))
-    assert greedy.do_sample is False and config.do_sample is True
-    torch.manual_seed(1)
-    logits = torch.randn(1, 12) * 2
-    probabilities = theirs(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(dim=-1)[0].double()
-    num_draws = 40000
-    tokens = ours(torch.zeros(num_draws, 1, dtype=torch.long), logits.repeat(num_draws, 1)).argmax(dim=1)
-    counts = tokens.bincount(minlength=12).double()
-    assert (counts[probabilities == 0] == 0).all()
-    spread = (num_draws * probabilities * (1 - probabilities)).sqrt()
-    assert ((counts - num_draws * probabilities).abs() <= 4.5 * spread).all()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +101,7 @@ def test_top_p_by_hand() -> None:
     for top_p, expected in {0.9: [1, 1, 1, 1], 0.875: [0, 1, 1, 1], 0.75: [0, 1, 0, 1], 0.5: [0, 1, 0, 0]}.items():
         kept = IntegerTopP(top_p)(None, logits)
         assert torch.equal(kept, logits.masked_fill(torch.tensor([expected]) == 0, gone)), top_p
-    assert IntegerTopP(1e-9)(None, logits).isfinite().tolist() == [[False, True, False, False]]
+    assert IntegerTopP(0.0)(None, logits).isfinite().tolist() == [[False, True, False, False]]
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -164,12 +136,6 @@ def test_an_update_runs_nothing_that_a_gpu_refuses(
     with DeterministicCUDA() as mode:
         trainer.train()
     assert trainer.state.global_step == 1 and mode.num_operations > 1000
-
-
-def test_the_likeliest_stays_however_little_is_to_stay() -> None:
-    scores = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
-    kept = IntegerTopP(0.0)(None, scores).isfinite()
-    assert kept.tolist() == [[False, True, False], [False, False, True]]
 
 
 # ---- Non-finite logits ----

@@ -18,7 +18,7 @@ from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from tests.conftest import make_tokenizer, tiny_policy
-from tests.generation.test_transformers_engine import count_calls, prompts, scripted_policy
+from tests.generation.test_transformers_engine import prompts, scripted_policy
 from tests.runs import record_rollouts
 
 MakeArgs = Callable[..., PPOConfig]
@@ -200,18 +200,6 @@ def test_published_tokenizers(name: str, shared_data: Any) -> None:
 
 
 # ---- In generate ----
-
-
-def test_generation_ends_when_every_row_has(make_args: MakeArgs) -> None:
-    policy = scripted_policy({})
-    calls = count_calls(policy)
-    stop = StopStrings(make_tokenizer(), ("w8 w9",))  # ids 11 and 12
-    config = sampling_config(make_args(response_length=20), stop_token_id=None)
-    given_prompts = prompts([9], [7], [3, 8])
-    sampled = sample_responses(policy, given_prompts, config, 64, stop)
-    assert sampled.shape == (3, 5) and len(calls) == 5
-    joined = join_responses(given_prompts, sampled, None, 0, stop)
-    assert joined.responses.tolist() == [[10, 11, 12, 0, 0], [8, 9, 10, 11, 12], [9, 10, 11, 12, 0]]
 
 
 @pytest.mark.parametrize("prompt", [[11, 12], [12, 11], [5, 11]], ids=["whole", "backwards", "its beginning"])

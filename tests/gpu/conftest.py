@@ -62,13 +62,14 @@ def missing(item: pytest.Item, there: set[str]) -> list[str]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(session: Any, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip each test for the first thing that it lacks; these are whole runs, which `make check` leaves out."""
-    session.of_gpu = [item for item in items if "gpu" in item.path.parts]  # before `-m` chooses
     here = found()
     if os.environ.get("REQUIRE_GPU") == "1" and "cuda" not in here:
         raise pytest.UsageError("REQUIRE_GPU=1, but torch finds no GPU")
-    for item in session.of_gpu:
+    for item in items:
+        if "gpu" not in item.path.parts:
+            continue
         item.add_marker(pytest.mark.thorough)
         if lacks := missing(item, here):
             item.add_marker(pytest.mark.skip(reason=REASONS[lacks[0]]))

@@ -106,14 +106,6 @@ def test_an_unknown_change_of_the_logits_is_an_error(name: str, monkeypatch: pyt
         check_logits(model)
 
 
-def test_check_logits_leaves_the_mode_as_it_was() -> None:
-    model = tiny_policy()
-    for training in (True, False):
-        model.train(training)
-        check_logits(model)
-        assert model.training is training
-
-
 @pytest.mark.parametrize("on_head", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
 def test_adapters_count_on_the_head_too(on_head: dict[str, Any]) -> None:
     """A LoRA layer around, or a trainable copy of, the language-model head."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models.adapters import adds_nothing
-from rlhf_ppo.models.frozen import INITIAL_ADAPTER, Reference, make_reference
+from rlhf_ppo.models.frozen import Reference, make_reference
 from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from tests.conftest import tiny_policy, tiny_scorer
@@ -51,23 +51,6 @@ def move(model: nn.Module) -> None:
             parameter.data += 0.1
 
 
-def storages(model: nn.Module) -> set[int]:
-    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-
-def test_a_full_model_is_compared_with_a_frozen_copy_of_its_own() -> None:
-    policy = tiny_policy()
-    before = logprobs(policy)
-    reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
-    assert reference.model is not None and not reference.model.model.training
-    assert not any(parameter.requires_grad for parameter in reference.model.parameters())
-    assert not storages(reference.model) & storages(policy)
-    assert all(parameter.requires_grad for parameter in policy.parameters())
-    move(policy)
-    assert torch.equal(reference_logprobs(reference, policy), before)
-    assert not torch.equal(logprobs(policy), before)
-
-
 def test_the_users_reference_is_frozen_without_dropout() -> None:
     policy, given = tiny_policy(), tiny_policy(seed=5, attention_dropout=0.5)
     reference = make_reference(policy, given, None, adapter_is_new=False, temperature=1.0)
@@ -82,35 +65,6 @@ def test_the_temperature_is_that_of_sampling() -> None:
     with torch.no_grad(), reference.forward(nn.Identity(), nn.Identity()) as forward:
         ours = forward(IDS, MASK, MASK[:, 3:])[0]
         assert torch.equal(ours, response_logprobs(tiny_policy(), IDS, MASK, MASK[:, 3:], 0.5).logprobs)
-
-
-def test_a_new_adapter_is_compared_with_the_bare_base() -> None:
-    base = tiny_policy()
-    before = logprobs(base)
-    policy = get_peft_model(base, lora())
-    reference = make_reference(policy, None, None, adapter_is_new=True, temperature=1.0)
-    assert reference.model is None
-    move(policy)
-    assert not torch.equal(logprobs(policy), before)
-    assert torch.equal(reference_logprobs(reference, policy), before)
-    assert not torch.equal(logprobs(policy), before), "the adapter is on again"
-
-
-def test_a_trained_adapter_is_compared_with_a_frozen_copy_of_itself() -> None:
-    policy = trained_adapter()
-    before, bare = logprobs(policy), reference_logprobs(Reference(None), policy)
-    assert (before - bare).abs().max() > 0.01
-    trainable = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
-    reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
-    assert reference.adapter_name == INITIAL_ADAPTER
-    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
-    assert torch.equal(reference_logprobs(reference, policy), before)
-    assert torch.equal(logprobs(policy), before)
-    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
-    move(policy)
-    assert not torch.equal(logprobs(policy), before)
-    assert torch.equal(reference_logprobs(reference, policy), before)
-    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trainable
 
 
 def test_where_the_adapter_trains_biases_of_the_base_the_whole_policy_is_copied(caplog: Any) -> None:
@@ -140,18 +94,6 @@ def test_a_reference_that_would_be_trained_along_is_an_error() -> None:
         make_reference(policy, None, "default", adapter_is_new=False, temperature=1.0)
     with pytest.raises(ValueError, match=r"ref_model holds parameters that the policy trains .*lora_A"):
         make_reference(policy, policy.get_base_model(), None, adapter_is_new=False, temperature=1.0)
-
-
-def test_the_named_adapter_is_the_reference() -> None:
-    policy = trained_adapter()
-    before = logprobs(policy)
-    policy.add_adapter("other", lora(init_lora_weights=False))
-    policy.set_adapter("other")
-    other = logprobs(policy)
-    policy.set_adapter("default")
-    reference = make_reference(policy, None, "other", adapter_is_new=False, temperature=1.0)
-    assert torch.equal(reference_logprobs(reference, policy), other)
-    assert torch.equal(logprobs(policy), before) and not torch.equal(before, other)
 
 
 def test_the_policy_is_itself_again_after_an_error_inside() -> None:

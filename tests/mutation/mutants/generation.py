@@ -19,7 +19,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("right=True)", "right=False)"),
         ("torch.minimum(drawn, total.nextafter(total * 0))", "drawn"),
     ],
-    ("sampling.py", "tests/generation/test_sampling.py::test_the_likeliest_stays_however_little_is_to_stay"): [
+    ("sampling.py", "tests/generation/test_sampling.py::test_top_p_by_hand"): [
         ("is_unlikely[:, -1] = False", "pass"),
     ],
     ("sampling.py", "tests/generation/test_sampling.py::test_what_stays_is_what_transformers_keeps"): [
