@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.training import episodes
 from tests.agents.chat import ppo_config
 from tests.agents.games import Game, Scored, reached
-from tests.agents.test_resume import outcome, player, tokenizer_of_words
+from tests.agents.test_resume import OPTIONS, Learning, outcome, player, tokenizer_of_words
 from tests.runs import assert_identical
 
 pytestmark = pytest.mark.slow
-
-
-class Learning(TrainerCallback):
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        reached("learn")
 
 
 def train(folder: str, engine: str, isolation: str, kill: str | None, resume: bool, report: str) -> None:
@@ -40,13 +34,11 @@ def train(folder: str, engine: str, isolation: str, kill: str | None, resume: bo
 
     episodes.sample_with = sampling
     options = {
-        **{"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 1, "response_length": 24},
-        **{"num_ppo_epochs": 2, "num_mini_batches": 2, "learning_rate": 0.01, "save_strategy": "steps"},
-        **{"save_steps": 1, "gae_level": "turn", "overwrite_output_dir": not resume, "generation_engine": engine},
-        **{"tool_isolation": isolation, "resume_from_checkpoint": resume},
+        **{"overwrite_output_dir": not resume, "resume_from_checkpoint": resume},
+        **{"generation_engine": engine, "tool_isolation": isolation},
     }
     trainer = PPOTrainer(
-        ppo_config(folder, **options), tokenizer_of_words(), player(), callbacks=[Learning()],
+        ppo_config(folder, **OPTIONS, **options), tokenizer_of_words(), player(), callbacks=[Learning()],
         environment_factory=functools.partial(Scored, Game, None, None, "Invalid action."),
     )  # fmt: skip
     trainer.train()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.processes.signals import RunStopped
 from tests.agents.chat import ppo_config
+from tests.agents.games import Game, reached
 from tests.runs import assert_identical, history, parameters
 
 WORDS = ["<pad>", "</s>", "a", "b", "c", "d", *map(str, range(10))]
@@ -38,84 +38,39 @@ def player() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=512, **sizes, **ends))
 
 
-class Kill:
-    """Sends SIGTERM once, at the n-th time that a phase is reached; a phase then lasts until the signal ends it."""
-
-    def __init__(self) -> None:
-        self.phase, self.at, self.seen = "", 0, 0
-
-    def arm(self, phase: str, at: int) -> None:
-        self.phase, self.at, self.seen = phase, at, 0
-
-    def __call__(self, phase: str, waits: bool = True) -> None:
-        if phase != self.phase:
-            return
-        self.seen += 1
-        if self.seen == self.at:
-            self.phase = ""
-            os.kill(os.getpid(), signal.SIGTERM)
-            if waits:
-                time.sleep(20)
-
-
-KILL = Kill()
-
-
-class Game:
-    """A game of the Gymnasium kind that depends on its seed and the moves alone."""
-
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        KILL("reset")
-        self.dice, self.moves = random.Random(seed), 0
-        return str(self.dice.randrange(10)), {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        KILL("tool")
-        self.moves += 1
-        done = self.dice.random() < 0.3
-        return str(self.dice.randrange(10)), float("a" in action) + self.dice.random(), done, self.moves == 4, {}
-
-
 class Engine:
-    """transformers' `generate`, which a signal ends in the second turn of a rollout."""
+    """transformers' `generate`, which a signal may end."""
 
     reads_sharded = False
     called = "the test's engine"
 
-    def __init__(self) -> None:
-        self.inner, self.turn = TransformersEngine(lambda: 8), 0
-
     def sample(self, policy: Any, prompts: Any, config: Any) -> Sampled:
-        KILL("generate", waits=False)
-        return self.inner.sample(policy, prompts, config)
+        reached("generate")
+        return TransformersEngine(lambda: 8).sample(policy, prompts, config)
 
     def policy_changed(self) -> None: ...
 
 
 class Learning(TrainerCallback):
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        KILL("learn", waits=False)
+        reached("learn")
 
 
 def reward(completions: Any, **kwargs: Any) -> list[float]:
-    KILL("reward")
+    reached("reward")
     return [len(text) / 50 for text in completions]
 
 
-def trainer(directory: Path, **options: Any) -> Any:
-    usual = {
-        **{"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 1, "response_length": 24},
-        **{
-            "num_ppo_epochs": 2,
-            "num_mini_batches": 2,
-            "learning_rate": 0.01,
-            "save_strategy": "steps",
-            "save_steps": 1,
-        },
-        **{"gae_level": "turn", "overwrite_output_dir": not options.get("resume_from_checkpoint", False)},
-    }
+OPTIONS = {
+    **{"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 1, "response_length": 24},
+    **{"num_ppo_epochs": 2, "num_mini_batches": 2, "learning_rate": 0.01, "gae_level": "turn"},
+    **{"save_strategy": "steps", "save_steps": 1},
+}
+
+
+def trainer(directory: Path, resume: bool = False) -> Any:
     return PPOTrainer(
-        ppo_config(directory, **(usual | options)),
+        ppo_config(directory, **OPTIONS, resume_from_checkpoint=resume, overwrite_output_dir=not resume),
         tokenizer_of_words(),
         player(),
         reward_funcs=[reward],
@@ -139,15 +94,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("phase", "at"), [("generate", 6), ("tool", 30), ("reset", 12), ("reward", 2), ("learn", 6)])
 def test_a_signal_gives_the_rollout_up_and_the_resumed_run_is_the_undisturbed_one(
-    tmp_path: Path, undisturbed: dict[str, Any], phase: str, at: int
+    tmp_path: Path, undisturbed: dict[str, Any], phase: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    KILL.arm(phase, at)
+    count = tmp_path / "count"
+    monkeypatch.setenv("KILL", f"{phase} {at} {int(signal.SIGTERM)} {os.getpid()} {count}")
     start = time.monotonic()
     with pytest.raises(RunStopped):
         trainer(tmp_path / "run").train()
-    assert KILL.phase == "" and time.monotonic() - start < 15
+    assert count.stat().st_size >= at and time.monotonic() - start < 15
 
-    resumed = trainer(tmp_path / "run", resume_from_checkpoint=True)
+    monkeypatch.delenv("KILL")
+    resumed = trainer(tmp_path / "run", resume=True)
     resumed.train()
     assert_identical(outcome(resumed), undisturbed)
 

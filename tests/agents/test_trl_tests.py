@@ -142,25 +142,6 @@ def test_training_with_tools(run: Run, tool: Any) -> None:
     assert sum(not all(written) for _, _, written in seen.rows) == 2
 
 
-def test_tools_column_names_and_answers_are_those_of_the_conversation(run: Run) -> None:
-    seen = run([write(("multiply", {"a": 3, "b": 4})), DONE], tools=[multiply], train_dataset=data({}, {}))
-    answer = seen.rewarded[0]["completions"][0][1]
-    assert answer == {"role": "tool", "name": "multiply", "content": "12"}
-
-
-def test_tools_that_are_called_wrongly_end_nothing(run: Run) -> None:
-    """No JSON between the marks: the turn is plain text."""
-    seen = run(["<tool_call>\n{multiply\n</tool_call><|im_end|>", DONE], tools=[multiply], train_dataset=data({}, {}))
-    assert seen.metrics["tools/call_frequency"] == 0 and len(seen.rewarded[0]["completions"][0]) == 1
-
-
-def test_tools_stop_after_max_tool_calling_iterations(run: Run) -> None:
-    call = write(("multiply", {"a": 3, "b": 4}))
-    options = {"max_tool_calling_iterations": 2}
-    seen = run([call], options, tools=[multiply], train_dataset=data({}, {}))
-    assert seen.metrics["tools/call_frequency"] == 2 and len(seen.rewarded[0]["completions"][0]) == 5
-
-
 def test_tools_that_answer_with_an_image_are_refused(tmp_path: Any) -> None:
     """TRL passes images on to models that see; there are no such policies here."""
 
@@ -256,19 +237,6 @@ def test_environment_owns_the_reward(run: Run, factory: type[Counter]) -> None:
     seen = run(by_row(first, [DONE] * 3), THREE, **given)
 
     assert seen.metrics[f"rewards/{factory.__name__}/mean"] == 2.0 and seen.metrics["grad_norm"] > 0
-
-
-def test_environment_by_column(run: Run) -> None:
-    given = {"environment_factory": {"plain": Counter, "scored": Scored}, "max_steps": 2}
-    rows = data({"environment": "plain", "start": 1}, {"environment": "scored", "start": 2})
-    seen = run([DONE], {"max_steps": given.pop("max_steps")}, train_dataset=rows, **given)
-    texts = {str(chat_tokenizer().decode(prompt)).split("Q")[-1].split("<")[0] for prompt, _, _ in seen.rows}
-    assert texts == {"At 1.", "At 2."}
-
-
-def test_environment_makes_its_own_tasks(run: Run) -> None:
-    seen = run([DONE], {"max_steps": 1}, environment_factory=Scored, train_dataset=None)
-    assert "user\nAt 0." in chat_tokenizer().decode(seen.rows[0][0])
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {

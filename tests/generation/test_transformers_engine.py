@@ -71,28 +71,22 @@ def sample(
 # ---- When it stops ----
 
 
-def test_it_stops_when_every_row_has(make_args: MakeArgs) -> None:
+@pytest.mark.parametrize(
+    ("rows", "stop", "length", "expected"),
+    [
+        ([[10], [7], [3, 9]], 12, 20, [[11, 12, 12, 12, 12], [8, 9, 10, 11, 12], [10, 11, 12, 12, 12]]),
+        ([[29], [30]], 0, 6, [[30, 31, 0], [31, 0, 0]]),
+        ([[0], [2]], None, 4, [[1, 2, 3, 4], [3, 4, 5, 6]]),  # past EOS, id 1
+    ],
+)
+def test_it_stops_when_every_row_has(
+    rows: list[list[int]], stop: int | None, length: int, expected: list[list[int]], make_args: MakeArgs
+) -> None:
     policy = scripted_policy({})
     calls = count_calls(policy)
-    config = sampling_config(make_args(response_length=20), stop_token_id=12)
-    responses = sample(policy, prompts([10], [7], [3, 9]), config)
-    assert responses[:, :5].tolist() == [[11, 12, 12, 12, 12], [8, 9, 10, 11, 12], [10, 11, 12, 12, 12]]
-    assert responses.shape == (3, 5) and len(calls) == 5
-
-
-def test_the_length_limit_and_no_stop_token(make_args: MakeArgs) -> None:
-    policy = scripted_policy({})
-    calls = count_calls(policy)
-    config = sampling_config(make_args(response_length=4), stop_token_id=None)
-    assert sample(policy, prompts([0], [2]), config).tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]  # past EOS, id 1
-    assert len(calls) == 4
-
-
-def test_a_stop_token_of_id_0(make_args: MakeArgs) -> None:
-    config = sampling_config(make_args(response_length=6), stop_token_id=0)
-    responses = sample(scripted_policy({}), prompts([29], [30]), config)
-    assert responses.shape == (2, 3) and responses[:, :2].tolist() == [[30, 31], [31, 0]]
-    assert responses[0, 2] == 0
+    config = sampling_config(make_args(response_length=length), stop_token_id=stop)
+    assert sample(policy, prompts(*rows), config).tolist() == expected
+    assert len(calls) == len(expected[0])
 
 
 def test_parts_are_generated_apart_and_padded_to_one_width(make_args: MakeArgs) -> None:

@@ -19,7 +19,7 @@ from rlhf_ppo.models import logprobs
 from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
 from rlhf_ppo.models.logprobs import head_layers, response_logprobs, token_logprobs
 from tests.conftest import tiny_policy
-from tests.models.test_logprobs import LargestOutput, ragged_batch, tiny_model
+from tests.models.test_logprobs import ragged_batch, tiny_model
 
 TOKENS, WIDTH, VOCABULARY, RANK = 13, 8, 40, 3
 
@@ -156,24 +156,6 @@ def test_autocast_reaches_the_head_as_it_reaches_a_called_one() -> None:
         called = response_logprobs(model, *batch, 0.7).logprobs
     assert (called - response_logprobs(model, *batch, 0.7).logprobs).abs().max() > 1e-4
     assert_allclose(ours.detach(), called.detach(), rtol=0, atol=1e-5)
-
-
-# ---- Memory ----
-
-
-@pytest.mark.parametrize("learn", [False, True], ids=["rollout", "learning"])
-def test_no_tensor_is_larger_than_one_chunk(learn: bool) -> None:
-    num_tokens, vocabulary, chunk = 64, 512, 8
-    states = torch.randn(num_tokens, 4, requires_grad=learn)
-    weight = torch.randn(vocabulary, 4, requires_grad=learn)
-    targets = torch.randint(vocabulary, (num_tokens,))
-    with LargestOutput() as largest:
-        values, entropy = fused_logprobs(
-            HeadFactors((states,), (weight,), None), targets, LogitScaling(temperature=0.7), chunk * vocabulary
-        )
-        if learn:
-            (values + entropy).sum().backward()
-    assert largest.numel == chunk * vocabulary, largest.operation
 
 
 # ---- Which heads are taken apart ----

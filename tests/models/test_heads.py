@@ -32,11 +32,9 @@ from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.models.logprobs import token_logprobs
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import output_layer
-from tests import oracles
 from tests.conftest import needs_continuous, tiny_policy, tiny_scorer
 from tests.generation.test_dropping import greedy
 from tests.models.architectures import tiny_model
-from tests.oracles import Llama
 from tests.runs import QUICK, history, parameters, record_rollouts
 
 CAUSAL = ["llama", "gpt2", "gpt_neox", "opt", "bloom", "gemma2", "qwen2", "mistral", "phi3"]
@@ -89,17 +87,6 @@ def test_the_head_computes_in_float32_whatever_the_layers_below_compute_in() -> 
     expected = (states.float() @ model.score.weight.T)[..., 0]
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(scores, torch.stack([expected[0, 5], expected[1, 5], expected[2, 4]]))
-
-
-def test_values_and_scores_of_llama_equal_numpy() -> None:
-    model, (ids, mask) = tiny_scorer(), ragged_batch()
-    llama, weights = Llama.of(model.config), oracles.weights_of(model)
-    scores, values = last_token_score(model, ids, mask), token_values(model, ids, mask, last=6).values
-    for row in range(3):
-        tokens = ids[row][mask[row]].tolist()
-        exact = (llama.states(weights, tokens) @ weights["score.weight"].T)[:, 0]
-        assert_allclose(values[row][mask[row]].detach(), exact, rtol=1e-5, atol=1e-5)
-        assert_allclose(scores[row].detach(), exact[-1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", POOLING)

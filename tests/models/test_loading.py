@@ -79,13 +79,6 @@ def test_an_adapters_directory_gives_the_adapted_policy(tmp_path: Path) -> None:
     assert not torch.allclose(states(loaded), states(tiny_policy()), atol=1e-2)
 
 
-def test_a_scalar_model_comes_back_with_its_head(tmp_path: Path) -> None:
-    scorer = tiny_scorer()
-    scorer.save_pretrained(tmp_path)
-    loaded = load_reward_model(tmp_path, "reward_model")
-    assert torch.equal(last_token_score(loaded, IDS, MASK), last_token_score(scorer, IDS, MASK))
-
-
 def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_path: Path) -> None:
     """`num_labels` is 2 in a configuration that says nothing about it."""
     tiny_policy().save_pretrained(tmp_path)
@@ -167,25 +160,12 @@ def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys(r
     check_value_model(value_model)
 
 
-def test_the_zero_head_learns() -> None:
-    value_model = make_value_model(tiny_policy(), None)
-    (token_values(value_model, IDS, MASK, last=4).values - 1).square().sum().backward()
-    assert value_model.score.weight.grad.any()
-
-
 def test_made_from_an_adapted_policy_it_has_the_adapter_merged() -> None:
     policy = adapted(tiny_policy(), TaskType.CAUSAL_LM)
     value_model = make_value_model(policy, None)
     assert torch.allclose(states(value_model), states(policy), atol=1e-5)
     assert not torch.allclose(states(value_model), states(tiny_policy()), atol=1e-2)
     assert isinstance(policy, PeftModel) and all(p.requires_grad for p in value_model.parameters())
-
-
-def test_made_from_gpt2_with_other_names() -> None:
-    policy = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
-    value_model = make_value_model(policy, None)
-    assert torch.equal(states(value_model), states(policy))
-    assert not token_values(value_model, IDS, MASK, last=10).values.any()
 
 
 def test_an_architecture_without_such_a_class_is_an_error() -> None:

@@ -17,7 +17,6 @@ from rlhf_ppo.models.unwrapping import (
     is_managed,
     is_peft_model,
     is_sharded,
-    probe_ids,
     transformers_model,
 )
 from tests.conftest import tiny_policy
@@ -105,7 +104,3 @@ def test_zero_3_gathers_where_its_hooks_are() -> None:
     assert not gathers_in_passes(model)
     hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
     assert gathers_in_passes(model)
-
-
-def test_probe_ids_fit_tiny_vocabularies() -> None:
-    assert probe_ids(tiny_policy(vocab_size=3, eos_token_id=1, bos_token_id=2)).tolist() == [[1, 2, 0]]

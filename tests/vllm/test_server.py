@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_ppo.generation import vllm
@@ -18,7 +17,6 @@ from tests.ports import free_port
 from tests.vllm.episodes import check_episodes
 from tests.vllm.launching import Server, launched, serving
 from tests.vllm.training import (
-    MOST,
     NEAR,
     differences,
     first_logs,
@@ -69,14 +67,6 @@ def test_lora_in_a_second_run_at_the_same_server(server: Server, saved: Path, tm
 def test_episodes_of_several_turns(server: Server, saved: Path, tmp_path: Path) -> None:
     address = {"vllm_server_base_url": server.url, "vllm_group_port": free_port()}
     assert check_episodes(saved, tmp_path, vllm_mode="server", **address, total_episodes=16)["several"] > 8
-
-
-def test_prompts_that_the_server_would_cut_the_responses_of(server: Server, saved: Path, tmp_path: Path) -> None:
-    rows = Dataset.from_list([{"input_ids": [5] * (60 if index % 2 else 10)} for index in range(16)])
-    with pytest.raises(
-        ValueError, match=rf"take 72 positions, but the vLLM server at {server.url} runs with --max-model-len {MOST}"
-    ):
-        make_served(server, saved, tmp_path, train_dataset=rows)
 
 
 @pytest.mark.parametrize(
