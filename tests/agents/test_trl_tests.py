@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from rlhf_ppo.environments.calls import EpisodeError
+from rlhf_ppo.environments.pool import EpisodeError
 from tests.agents.chat import Seen, chat_tokenizer, run_ours, run_trl, turn_text
 
 Run = Callable[..., Seen]
