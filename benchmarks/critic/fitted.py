@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -56,15 +57,16 @@ def train_run(task: Task, seed: int, folder: Path) -> None:
 
 def fit(task: Task, run: Path, updates: Sequence[int], folder: Path, options: Sequence[str]) -> None:
     """Fit a critic to the completions of some updates, from the language model before training."""
+    shutil.rmtree(folder, ignore_errors=True)
     kept = folder / "kept/completions"
-    kept.mkdir(parents=True, exist_ok=True)
+    kept.mkdir(parents=True)
     for file in (run / "completions").iterdir():
-        if int("".join(filter(str.isdigit, file.stem)) or 0) in updates and not (kept / file.name).exists():
+        if int("".join(filter(str.isdigit, file.stem)) or 0) in updates:
             (kept / file.name).symlink_to(file.resolve())
     words = ["--completions", str(folder / "kept"), "--model_name_or_path", str(task.policy), "--lam", "1"]
     words += ["--output_dir", str(folder / "critic"), "--per_device_train_batch_size", "128", "--save_strategy", "no"]
     words += ["--report_to", "none", "--use_cpu", "true", "--bf16", "false", "--gradient_checkpointing", "false"]
-    train_critic([*words, "--overwrite_output_dir", "true", "--disable_tqdm", "true", *options])
+    train_critic([*words, "--disable_tqdm", "true", *options])
 
 
 @torch.no_grad()

@@ -340,6 +340,13 @@ def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_control
     if found := unused_options(args, beside):
         logger.warning(f"Options that change nothing in this run: {'; '.join(found.values())}.")
     _warn_of_wide_clip_ranges(args, policy_loss)
+    alpha = args.length_adaptive_alpha
+    if alpha is not None and alpha * args.response_length <= 1:
+        logger.warning(
+            f"length_adaptive_alpha={alpha} makes lambda 0 for responses of up to {1 / alpha:.0f} tokens, and none is "
+            f"longer than response_length={args.response_length}: the policy learns from differences of neighbouring "
+            "values alone. Use a larger length_adaptive_alpha, or None."
+        )
 
 
 def _warn_of_wide_clip_ranges(args: PPOConfig, policy_loss: Any) -> None:

@@ -158,6 +158,14 @@ def test_wide_clip_ranges_of_gspo_are_kept_and_one_warning(
     assert trainer.args.cliprange == given.get("cliprange", 3e-4)
 
 
+@pytest.mark.parametrize(("length", "is_short"), [(20, True), (21, False)])
+def test_lambda_0_for_all_responses_is_a_warning(
+    length: int, is_short: bool, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(**QUICK | {"length_adaptive_alpha": 0.05, "response_length": length})
+    assert any("makes lambda 0 for responses of up to 20 tokens" in text for text in caplog.messages) == is_short
+
+
 # ---- What goes on from update to update ----
 
 
