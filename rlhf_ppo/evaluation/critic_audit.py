@@ -337,7 +337,8 @@ def findings(figures: Mapping[str, Estimate], std_of_values: float, std_of_retur
     elif not found and get("gain_over_prompt").high < 0:
         found.append("The critic is worse than the mean return of the prompt.")
     elif not found and get("gain_over_prompt").low <= 0:
-        found.append("The critic is not better than the mean return of the prompt.")
+        sure = "not better" if get("gain_over_prompt").value <= 0 else "not clearly better"
+        found.append(f"The critic is {sure} than the mean return of the prompt.")
     is_off = get("bias").low > 0 or get("bias").high < 0
     if abs(get("bias").value) > 0.5 * std_of_returns and is_off:
         error = f"{get('bias').value:+.3g}"

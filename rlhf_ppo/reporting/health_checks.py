@@ -511,7 +511,8 @@ def _critic(history: History, limits: HealthThresholds) -> str | None:
         return None
     return (
         f"the values explain {gain[0]:+.3g} more of the Monte Carlo returns' variance than the prompt's mean does "
-        f"(95% interval from {low[0]:.3g}); audit_critic() shows more"
+        f"(95% interval from {low[0]:.3g}); "
+        + ("audit more held-out prompts to be sure" if gain[0] > limits.critic_gain else "audit_critic() shows more")
     )
 
 
