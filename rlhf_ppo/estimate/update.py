@@ -22,6 +22,7 @@ from rlhf_ppo.models.fused import weight_gradient_dtype
 from rlhf_ppo.models.heads import Float32Linear, is_in_float32
 from rlhf_ppo.models.logprobs import max_chunk_elements
 from rlhf_ppo.models.unwrapping import (
+    CACHE,
     autocast_dtype,
     backbone,
     in_eval_mode,
@@ -532,7 +533,7 @@ def count_cache_bytes(
     with in_eval_mode(body), NoStorage(allow_non_fake_inputs=True), autocast():
         output = _run(body, _state_without_storage(body, stored), rows, length, use_cache=True)
         dtype = autocast_dtype(device)
-    layers = getattr(getattr(output, "past_key_values", None), "layers", ())
+    layers = getattr(getattr(output, CACHE, None), "layers", ())
     tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
     storages: dict[int, int] = {}
     for value in tensors:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rlhf_ppo.models.unwrapping import autocast_dtype
+from rlhf_ppo.models.unwrapping import CACHE, autocast_dtype
 
 
 def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
@@ -25,13 +25,13 @@ def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
     Returns:
         `{}` if there is no cache, or its rows cannot be separated.
     """
-    cache: Any = getattr(output, "past_key_values", None)
+    cache: Any = getattr(output, CACHE, None)
     layers = getattr(cache, "layers", [None])
     if not all(hasattr(layer, "reorder_cache") for layer in layers):
         return {}
     for layer in layers:
         layer.reorder_cache(rows)  # `batch_select_indices` forgets the states of convolutions and recurrences
-    return {"past_key_values": cache}
+    return {CACHE: cache}
 
 
 # ---- Preallocated ----
@@ -141,7 +141,7 @@ def preallocated_cache(model: Any, keeps_all: bool = False) -> dict[str, Any]:
             cache.layers[index] = PreallocatedLayer()
         elif type(layer) is DynamicSlidingWindowLayer:
             cache.layers[index] = PreallocatedLayer() if keeps_all else PreallocatedSlidingLayer(layer.sliding_window)
-    return {"past_key_values": cache}
+    return {CACHE: cache}
 
 
 def read_once(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
@@ -158,7 +158,7 @@ def read_once(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
     read = marked[:, :-1]
     if len(read) == len(ids) or not (read >= 0).any(dim=1).all():
         return
-    given = {"input_ids": read.clamp(min=0), "attention_mask": (read >= 0).long(), "past_key_values": cache}
+    given = {"input_ids": read.clamp(min=0), "attention_mask": (read >= 0).long(), CACHE: cache}
     model.generate(**given, generation_config=_READING)
     cache.reorder_cache(places)
 
@@ -225,13 +225,13 @@ class KeptCaches:
         given = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": _READING}
         output = model.generate(**given, **cache)
         of_rows = KeptCaches(self.kept, [self.names[place] for place in places])
-        of_rows.keep(rows, rows >= 0, output.past_key_values, output.sequences, mask[:, first:])
+        of_rows.keep(rows, rows >= 0, getattr(output, CACHE), output.sequences, mask[:, first:])
 
     def _taken(self, model: Any, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
         """Stack the first tokens' keys and values of rows, each from its start to `columns`."""
         given = preallocated_cache(model, keeps_all=True)
         rows = [self.kept.pop(self.names[place])[1] for place in places]
-        for index, layer in enumerate(given["past_key_values"].layers):
+        for index, layer in enumerate(given[CACHE].layers):
             layer.update(*(_stacked([row[index][part] for row in rows], starts, columns) for part in (0, 1)))
         return given
 

@@ -35,7 +35,14 @@ from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 from rlhf_ppo.models.capabilities import deviation, rounding
 from rlhf_ppo.models.logprobs import logits
 from rlhf_ppo.models.packing import hidden_states
-from rlhf_ppo.models.unwrapping import autocast_dtype, gathers_in_passes, in_eval_mode, text_config, transformers_model
+from rlhf_ppo.models.unwrapping import (
+    CACHE,
+    autocast_dtype,
+    gathers_in_passes,
+    in_eval_mode,
+    text_config,
+    transformers_model,
+)
 from rlhf_ppo.processes.distributed import preserve_rng
 from rlhf_ppo.processes.signals import raise_if_any_rank_stopped, raise_if_stopped
 
@@ -346,7 +353,7 @@ def generate_compacting(
     new_cache = (lambda: preallocated_cache(model)) if preallocates else dict
     check, cache = FiniteLogitsCheck(), new_cache() if kept is None else kept.cache(model, input_ids, attention_mask)
     if shares:
-        read_once(model, input_ids, attention_mask, cache["past_key_values"])
+        read_once(model, input_ids, attention_mask, cache[CACHE])
     while len(rows) and input_ids.shape[1] < longest:
         how.max_new_tokens = longest - input_ids.shape[1]
         most_left, none_yet = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows)), rows < 0
@@ -359,7 +366,7 @@ def generate_compacting(
         finished, sampled = check.check_beside(criterion.finished), output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
         if kept is not None:
-            kept.keep(rows, finished | (sampled.shape[1] >= longest), output.past_key_values, sampled, attention_mask)
+            kept.keep(rows, finished | (sampled.shape[1] >= longest), getattr(output, CACHE), sampled, attention_mask)
         left = sent((~finished).nonzero().squeeze(1), input_ids.device)
         attention_mask = nn.functional.pad(attention_mask, (0, sampled.shape[1] - input_ids.shape[1]), value=1)[left]
         rows, input_ids = rows[left], sampled[left]
@@ -421,7 +428,7 @@ def _continued_logits(policy: nn.Module, ids: Tensor, mask: Tensor, forced: Tens
     model, found, kept = transformers_model(policy), [], {}
     rows = KeptCaches(kept, [0, 1, 2])
     output = _generate(policy, ids, mask, forced[:, :1], **rows.cache(model, ids, mask.long()))
-    rows.keep(torch.arange(3), torch.ones(3, dtype=torch.bool), output.past_key_values, output.sequences, mask.long())
+    rows.keep(torch.arange(3), torch.ones(3, dtype=torch.bool), getattr(output, CACHE), output.sequences, mask.long())
     for names in ([0], [2, 1]):
         start = int((~mask[names[0]]).sum())
         context = torch.cat((ids[names, start:], forced[names, :-1]), dim=1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import ModelOutput
 
 from rlhf_ppo.models.node_memory import copy_once
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, TrainingArguments
     from typing_extensions import TypeIs
+
+
+CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
+"""Name of the key-value cache in arguments and outputs; transformers 5.24 renamed it, and warns of the old name."""
 
 
 def is_peft_model(model: nn.Module) -> TypeIs[PeftModel]:

@@ -19,7 +19,7 @@ from rlhf_ppo.estimate.update import (
     gathered_bytes,
     stored_bytes,
 )
-from rlhf_ppo.models.unwrapping import backbone
+from rlhf_ppo.models.unwrapping import CACHE, backbone
 from tests.conftest import tiny_policy
 
 SIZES = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, vocab_size=40)
@@ -59,7 +59,7 @@ def really(model: nn.Module) -> tuple[PassCost, int]:
     saved = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in kept}
     with torch.no_grad():
         body.eval()
-        cache = body(input_ids=ids, attention_mask=mask, use_cache=True).past_key_values
+        cache = getattr(body(input_ids=ids, attention_mask=mask, use_cache=True), CACHE)
     cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     cost = PassCost(sum(size for address, size in saved.items() if address not in own), counter.get_total_flops())
     return cost, cached

@@ -14,6 +14,7 @@ from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.caches import PreallocatedLayer, PreallocatedSlidingLayer, preallocated_cache
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import continues, generate_compacting, generation_needs, sample_responses
+from rlhf_ppo.models.unwrapping import CACHE
 from tests.generation.test_dropping import given_rows, greedy, model_of
 from tests.generation.test_transformers_engine import prompts
 from tests.models.architectures import tiny_model
@@ -90,7 +91,7 @@ def test_it_is_in_the_type_that_autocast_computes_in(monkeypatch: pytest.MonkeyP
 
     def seen(**given: Any) -> Any:
         output = forward(**given)
-        caches.append(output.past_key_values)
+        caches.append(getattr(output, CACHE))
         return output
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -118,7 +119,7 @@ def test_other_kinds_of_layers_stay(family: str) -> None:
     if cache := preallocated_cache(model):
         plain = DynamicCache(config=model.config)
         replaced = {DynamicLayer: PreallocatedLayer, DynamicSlidingWindowLayer: PreallocatedSlidingLayer}
-        assert [type(layer) for layer in cache["past_key_values"].layers] == [
+        assert [type(layer) for layer in cache[CACHE].layers] == [
             replaced.get(type(layer), type(layer)) for layer in plain.layers
         ]
     with torch.no_grad():
@@ -136,7 +137,7 @@ def test_a_model_that_would_compute_something_else_with_it_keeps_its_own() -> No
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda _, args, given: (
             (args, given | {"hidden_states": 2 * given["hidden_states"]})
-            if isinstance(getattr(given["past_key_values"], "layers", [None])[0], PreallocatedLayer)
+            if isinstance(getattr(given[CACHE], "layers", [None])[0], PreallocatedLayer)
             else None
         ),
         with_kwargs=True,

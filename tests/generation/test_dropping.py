@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from rlhf_ppo.generation.stopping import StopStrings, response_mask
 from rlhf_ppo.generation.transformers_engine import CompactionCriterion, generate_compacting
+from rlhf_ppo.models.unwrapping import CACHE
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
 
@@ -93,7 +94,7 @@ def test_what_runs_in_each_step_by_hand() -> None:
 
 def test_the_cache_holds_what_is_left() -> None:
     policy, rows = scripted_policy({}), []
-    policy.register_forward_hook(lambda *call: rows.append(call[-1].past_key_values.layers[0].keys.shape[0]))
+    policy.register_forward_hook(lambda *call: rows.append(getattr(call[-1], CACHE).layers[0].keys.shape[0]))
     given = prompts([10], [9], [7], [3])
     generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
     assert rows == [4, 4, 3, 2, 2, 1, 1, 1, 1]
