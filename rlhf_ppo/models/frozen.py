@@ -30,6 +30,7 @@ from rlhf_ppo.models.heads import (
 )
 from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
+from rlhf_ppo.models.node_memory import cast_once
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import (
@@ -171,12 +172,15 @@ def cast_frozen_weights(given: Sequence[nn.Module | None], dtype: torch.dtype | 
     layers = [] if dtype is None else _frozen_layers(modules)
     if dtype is None or not layers:
         return 0
-    before = [_probe(module, dtype) for module in modules]
     weights = {id(weight): weight for layer in layers for weight in layer.parameters(recurse=False)}
+    affected = [module for module in modules if not weights.keys().isdisjoint(map(id, module.parameters()))]
+    before = [_probe(module, dtype) for module in affected]
     originals = [(weight, weight.data.cpu()) for weight in weights.values()]  # the device may be short of memory
-    for weight in weights.values():
-        weight.data = weight.data.to(dtype)
-    if not all(map(torch.equal, before, (_probe(module, dtype) for module in modules))):
+    for weight, stored in zip(
+        weights.values(), cast_once([value.data for value in weights.values()], dtype), strict=True
+    ):
+        weight.data = stored
+    if not all(map(torch.equal, before, (_probe(module, dtype) for module in affected))):
         for weight, original in originals:
             weight.data = original.to(weight.device)
         logger.info(f"Frozen weights stay in 32 bits: stored in {dtype} they give other results.")

@@ -155,6 +155,17 @@ def make_once(make: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def cast_once(values: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Convert tensors that all processes have; those of a node hold one copy of each that is in host memory."""
+    if not is_shared() or any_rank(any(value.device.type != "cpu" for value in values)):
+        return [value.to(dtype) for value in values]
+    is_first, found = PartialState().is_local_main_process, list[Tensor]()
+    for start in range(0, len(values), _AT_ONCE):
+        some = values[start : start + _AT_ONCE]
+        found += hold_once([value.to(dtype) for value in some] if is_first else some)
+    return found
+
+
 def _take_from_first(model: nn.Module) -> None:
     """Give a model the parameters of the first process of the node, and the generator its state."""
     (state,) = hold_once([torch.get_rng_state()])

@@ -28,6 +28,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models.logprobs import check_logits
+from rlhf_ppo.models.node_memory import cast_once
 from rlhf_ppo.models.unwrapping import as_module, is_peft_model
 from rlhf_ppo.models.value_heads import ValueHead
 from rlhf_ppo.processes import distributed
@@ -132,9 +133,10 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
         return cast(nn.Module, prepare_fsdp(model, accelerator))
     dtype = None if distributed.zero_stage(accelerator) is None else distributed.mixed_precision_dtype(accelerator)
     if dtype is not None:
-        for parameter in model.parameters():  # not buffers: rotary frequencies stay exact
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
+        # Not buffers: rotary frequencies stay exact.
+        parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        for parameter, stored in zip(parameters, cast_once([value.data for value in parameters], dtype), strict=True):
+            parameter.data = stored
     if offload and accelerator.device.type != "cpu":
         cast(Any, model).offload = frozen_models.Offload(model, accelerator.device)
         return model

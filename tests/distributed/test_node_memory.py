@@ -48,12 +48,12 @@ def peak_of(bytes_of: Any) -> Iterator[list[int]]:
         thread.join()
 
 
-def construct(folder: str, models: str, **frozen: Any) -> dict[str, Any]:
+def construct(folder: str, models: str, bf16: bool, **frozen: Any) -> dict[str, Any]:
     """Load a policy and perhaps a reward model from 16-bit files, make the others, and shard the frozen."""
-    make_trainer(f"{folder}/warm", models)  # what is imported at first use
+    make_trainer(f"{folder}/warm", models, bf16=bf16)  # what is imported at first use
     with peak_of(anonymous) as most:
         trainer = make_trainer(
-            f"{folder}/run", models, given={"model": f"{folder}/policy", "value_model": None, **frozen}
+            f"{folder}/run", models, given={"model": f"{folder}/policy", "value_model": None, **frozen}, bf16=bf16
         )
     trained = [*trainer.policy_model.parameters(), *trainer.value_model.parameters()]
     return {
@@ -92,16 +92,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("config", "num_frozen"), [("fsdp2", 1), ("fsdp2", 2), ("multi_gpu", 2)])
+@pytest.mark.parametrize(
+    ("config", "num_frozen", "bf16"),
+    [("fsdp2", 1, False), ("fsdp2", 2, False), ("multi_gpu", 2, False), ("multi_gpu", 2, True)],
+)
 def test_two_processes_hold_one_copy_while_models_are_loaded(
-    config: str, num_frozen: int, folder: Path, models: Path
+    config: str, num_frozen: int, bf16: bool, folder: Path, models: Path
 ) -> None:
     """The second process has its shards of the frozen models, and one block; under DDP it has nothing of its own.
 
-    The value model is made from the policy, or from the second frozen model.
+    The value model is made from the policy, or from the second frozen model. With bf16 frozen weights are converted.
     """
     arguments = {"reward_model": str(folder / "reward")} if num_frozen == 2 else {}
-    run: dict[str, Any] = {"folder": str(folder), "models": str(models), **arguments}
+    run: dict[str, Any] = {"folder": str(folder), "models": str(models), "bf16": bf16, **arguments}
     first, second = processes.run(config, f"{__name__}.construct", **run, timeout=300)
     whole = first["bytes"]
     shards = num_frozen * whole / 2 if config == "fsdp2" else 0
