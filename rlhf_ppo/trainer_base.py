@@ -56,12 +56,7 @@ from rlhf_ppo.training.checks import check_datasets, check_kept
 from rlhf_ppo.training.construction import set_up_engine
 from rlhf_ppo.training.external_loop import StepDriver
 from rlhf_ppo.training.guards import SignalStop, awaited
-from rlhf_ppo.training.learning import (
-    CriticOnly,
-    InterruptibleLearning,
-    gradient_norms,
-    monte_carlo_returns,
-)
+from rlhf_ppo.training.learning import CriticOnly, InterruptibleLearning, gradient_norms, monte_carlo_returns
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
 from rlhf_ppo.training.run_state import LoopState, RunState

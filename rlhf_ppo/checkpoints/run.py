@@ -22,14 +22,7 @@ from typing import Any, Self, get_type_hints
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.files import (
-    MANIFEST_NAME,
-    open_no_follow,
-    parse_json,
-    read_object,
-    write_json,
-    write_text,
-)
+from rlhf_ppo.checkpoints.files import MANIFEST_NAME, open_no_follow, parse_json, read_object, write_json, write_text
 from rlhf_ppo.config.validation import check_type
 from rlhf_ppo.processes.distributed import get_logger
 

@@ -527,8 +527,7 @@ class AgentArguments:
         "any number.",
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
-        60.0,
-        "Seconds that a call of a tool or an environment may take; then its answer is an error. None: no limit.",
+        60.0, "Seconds that a call of a tool or an environment may take; then its answer is an error. None: no limit."
     )
     tool_isolation: Literal["thread", "process"] = _option(
         "thread",

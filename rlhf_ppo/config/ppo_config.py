@@ -136,8 +136,7 @@ class PPOConfig(
 
     # --- Rollout ---
     total_episodes: AtLeastOne | None = _option(
-        None,
-        "Episodes of the whole run. If not set: num_train_epochs x number of prompts x num_generations.",
+        None, "Episodes of the whole run. If not set: num_train_epochs x number of prompts x num_generations."
     )
     response_length: AtLeastOne = _option(53, "Maximum length of a response, in tokens.")
     temperature: Temperature = _option(0.7, "Sampling temperature; divides the logits in every log-probability.")

@@ -21,11 +21,7 @@ PRESETS: Mapping[str, dict[str, Any]] = MappingProxyType(
 """Options of each preset, by name; docs/recipes.md gives their sources."""
 
 
-_EXCLUDED = {
-    "missing_eos_penalty": "missing_eos_score",
-    "stop_token_id": "stop_token",
-    "warmup_ratio": "warmup_steps",
-}
+_EXCLUDED = {"missing_eos_penalty": "missing_eos_score", "stop_token_id": "stop_token", "warmup_ratio": "warmup_steps"}
 """Option: the option of a preset that it excludes."""
 
 

@@ -432,10 +432,7 @@ def store_and_place(
     reference, decay = models.frozen_reference, args.reference_ema
     staying = [*[reward.scorer for reward in models.rewards], reference if decay is None else None]
     frozen_models.cast_frozen_weights([trained, *staying], distributed.autocast_dtype(accelerator))
-    frozen = [
-        *([] if reference is None else [reference.policy]),
-        *[reward.model for reward in models.rewards],
-    ]
+    frozen = [*([] if reference is None else [reference.policy]), *[reward.model for reward in models.rewards]]
     counted: Sequence[nn.Module] | None = frozen
     if distributed.is_sharding(accelerator):
         try:

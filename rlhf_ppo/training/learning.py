@@ -353,10 +353,7 @@ class CriticOnly:
                 optimizer = optimizer.optimizer
             groups = optimizer.param_groups  # ZeRO passes them to the optimizer one at a time
             self._held = {id(groups[index]) for index in policy_groups}
-            self._hooks = [
-                optimizer.register_step_pre_hook(self._hide),
-                optimizer.register_step_post_hook(self._show),
-            ]
+            self._hooks = [optimizer.register_step_pre_hook(self._hide), optimizer.register_step_post_hook(self._show)]
 
     def _hide(self, optimizer: Any, *_: Any) -> None:
         if self.freezes_policy:

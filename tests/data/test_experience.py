@@ -276,10 +276,7 @@ def test_the_order_is_a_function_of_seed_update_and_rank() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("logprobs", "ref_logprobs", "values", "ended", "final_values", "scores", "token_scores"),
-        "sampling_logprobs",
-    ],
+    [*("logprobs", "ref_logprobs", "values", "ended", "final_values", "scores", "token_scores"), "sampling_logprobs"],
 )
 def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
     whole = rollout()

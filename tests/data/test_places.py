@@ -18,10 +18,7 @@ from tests.conftest import tiny_policy, tiny_scorer
 
 
 @settings(deadline=None)
-@given(
-    rows=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=5),
-    hole=st.booleans(),
-)
+@given(rows=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=5), hole=st.booleans())
 def test_places_are_those_of_each_real_token(rows: list[tuple[int, int]], hole: bool) -> None:
     mask = torch.tensor([[False] * (4 - p) + [True] * (p + r) + [False] * (3 - r) for p, r in rows])
     if hole:  # no batch of the trainer has one, but `hidden_states` takes any mask

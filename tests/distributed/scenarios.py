@@ -190,9 +190,7 @@ def train(output_dir: str, models: str, adapters: bool = False, **overrides: Any
     trainer.save_model(output_dir)
     policy = {name: value for name, value in whole_parameters(trainer).items() if name.startswith("policy.")}
     return report(
-        trainer,
-        policy=policy,
-        logits=on_whole_policy(trainer.model_wrapped, trainer.accelerator, True, logits_of),
+        trainer, policy=policy, logits=on_whole_policy(trainer.model_wrapped, trainer.accelerator, True, logits_of)
     )
 
 

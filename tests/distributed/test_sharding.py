@@ -20,11 +20,7 @@ def ddp(models, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("config", "arguments"),
-    [
-        ("deepspeed_zero3", {}),
-        ("deepspeed_zero3", {"ds3_gather_for_generation": False}),
-        ("fsdp2", {}),
-    ],
+    [("deepspeed_zero3", {}), ("deepspeed_zero3", {"ds3_gather_for_generation": False}), ("fsdp2", {})],
     ids=["ZeRO-3", "ZeRO-3 that gathers layer by layer", "FSDP2"],
 )
 def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, models, ddp, tmp_path):
@@ -67,8 +63,7 @@ def test_a_sharded_model_with_a_tokenizer_of_its_own(config, models, read_by_one
     """Its scores and the step are those of one process; what one rank cannot read is an error on all, not a wait."""
     scenario, arguments = "step_on_a_model_that_reads_characters", {"output_dir": str(tmp_path), "models": str(models)}
     ranks, errors = processes.run_all(
-        config,
-        [(scenario, arguments), ("error_of", {"scenario": scenario, "unreadable_on": 1, **arguments})],
+        config, [(scenario, arguments), ("error_of", {"scenario": scenario, "unreadable_on": 1, **arguments})]
     )
 
     one = read_by_one_process

@@ -188,10 +188,7 @@ def keys_of(rows: Any) -> list[Key]:
     """Prompt and whole response of each row of `Responses`."""
     context = rows.context_length
     return [
-        (
-            tuple(ids[:context][mask[:context]].tolist()),
-            tuple(ids[context:][mask[context:]].tolist()),
-        )
+        (tuple(ids[:context][mask[:context]].tolist()), tuple(ids[context:][mask[context:]].tolist()))
         for ids, mask in zip(rows.query_responses, rows.attention_mask, strict=True)
     ]
 

@@ -196,9 +196,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_runs(
     assert len(searcher.made) == 1 and searcher.ends == []
 
 
-def test_a_trial_with_values_that_cannot_work_is_an_error_that_names_them(
-    make_searcher: Callable[..., Kept],
-) -> None:
+def test_a_trial_with_values_that_cannot_work_is_an_error_that_names_them(make_searcher: Callable[..., Kept]) -> None:
     for values, message in (({"learning_rat": 1.0}, "learning_rat"), ({"num_mini_batches": 3}, "num_mini_batches=3")):
         with pytest.raises(ValueError, match=message):
             make_searcher().hyperparameter_search(lambda trial, values=values: values, n_trials=1)
