@@ -41,6 +41,7 @@ format: install ## Format the code and apply the safe fixes
 lint: install ## Formatting, lint and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff check --preview --select PLW1514 rlhf_ppo  # every text file has a named encoding
 	$(VENV)/bin/pyright
 
 fast: install ## The fast tests alone

@@ -36,7 +36,7 @@ MAX_MODULES_IN_ROOT = 5
 MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
 # Trainer finds its overrides on one class only; health checks are one list.
 LONGER = {
-    "rlhf_ppo/trainer_base.py": 668,
+    "rlhf_ppo/trainer_base.py": 640,
 }
 MAX_FUNCTION_LINES = 60  # with the docstring, without the signature
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}

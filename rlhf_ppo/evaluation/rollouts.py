@@ -35,7 +35,6 @@ from rlhf_ppo.terminal.text import cell, csv_cell, markdown, visible
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
-    from rlhf_ppo.data.prompts import Prompts
     from rlhf_ppo.data.rollout import Responses
     from rlhf_ppo.rewards.scorer import Scores
 

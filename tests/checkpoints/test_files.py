@@ -98,27 +98,6 @@ def test_all_files_are_written_by_the_function_that_follows_no_links() -> None:
     assert {name: number for name, number in found.items() if number} == INTO_A_NEW_CHECKPOINT
 
 
-def names_no_encoding(call: ast.Call) -> bool:
-    name, owner = getattr(call.func, "attr", getattr(call.func, "id", "")), getattr(call.func, "value", None)
-    if any(word.arg == "encoding" for word in call.keywords):
-        return False
-    if name in ("read_text", "write_text"):
-        return owner is not None
-    modes = [word.value for word in call.args[:2] if isinstance(word, ast.Constant) and isinstance(word.value, str)]
-    is_of_other = getattr(owner, "id", "") in ("os", "opener") or isinstance(owner, ast.Attribute)
-    return name == "open" and not is_of_other and not any("b" in mode for mode in modes)
-
-
-def test_all_text_files_are_read_and_written_with_a_named_encoding() -> None:
-    found = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Call) and names_no_encoding(node)
-    ]
-    assert found == []
-
-
 # ---- What it does ----
 
 

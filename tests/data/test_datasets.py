@@ -185,7 +185,9 @@ def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch stream"])
 def test_missing_columns_are_found_at_once(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"train_dataset has the columns \['question'\]"):
+    with pytest.raises(
+        ValueError, match=r"train_dataset has the columns \['question'\].*`prompt`.*`text`.*`input_ids`"
+    ):
         prepare(KINDS[kind]([{"question": "w1"}]), tokenizer)
 
 

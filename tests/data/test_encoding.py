@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column, real_tokens
+from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, real_tokens
 
 PAD, EOS, BOS = 0, 1, 2
 TEMPLATE = (
@@ -165,11 +165,6 @@ def test_a_pad_token_that_is_also_something_else_may_begin_a_prompt(tokens: dict
     tokenizer = word_tokenizer(**tokens)
     first = tokenizer.pad_token_id or 3
     assert encode({"input_ids": [first, 4]}, tokenizer)["input_ids"] == [first, 4]
-
-
-def test_missing_columns_are_named_with_the_three_that_serve() -> None:
-    with pytest.raises(ValueError, match=r"eval_dataset.*\['question', 'answer'\].*`prompt`.*`text`.*`input_ids`"):
-        prompt_column(["question", "answer"], "eval_dataset")
 
 
 def test_is_conversation() -> None:

@@ -12,6 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.algorithm.penalties import AdaptiveKLController
 from rlhf_ppo.models import frozen as reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.rewards.judges import PreferenceReward
@@ -72,26 +73,16 @@ def test_a_reference_that_is_asked_for_is_used(make_trainer: MakeTrainer, given:
     assert {entry["objective/non_score_reward"] for entry in logged} == {0.0}
 
 
-class Controller:
-    coef = 0.0
-
-    def update(self, mean_kl: float, num_episodes: int) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
-
-
 def judge(prompts: list[str], completions: list[Any], **columns: Any) -> list[int]:
     return [0] * len(prompts)
 
 
 @pytest.mark.parametrize(
     "needs",
-    [{"kl_controller": Controller()}, {"reward_funcs": PreferenceReward(judge, opponent="reference")}],
+    [
+        {"kl_controller": AdaptiveKLController(0.1, 3.0, 100)},
+        {"reward_funcs": PreferenceReward(judge, opponent="reference")},
+    ],
     ids=["controller", "opponent"],
 )
 def test_what_needs_a_reference_has_one(make_trainer: MakeTrainer, needs: Any) -> None:
