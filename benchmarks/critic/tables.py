@@ -34,7 +34,8 @@ def tables(results: list[Cell], against: str) -> Iterator[str]:
         for cell in results:
             if cell["task"] == task:
                 groups.setdefault(cell["variant"], []).append(cell)
-        audited = {variant: cells for variant, cells in groups.items() if "audit" in cells[0]}
+        with_audit = {variant: [cell for cell in cells if "audit" in cell] for variant, cells in groups.items()}
+        audited = {variant: cells for variant, cells in with_audit.items() if cells}
         yield from ("", f"### {task.capitalize()}", "")
         yield line("critic", "seeds", "named by the health check", *FIGURES.values())
         yield line(*["---"] * (3 + len(FIGURES)))
