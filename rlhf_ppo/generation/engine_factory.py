@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_flash_attention_utils import is_flash_attn_available
 from transformers.utils.import_utils import is_kernels_available
 
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.continuous import ContinuousEngine
@@ -34,10 +35,6 @@ from rlhf_ppo.processes.distributed import (
 )
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
 from rlhf_ppo.rewards.scorer import selected
-
-if TYPE_CHECKING:
-    from rlhf_ppo.config import PPOConfig
-
 
 ENGINE_NEEDS: dict[str, tuple[str, str]] = {
     "continuous": ("transformers", "5.11"),  # the first with a limit on the rows that run at a time

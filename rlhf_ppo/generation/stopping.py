@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import HostMasks, Responses, check_masks, sent
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 _CONTEXT = 4
 """Tokens decoded before those of a stop string: a decoder may strip or garble its first tokens, a UTF-8 character."""

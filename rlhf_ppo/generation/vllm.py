@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urldefrag
 
 import torch
@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.redaction import hide_secrets, redact_url, redact_urls, secrets_of
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows, stop_tokens
@@ -28,10 +29,6 @@ from rlhf_ppo.processes.distributed import (
 )
 from rlhf_ppo.processes.signals import exit_despite_threads, interruptible
 from rlhf_ppo.processes.waiting import in_daemon_thread
-
-if TYPE_CHECKING:
-    from rlhf_ppo.config import PPOConfig
-
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between health checks of a server that works on a request."""
@@ -271,6 +268,12 @@ class _Handed:
 
 logger = get_logger(__name__)
 
+OPTIONS = (
+    *("mode", "server_base_url", "server_host", "server_port", "server_timeout", "group_port"),
+    *("tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "enable_sleep_mode", "model_impl"),
+)
+"""Arguments of TRL's `VLLMGeneration` that have the option `vllm_` with their name."""
+
 MAX_BIASED_IDS = 1024
 """Largest number of suppressed ids of a request: `MAX_NUM_LOGIT_BIAS_TOKENS` of vLLM's runner for GPUs."""
 
@@ -423,20 +426,10 @@ def start_vllm(
         model=policy,
         accelerator=accelerator,
         processing_class=tokenizer,
-        mode=args.vllm_mode,
-        server_base_url=args.vllm_server_base_url,
-        server_host=args.vllm_server_host,
-        server_port=args.vllm_server_port,
-        server_timeout=args.vllm_server_timeout,
-        group_port=args.vllm_group_port,
-        tensor_parallel_size=args.vllm_tensor_parallel_size,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=args.vllm_max_model_length,
         max_num_seqs=rows * args.vllm_tensor_parallel_size,
-        enable_sleep_mode=args.vllm_enable_sleep_mode,
-        model_impl=args.vllm_model_impl,
         max_completion_length=args.response_length,
         logprobs=0,  # of the sampled token alone
+        **{name: getattr(args, f"vllm_{name}") for name in OPTIONS},
     )
     if is_server:
         dtype, most = _model_of_server(args, vllm)

@@ -23,9 +23,6 @@ NOT_EXECUTED: dict[str, str] = {
     ),
     "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
     "generation/vllm.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
-    "generation/vllm.py: torch.cuda.current_device() if torch.cuda.is_initialized() else None": (
-        "vLLM runs on a GPU of its own or not at all"
-    ),
 }
 """Branches that the pretended GPU cannot take, as `file: condition`, with the reason."""
 _ON_CUDA = ("is_cuda", "== 'cuda'", "'cuda' in", "torch.cuda.is_available", "torch.cuda.is_initialized", "!= 'cpu'")
