@@ -357,7 +357,8 @@ def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
         row = {"name": name, "values": values, "changed": changed, "differs": is_chosen and len(set(values)) > 1}
         rows.append(row | {"default": default, "help": help_text})
     rows.sort(key=lambda row: row["name"] in _INHERITED)
-    for name in dict.fromkeys(name for run in runs for name in run.settings.made_of):
+    names = dict.fromkeys(name for run in runs for name in run.settings.made_of)
+    for name in filter(lambda name: name != "reward_funcs", names):  # `rewards` names them, and other rewards
         values = [_as_text(redacted(run.settings.made_of.get(name), name)) for run in runs]
         rows.append({"name": name, "values": values, "changed": True, "differs": len(set(values)) > 1})
     return rows
@@ -377,8 +378,8 @@ def _as_text(value: Any) -> str:
     value = getattr(value, "value", value)  # enums
     if value is None:
         return "not set"
-    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return ", ".join(value)
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ", ".join(value) or "none"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
