@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rlhf_ppo.models.fused import weight_gradient_dtype
-from rlhf_ppo.models.heads import Float32Linear, is_in_float32
+from rlhf_ppo.models.heads import Float32Linear, StoredLinear, is_in_float32
 from rlhf_ppo.models.logprobs import max_chunk_elements
 from rlhf_ppo.models.unwrapping import (
     CACHE,
@@ -179,7 +179,8 @@ class Estimate:
         rows_per_micro_batch: Rows of one pass with gradient.
         rows_per_step: Rows of an optimizer step.
         learning_row: The part of `learning` that each row of a micro-batch adds.
-        host: Bytes of all models, which the processes of a node hold once on the host before an engine shards them.
+        host: Bytes of all models, which the processes of a node hold once on the host while they are loaded and
+            converted, before an engine shards them.
         gathered_weights: Bytes of the weights that a checkpoint gathers on the host of the first process.
         gathered_optimizer: Those of the optimizer's state, with FSDP2's `FULL_STATE_DICT`.
         communication: Bytes that each process exchanges.
@@ -280,7 +281,7 @@ def estimate_update(
         rows_per_micro_batch=workload.rows_per_micro_batch,
         rows_per_step=workload.rows // workload.num_mini_batches,
         learning_row=learning_rows // workload.rows_per_micro_batch,
-        host=stored_bytes([*count.trained, *(value for model in frozen for value in model.parameters())]),
+        host=count.host_bytes(),
         gathered_weights=is_sharded * stored_bytes(count.trained, stored),
         gathered_optimizer=int(is_sharded * sharding.is_fsdp * optimizer_bytes * num_learned),
         communication=count.communication(),
@@ -302,6 +303,14 @@ class _UpdateCounter:
     def trained(self) -> set[nn.Parameter]:
         """Parameters of policy and value model."""
         return {*self.policy.parameters(), *self.value_model.parameters()}
+
+    def host_bytes(self) -> int:
+        """Bytes of all models, with the float32 weights from which frozen layers were converted."""
+        modules = [module for model in (self.policy, self.value_model, *self.frozen) for module in model.modules()]
+        converted = (value for each in modules if isinstance(each, StoredLinear) for value in each.parameters(False))
+        return stored_bytes(value for each in modules for value in each.parameters(False)) + stored_bytes(
+            converted, torch.float32
+        )
 
     @cached_property
     def learned(self) -> list[nn.Parameter]:
