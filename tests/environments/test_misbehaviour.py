@@ -302,17 +302,22 @@ def test_whatever_reset_and_get_reward_raise_or_return_is_an_error_or_a_text_or_
 
 
 @pytest.mark.parametrize("at", ["reset", "get_reward"])
-@pytest.mark.parametrize("what", ["forks and returns", "forks"])
+@pytest.mark.parametrize(("what", "isolation"), where("forks and returns", "forks"), indirect=["isolation"])
 def test_what_reset_and_get_reward_fork_ends(at: str, what: str, make: Make, isolation: str) -> None:
-    """`reset` returns the number of its child, which is no text; the child of a thread ends when it returns."""
-    if (what, isolation) == ("forks", "thread"):
-        return  # it stays: docs/agents.md
-    pool = make(timeout=60.0)
-    with pytest.raises(EpisodeError, match="reset returned int") if at == "reset" else contextlib.nullcontext():
-        (reward,) = ask_rewards(pool.start([{"at": at, "what": what}]))
-        assert psutil.pid_exists(int(reward or 0)) or what == "forks and returns"
+    """The number of the child is no observation, but a reward; the child of a thread ends when it returns."""
+    pool, child = make(timeout=60.0), None
+    if at == "reset":
+        with pytest.raises(EpisodeError, match="reset returned int"):
+            pool.start([{"at": at, "what": what}])
+    else:
+        (child,) = ask_rewards(pool.start([{"at": at, "what": what}]))
+        assert child is not None and child > 1
     if isolation == "thread":
         assert os.waitpid(-1, 0)[1] == 0
+    elif child is not None and psutil.pid_exists(int(child)):
+        forked = psutil.Process(int(child))
+        pool.close()
+        assert_ended([forked])
 
 
 @pytest.mark.parametrize("at", ["reset", "get_reward"])
