@@ -50,20 +50,17 @@ def commit_checkpoint(written: str, directory: str) -> None:
     shutil.rmtree(os.path.dirname(written))
 
 
-def last_complete_checkpoint(
-    output_dir: str, run: Run | None = None, warn: Callable[[str], Any] = logger.warning
-) -> str | None:
+def last_complete_checkpoint(output_dir: str, warn: Callable[[str], Any] = logger.warning) -> str | None:
     """Return the newest complete checkpoint of a run; warn about newer ones that are damaged or of another run.
 
     Args:
         output_dir: The run's directory.
-        run: The run; None for the run that the directory belongs to.
         warn: Logs a warning.
 
     Returns:
         The checkpoint's directory, or None if there is none.
     """
-    run = run_of(output_dir) if run is None else run
+    run = run_of(output_dir)
     for folder in list_checkpoints(output_dir):
         if run is not None and belongs_to_another(folder, run):
             warn(f"Skipping {folder}: it is not of the run that {RUN_NAME} in {output_dir} names.")
