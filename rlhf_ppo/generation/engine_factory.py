@@ -25,14 +25,7 @@ from rlhf_ppo.generation.stopping import StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine, generation_needs
 from rlhf_ppo.generation.vllm import start_vllm
 from rlhf_ppo.models.unwrapping import is_sharded, multiplied_dtype
-from rlhf_ppo.processes.distributed import (
-    gather_over_ranks,
-    is_fsdp,
-    isolated_rng,
-    mixed_precision_dtype,
-    upcoming_seed,
-    zero_stage,
-)
+from rlhf_ppo.processes.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
 from rlhf_ppo.rewards.scorer import selected
 
@@ -145,7 +138,7 @@ def make_engine(
     if engine == "transformers":
         if not is_sharded(policy):  # otherwise the first call probes
             generation_needs(policy)
-        return TransformersEngine(rows, stop_strings, gather_over_ranks(accelerator))
+        return TransformersEngine(rows, stop_strings, accelerator.gather)  # pyright: ignore[reportArgumentType]
     _check_continuous(args, policy, accelerator)
     return ContinuousEngine(rows, mixed_precision_dtype(accelerator))
 

@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import MultiProcessAdapter
 from accelerate.utils import gather_object, reduce, set_seed
-from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
 from rlhf_ppo.processes.signals import Stopped
@@ -79,11 +78,6 @@ def is_fsdp(accelerator: Accelerator) -> bool:
 def is_sharding(accelerator: Accelerator) -> bool:
     """Return whether weights are sharded, so that every rank takes part in saving them."""
     return is_fsdp(accelerator) or zero_stage(accelerator) == 3
-
-
-def gather_over_ranks(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
-    """Return a function that concatenates a tensor's rows over all ranks; with one process it returns the tensor."""
-    return lambda tensor: accelerator.gather(tensor)  # pyright: ignore[reportReturnType]
 
 
 def any_rank(condition: bool) -> bool:
