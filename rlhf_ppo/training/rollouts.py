@@ -247,7 +247,7 @@ def rollout_of(
     of_heads: dict[str, Tensor] = {}
     if (values := output.head_values) is not None:
         own = (rank * len(responses) + torch.arange(len(responses), device=values.device)) % values.shape[-1]
-        spread = (values - values[..., :1]).std(dim=-1, correction=0)  # exactly 0 where all are equal
+        spread = values.std(dim=-1, correction=0)
         of_heads = {"own_heads": own, "own_values": of_own_heads(values, own), "value_spread": spread}
     return Rollout(
         query_responses=responses.query_responses,
