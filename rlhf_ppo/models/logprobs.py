@@ -80,9 +80,8 @@ def response_logprobs(
     states = hidden_states(policy, query_responses, attention_mask, places).flatten(0, 1).index_select(0, tokens - 1)
     per_token = token_logprobs(policy, states, query_responses.flatten()[tokens], temperature, with_entropy)
     zeros = torch.zeros(num_rows * length, device=states.device)
-    return ResponseLogprobs(
-        *(zeros.index_copy(0, places.responses, each).view(num_rows, length) for each in per_token)
-    )
+    of_rows = (zeros.index_copy(0, places.responses, each).view(num_rows, length) for each in per_token)
+    return ResponseLogprobs(*(each.clone() for each in of_rows))  # FSDP2 warns of outputs that are views
 
 
 def token_logprobs(

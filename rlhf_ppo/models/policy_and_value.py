@@ -190,7 +190,7 @@ def response_values(
         return figures[:, :-1].masked_fill(outside, 0.0)
 
     of_bins, by_head = (None if each is None else before(each) for each in (logits, of_heads))
-    return ResponseValues(before(values), values.gather(1, after_last).squeeze(1), of_bins, by_head)
+    return ResponseValues(before(values), values.gather(1, after_last).squeeze(1).clone(), of_bins, by_head)
 
 
 def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:

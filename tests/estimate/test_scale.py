@@ -21,6 +21,7 @@ WORKLOAD = Workload(
 SMALL = Shape(256, 2, 4, 4, 1024, 4096)
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
 @pytest.mark.parametrize(
     ("shape", "rows"), [(SMALL, 4), (Shape(256, 1, 4, 2, 512, 32768), 1)], ids=["blocks", "embeddings"]
 )
