@@ -199,7 +199,8 @@
       const at = spans.includes(now.chosen) ? Number(now.chosen.dataset.index) + step : 0;
       if (spans[at]) inspect(spans[at], row);
     });
-    const several = Object.keys(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, score]) => `${name} ${format(score)}`) : [];
+    const paid = Object.entries(row.rewards).map(([name, score]) => `${name} ${format(score)}`);
+    const several = paid.length > 1 ? [`rewards: ${paid.join(", ")}`] : [];
     const extra = Object.entries(row.extra).map(([name, value]) => `${name} ${value}`);
     const about = [...several, `KL ${format(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.episode ? ENDS[row.episode.end] : row.ended ? "ended" : "cut off", ...extra];
     return make("div", { class: "response" },
