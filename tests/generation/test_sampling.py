@@ -102,6 +102,8 @@ def test_top_p_by_hand() -> None:
         kept = IntegerTopP(top_p)(None, logits)
         assert torch.equal(kept, logits.masked_fill(torch.tensor([expected]) == 0, gone)), top_p
     assert IntegerTopP(0.0)(None, logits).isfinite().tolist() == [[False, True, False, False]]
+    rounded_down = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
+    assert IntegerTopP(0.0)(None, rounded_down).isfinite().tolist() == [[False, True, False], [False, False, True]]
 
 
 @pytest.mark.usefixtures("deterministic")
