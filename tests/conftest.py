@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import json
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -273,6 +275,27 @@ def tiny_scorer(seed: int = 1, num_labels: int = 1, **overrides: Any) -> LlamaFo
     """A randomly initialised tiny sequence classifier."""
     torch.manual_seed(seed)
     return LlamaForSequenceClassification(tiny_config(num_labels=num_labels, **overrides))
+
+
+def save_models(folder: str | Path = ".", **models: PreTrainedModel) -> None:
+    """Save models under their names, each with the tiny tokenizer."""
+    for name, model in models.items():
+        model.save_pretrained(Path(folder, name))
+        make_tokenizer().save_pretrained(Path(folder, name))
+
+
+def write_rows(path: str | Path, rows: Iterable[Any]) -> None:
+    """Write a JSON lines file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of its own, with the cache of `datasets`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
 
 
 def prompt_rows(count: int, seed: int = 0, longest: int = 6) -> list[dict[str, list[int]]]:

@@ -8,12 +8,7 @@ from typing import Any
 from transformers import Trainer
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli.arguments import (
-    DryRunScriptArguments,
-    PPOArgumentParser,
-    PPOScriptArguments,
-    quantization_options,
-)
+from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPOScriptArguments, quantization_options
 from rlhf_ppo.cli.checks import Problems, check_step_options, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show

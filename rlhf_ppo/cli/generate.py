@@ -14,15 +14,7 @@ from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.cli.checks import Problems, parse
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.training import load_tokenizer
-from rlhf_ppo.config.validation import (
-    AtLeastOne,
-    PositiveShare,
-    Seed,
-    Temperature,
-    check_ranges,
-    option,
-    ranges_of,
-)
+from rlhf_ppo.config.validation import AtLeastOne, PositiveShare, Seed, Temperature, check_ranges, option, ranges_of
 from rlhf_ppo.data.prompts import prompt_column
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.decoding import Decoded, Sampling, best_of_n, value_guided_search

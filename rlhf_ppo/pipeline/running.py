@@ -16,10 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_ppo.checkpoints.complete import (
-    last_complete_checkpoint,
-    newest_trl_checkpoint,
-)
+from rlhf_ppo.checkpoints.complete import last_complete_checkpoint, newest_trl_checkpoint
 from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.checkpoints.run import finished_checkpoints, locked
 from rlhf_ppo.config.redaction import hide_from_ps, redact_words

@@ -143,12 +143,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
 
 
 def _sentence(
-    outcome: Outcome,
-    rates: SeedWinRates,
-    num_prompts: int,
-    opponent: str,
-    subject: str,
-    blind: RewardAccuracy | None,
+    outcome: Outcome, rates: SeedWinRates, num_prompts: int, opponent: str, subject: str, blind: RewardAccuracy | None
 ) -> str:
     low, high = rates.interval
     of_seeds = f" over prompts and {len(rates.rates)} seeds" if len(rates.rates) > 1 else ""

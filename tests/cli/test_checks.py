@@ -13,20 +13,14 @@ from rlhf_ppo.cli import commands, judge
 from rlhf_ppo.cli.checks import check_step_options
 from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.main import main
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    for name, model in (("base", tiny_policy()), ("scorer", tiny_scorer())):
-        model.save_pretrained(name)
-        make_tokenizer().save_pretrained(name)
-    row = {"prompt": "w4 w5", "completion": " w6", "chosen": " w4", "rejected": " w7"}
-    Path("rows.jsonl").write_text((json.dumps(row) + "\n") * 20)
-    Path("odd.jsonl").write_text(json.dumps({"prompt": {"a": 1}, "chosen": 3, "rejected": "w4", "text": [1]}) + "\n")
-    return tmp_path
+def here(empty_place: Path) -> None:
+    save_models(base=tiny_policy(), scorer=tiny_scorer())
+    write_rows("rows.jsonl", [{"prompt": "w4 w5", "completion": " w6", "chosen": " w4", "rejected": " w7"}] * 20)
+    write_rows("odd.jsonl", [{"prompt": {"a": 1}, "chosen": 3, "rejected": "w4", "text": [1]}])
 
 
 def problems_of(command: str, options: str, capsys: Any) -> list[str]:
@@ -177,7 +171,7 @@ FILES: dict[str, list[Any]] = {
 def test_a_pipeline_reads_all_data_before_its_first_step(section, options, expected, here, capsys):
     """The models that `sft` and `reward` will write stand for `base`, which they start from."""
     for name, rows in FILES.items():
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(f"{name}.jsonl", rows)
     Path("own.py").write_text(
         "raise SystemExit('a dry run executes no code of the user')\n"
         "def needs(completions, answer, *, weight: int = 1):\n    return []\n"

@@ -56,14 +56,6 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path, capsys):
     assert own.read_bytes() == (ROOT / "examples" / "ppo.py").read_bytes()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as ended:
-        configs([str(tmp_path / "file")])
-
-    assert ended.value.code == 2 and f"directory='{tmp_path / 'file'}' is a file" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_the_wheel_holds_what_the_command_writes(tmp_path, monkeypatch):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli.main import main
-from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy, tiny_scorer, write_rows
 
 SMALL = ["--num_prefixes", "2", "--num_continuations", "4"]
 
@@ -19,11 +19,9 @@ SMALL = ["--num_prefixes", "2", "--num_continuations", "4"]
 def files(tmp_path_factory: Any) -> Path:
     """Policy, reward model, reward function and prompts."""
     folder = tmp_path_factory.mktemp("critic")
-    for name, model in (("policy", tiny_policy()), ("reward", tiny_scorer())):
-        model.save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
-    texts = [make_tokenizer().decode(row["input_ids"]) for row in prompt_rows(40, seed=1)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    save_models(folder, policy=tiny_policy(), reward=tiny_scorer())
+    prompts = [{"prompt": make_tokenizer().decode(row["input_ids"])} for row in prompt_rows(40, seed=1)]
+    write_rows(folder / "prompts.jsonl", prompts)
     (folder / "paid.py").write_text(
         "def score(completion_ids, **columns):\n    return [1.0 * len(set(ids)) for ids in completion_ids]\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from dataclasses import fields
@@ -12,7 +11,7 @@ import pytest
 
 from rlhf_ppo.cli.main import main
 from rlhf_ppo.compat.params import UNAVAILABLE, LLMTrainingParams
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import save_models, tiny_policy, write_rows
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 
@@ -29,16 +28,12 @@ def test_the_tables_list_every_option_with_its_default_or_what_to_use_instead():
 
 
 @pytest.mark.slow
-def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_commands_run_one_after_the_other(empty_place, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    tiny_policy().save_pretrained("models/sft")
-    make_tokenizer().save_pretrained("models/sft")
-    rows = [{"prompt": f"w{index} w4", "chosen": " w4", "rejected": " w5"} for index in range(16)]
-    for name, columns in (("prompts", ["prompt"]), ("pairs", ["prompt", "chosen", "rejected"])):
-        lines = [json.dumps({column: row[column] for column in columns}) + "\n" for row in rows]
-        Path(f"{name}.jsonl").write_text("".join(lines))
+    save_models("models", sft=tiny_policy())
+    prompts = [{"prompt": f"w{index} w4"} for index in range(16)]
+    write_rows("prompts.jsonl", prompts)
+    write_rows("pairs.jsonl", (row | {"chosen": " w4", "rejected": " w5"} for row in prompts))
 
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]

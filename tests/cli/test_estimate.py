@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rlhf_ppo.cli import commands, main
 from rlhf_ppo.cli.estimate import PURPOSES, Devices, EstimateArguments, devices_of
 from rlhf_ppo.estimate.run import size
 from rlhf_ppo.estimate.update import Estimate, Sharding, gathered_bytes
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 RATES = ["--device_flops", "4e6", "--device_bandwidth", "3e5"]
@@ -27,14 +26,9 @@ PEFT = ["--use_peft", "--lora_r", "3", "--lora_target_modules", "q_proj", "up_pr
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    for name, model in (("base", tiny_policy()), ("scorer", tiny_scorer(intermediate_size=48))):
-        model.save_pretrained(name)
-        make_tokenizer().save_pretrained(name)
-    rows = [{"prompt": "w4 " * (1 + number % 9)} for number in range(40)]
-    Path("texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def places(empty_place: Path) -> None:
+    save_models(base=tiny_policy(), scorer=tiny_scorer(intermediate_size=48))
+    write_rows("texts.jsonl", ({"prompt": "w4 " * (1 + number % 9)} for number in range(40)))
 
 
 def estimate(*options: str) -> Estimate:
@@ -143,27 +137,3 @@ def test_no_data_is_read_where_length_and_number_are_given(capsys: Any) -> None:
     logits = 4 * 4 * 32
     assert (seven.generation - logits) / (nine.generation - logits) == (7 + 4) / (9 + 4)
     assert "of 7 + 4 tokens" in (printed := capsys.readouterr().out) and "All 3 updates, 10 episodes" in printed
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sft_model_path", "nowhere"], "sft_model_path='nowhere' could not be loaded"),
-        (["--reward_model_path", "nowhere"], "reward_model_path='nowhere' could not be loaded"),
-        (["--dataset_name", "nowhere.jsonl"], r"dataset_name='nowhere\.jsonl'"),
-        (["--dataset_streaming", "true"], "dataset_streaming=True.*max_prompt_length"),
-        (["--accelerate_config", "nowhere.yaml"], r"accelerate_config='nowhere\.yaml'"),
-        (["--num_mini_batches", "3"], "num_mini_batches=3"),
-    ],
-)
-def test_wrong_input(options: list[str], message: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        estimate(*WITH_MODEL, *options)
-    assert re.search(f"^rlhf-ppo estimate: error: .*{message}", capsys.readouterr().err, re.MULTILINE)
-
-
-@pytest.mark.parametrize("name", ["num_devices", "device_flops", "device_bandwidth", "device_memory"])
-def test_numbers_of_devices_and_rates_are_positive(name: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        estimate(*WITH_MODEL, f"--{name}", "0")
-    assert re.search(f"{name}=0.* must be", capsys.readouterr().err)

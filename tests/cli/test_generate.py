@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli.main import main
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    for name, model in (("policy", tiny_policy()), ("critic", tiny_scorer())):
-        model.save_pretrained(tmp_path / name)
-        make_tokenizer().save_pretrained(tmp_path / name)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{row} w5"}) + "\n" for row in range(3)))
+    save_models(tmp_path, policy=tiny_policy(), critic=tiny_scorer())
+    write_rows(tmp_path / "prompts.jsonl", ({"prompt": f"w{row} w5"} for row in range(3)))
     files = {"model": "policy", "critic": "critic", "dataset_name": "prompts.jsonl", "output": "out.jsonl"}
     return [word for name, file in files.items() for word in (f"--{name}", str(tmp_path / file))]
 

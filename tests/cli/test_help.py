@@ -90,9 +90,7 @@ def test_help_wraps_at_words(width, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options",
-    ["", "--version", "tran", "plot", *(f"{command} --help" for command in main.COMMANDS)],
-    ids=str,
+    "options", ["", "--version", "tran", "plot", *(f"{command} --help" for command in main.COMMANDS)], ids=str
 )
 def test_text_is_printed_without_importing_torch(options):
     program = (

@@ -18,13 +18,9 @@ from rlhf_ppo.cli.measuring import Data, Machine, learning_rate, measure_data, p
 from rlhf_ppo.cli.pipeline import check_steps
 from rlhf_ppo.data.sources import load_splits
 from rlhf_ppo.pipeline.steps import read_pipeline
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import make_tokenizer, save_models, tiny_policy, write_rows
 
 ALL = "--model base --texts texts.jsonl --preferences pairs.jsonl --prompts prompts.jsonl"
-
-
-def write(name: str, rows: list[dict[str, Any]]) -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -32,18 +28,15 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _here(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    tiny_policy().save_pretrained("base")
-    make_tokenizer().save_pretrained("base")
-    write("texts.jsonl", [{"text": "w4 w5 w6"}] * 60)
+    save_models(base=tiny_policy())
+    write_rows("texts.jsonl", [{"text": "w4 w5 w6"}] * 60)
     pairs = [
         {"prompt": f"w{4 + row % 25} w{4 + row // 25}", "chosen": " w4 w5", "rejected": " w7"} for row in range(200)
     ]
-    write("pairs.jsonl", pairs)
-    write("prompts.jsonl", [{"prompt": f"w{4 + row % 20} w{4 + row // 20}"} for row in range(100)] * 2)
+    write_rows("pairs.jsonl", pairs)
+    write_rows("prompts.jsonl", [{"prompt": f"w{4 + row % 20} w{4 + row // 20}"} for row in range(100)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +85,8 @@ def test_each_prompt_is_in_one_part() -> None:
 
 def test_a_split_for_tests_is_held_out() -> None:
     Path("both").mkdir()
-    write("both/train.jsonl", [{"prompt": f"w{4 + row}"} for row in range(20)])
-    write("both/test.jsonl", [{"prompt": f"w{24 + row}"} for row in range(4)])
+    write_rows("both/train.jsonl", [{"prompt": f"w{4 + row}"} for row in range(20)])
+    write_rows("both/test.jsonl", [{"prompt": f"w{24 + row}"} for row in range(4)])
     init("--model base --prompts both --reward_funcs length".split())
 
     assert len(read("runs/pipeline/data/prompts.jsonl")) == 20
@@ -126,7 +119,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_pairs_in_each_format_of_trl_are_measured_and_separated(name: str) -> None:
-    write("pairs.jsonl", [FORMATS[name]] * 8)
+    write_rows("pairs.jsonl", [FORMATS[name]] * 8)
     found = measure_data("pairs.jsonl", "preferences", make_tokenizer())
 
     assert found.form == name.partition(",")[0]
@@ -149,7 +142,7 @@ def test_pairs_in_each_format_of_trl_are_measured_and_separated(name: str) -> No
     ],
 )
 def test_lengths_are_counted_in_tokens(row: dict[str, Any], argument: str, expected: tuple[Any, ...]) -> None:
-    write("rows.jsonl", [row])
+    write_rows("rows.jsonl", [row])
     found = measure_data("rows.jsonl", argument, make_tokenizer())
 
     assert (found.form, found.prompts, found.responses) == expected
@@ -260,13 +253,6 @@ def test_the_end_of_the_input_names_the_missing_option(monkeypatch: pytest.Monke
     assert capsys.readouterr().err == "rlhf-ppo init: error: --texts is missing, and the input has ended\n"
 
 
-def test_help_names_each_option_once(capsys: Any) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        init(["--help"])
-
-    assert "--model MODEL, --model" not in capsys.readouterr().out
-
-
 def test_who_has_pairs_is_asked_for_others_for_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     answers = iter(["prompts.jsonl", "", "pairs.jsonl"])
@@ -300,7 +286,7 @@ def test_a_wrong_option_writes_nothing(options: str, words: str, capsys: Any) ->
 
 
 def test_the_problems_of_model_and_data_are_in_one_list(capsys: Any) -> None:
-    write("odd.jsonl", [{"chosen": 3, "rejected": 4}])
+    write_rows("odd.jsonl", [{"chosen": 3, "rejected": 4}])
     options = "--model none --texts gone.jsonl --preferences odd.jsonl --prompts texts.parquet"
     options += " --judge_preferences texts.jsonl"
     with pytest.raises(SystemExit, match="2"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -18,14 +17,9 @@ from rlhf_ppo.cli import aitraining
 from rlhf_ppo.cli.aitraining import AutoTrainProject, llm
 from rlhf_ppo.compat.params import LLMTrainingParams, training_arguments
 from rlhf_ppo.rewards.scorer import ScoringBatch
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer, write_rows
 
 WORDS = ["w4 w5", "w6 w7 w8", "w9 w10"]
-
-
-def write_rows(path: str, rows: list[dict[str, Any]]) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def texts(count: int = 16) -> list[dict[str, Any]]:
@@ -36,26 +30,18 @@ def pairs(count: int = 16) -> list[dict[str, Any]]:
     return [{"prompt": WORDS[index % 3], "chosen": " w4 w4 w5", "rejected": " w6 w7"} for index in range(count)]
 
 
-def save(model: Any, folder: str) -> None:
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-
-
 @pytest.fixture
-def workshop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plain_runs: None) -> Path:
+def workshop(monkeypatch: pytest.MonkeyPatch, empty_place: Path, plain_runs: None) -> Path:
     """A working directory with a language model, a reward model and data."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    save(tiny_policy(max_position_embeddings=256), "base")
-    save(tiny_scorer(max_position_embeddings=256), "scorer")
+    save_models(base=tiny_policy(max_position_embeddings=256), scorer=tiny_scorer(max_position_embeddings=256))
     write_rows("prompts.jsonl", texts())
     write_rows("pairs.jsonl", pairs())
     Path("rewards.py").write_text(
         "def ours(completions, **kwargs):\n    return [1.0 for _ in completions]\n"
         "def theirs(prompt, generated, full_text):\n    return float(full_text == prompt + generated)\n"
     )
-    return tmp_path
+    return empty_place
 
 
 # ---- Every option arrives ----
@@ -252,12 +238,7 @@ def test_wandb_is_left_out_where_it_is_not_installed(monkeypatch):
         ("--model-ref base --rl-reward-fn correctness", None, ["correctness"], None),
         ("--model-ref base --rl-reward-fn rewards.py:ours", None, ["ours"], None),
         ("--rl-reward-model-path scorer --rl-env-type text_generation", "scorer", [], None),
-        (
-            "--model-ref base --rl-env-type text_generation --rl-reward-fn rewards.py:ours",
-            None,
-            ["ours"],
-            None,
-        ),
+        ("--model-ref base --rl-env-type text_generation --rl-reward-fn rewards.py:ours", None, ["ours"], None),
         (
             """--model-ref base --rl-multi-objective --rl-reward-weights '{"length": 2}'""",
             None,
@@ -320,10 +301,7 @@ def test_a_run_goes_on_where_it_stopped(trainer, workshop):
 
 # ---- Documented command lines ----
 
-QUICK_START = """--train --model google/gemma-3-270m --data-path ./prompts.jsonl --project-name ppo-model
-    --trainer ppo --rl-reward-model-path ./reward-model"""
 DOCUMENTED = {
-    "quick start": QUICK_START,
     "PPO with the reward model": """--train --trainer ppo --model gpt2 --rl-reward-model-path ./reward_model
         --data-path prompts.csv --project-name ppo_model""",
     "text generation": """--train --trainer ppo --model gpt2 --rl-reward-model-path ./reward_model
@@ -360,10 +338,8 @@ DOCUMENTED = {
 @pytest.fixture
 def documented_places(workshop: Path) -> Path:
     """What the documented commands name, in local directories."""
-    for name in ("gpt2", "google/gemma-3-270m"):
-        save(tiny_policy(max_position_embeddings=256), name)
-    for name in ("reward_model", "reward-model"):
-        save(tiny_scorer(max_position_embeddings=256), name)
+    policy, scorer = tiny_policy(max_position_embeddings=256), tiny_scorer(max_position_embeddings=256)
+    save_models(**{"gpt2": policy, "google/gemma-3-270m": policy, "reward_model": scorer, "reward-model": scorer})
     for name in ("prompts.csv", "math_problems.csv", "preferences.csv"):
         Path(name).write_text("text,answer\n" + "".join(f"{WORDS[index % 3]},w4\n" for index in range(16)))
     write_rows("preference_data/train.jsonl", pairs())
@@ -399,36 +375,8 @@ def test_a_documented_command_builds_its_trainer(command, documented_places, bui
     assert trainer.args.stop_strings == (["\n", "END"] if command == "text generation" else None)
 
 
-def test_the_documented_call_without_a_config(documented_places):
-    params = LLMTrainingParams(
-        model="gpt2", data_path="./prompts.jsonl", trainer="ppo", model_ref="gpt2", rl_multi_objective=True,
-        rl_env_type="multi_objective", rl_reward_weights='{"correctness": 1.0, "formatting": 0.1}',
-    )  # fmt: skip
-
-    trainer: Any = AutoTrainProject(params).build()
-    assert list(trainer.scorer.names) == ["correctness", "formatting"]
-    assert trainer.args.reward_weights == {"correctness": 1.0, "formatting": 0.1}
-
-
-def test_the_documented_multi_objective_run_needs_no_answers(
-    workshop: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """AITraining's example, on its three rows of nothing but `text`."""
-    questions = ["What is machine learning?", "Explain quantum computing.", "Write a haiku about coding."]
-    write_rows("prompts.jsonl", [{"text": question} for question in questions])
-    params = LLMTrainingParams(
-        model="base", data_path="./prompts.jsonl", project_name="ppo-model", trainer="ppo", log="none",
-        rl_reward_model_path="./scorer", rl_multi_objective=True, rl_env_type="multi_objective",
-        rl_reward_weights='{"correctness": 1.0, "formatting": 0.1}', rl_max_new_tokens=4,
-    )  # fmt: skip
-    trainer: Any = AutoTrainProject(params=params, backend="local", process=True).create()
-    logged = trainer.state.log_history[0]
-    assert logged["rewards/formatting/mean"] == 0 and math.isfinite(logged["objective/scores"])
-    assert not math.isfinite(logged.get("rewards/correctness/mean", math.nan))
-
-
 def test_the_built_trainer_has_the_resolved_arguments_and_models(workshop):
-    save(tiny_policy(seed=5, max_position_embeddings=256), "other")
+    save_models(other=tiny_policy(seed=5, max_position_embeddings=256))
     job = parsed(f"{PPO} --model base --data-path prompts.jsonl --model-ref other --max-samples 9")
 
     trainer: Any = job.build()

@@ -20,7 +20,7 @@ from rlhf_ppo.reporting.judgements import judged_data, over_seeds, read_judged
 from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reward_model import Answer
-from tests.conftest import make_tokenizer, needs_continuous, tiny_policy, tiny_scorer
+from tests.conftest import make_tokenizer, needs_continuous, save_models, tiny_policy, tiny_scorer
 
 ROWS = Dataset.from_list([{"prompt": f"w{index}", "answer": str(index)} for index in range(4)])
 
@@ -52,8 +52,7 @@ def test_a_coroutine_judges_too():
 
 def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
     scorer, tokenizer = tiny_scorer(), make_tokenizer()
-    scorer.save_pretrained(tmp_path / "judge")
-    tokenizer.save_pretrained(tmp_path / "judge")
+    save_models(tmp_path, judge=scorer)
     ours, theirs = [" w4 w5", " w6", " w7 w8", " w9"], [" w10", " w11 w12", " w7 w8", " w13"]
     scores = [
         [
@@ -73,13 +72,9 @@ def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
 
 
 @pytest.fixture
-def places(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, seed in (("one", 0), ("two", 1)):
-        tiny_policy(seed=seed).save_pretrained(name)
-        make_tokenizer().save_pretrained(name)
+def places(empty_place):
+    save_models(one=tiny_policy(), two=tiny_policy(seed=1))
     ROWS.add_column("chosen", ["w4"] * 4).to_json("prompts.jsonl")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 SHORT = ["--dataset_name", "prompts.jsonl", "--max-new-tokens", "8", "--batch-size", "3"]
@@ -122,29 +117,6 @@ def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, 
     assert "opponent='none' could not be loaded: it is neither a directory with" in capsys.readouterr().err
 
 
-def test_the_same_model_ties_with_itself(places):
-    found = evaluate(["--model", "one", "--opponent", "one", "--judge", "length", *SHORT])
-
-    assert found == WinRate(wins=0, losses=0, ties=4, failed=0)
-
-
-def test_the_data_set_may_be_the_opponent(places):
-    found = evaluate(["--model", "one", "--opponent-column", "chosen", "--judge", "length", *SHORT])
-
-    assert found.wins > 0 and found.wins + found.losses + found.ties == 4
-
-
-@pytest.mark.parametrize(
-    "options",
-    ["--judge length", "--opponent two --opponent-column chosen --judge length", "--opponent two"],
-)
-def test_one_opponent_and_one_judge(options, places, capsys):
-    with pytest.raises(SystemExit):
-        evaluate(["--model", "one", *options.split(), *SHORT])
-
-    assert "give one of them" in capsys.readouterr().err
-
-
 CHARACTERS = """
 def more(completions, **_):
     return [len(text) for text in completions]
@@ -181,16 +153,8 @@ def test_the_win_rate_of_a_run_is_on_its_card(places, capsys):
     evaluate([*models, "--output_dir", "one/judged"])
     assert f"- Win rate {found.rate:.2%} (95% interval" in card.read_text()
     assert "The win rate is on the model card one/README.md" in capsys.readouterr().out
-    again = [
-        "--dataset_name",
-        "one/judged/judged.parquet",
-        *columns,
-        "--judge",
-        "length",
-        "--output_dir",
-        "one/judged",
-    ]
-    evaluate(again)
+    again = "--dataset_name one/judged/judged.parquet --judge length --output_dir one/judged"
+    evaluate([*again.split(), *columns])
     assert card.read_text().count("- Win rate") == 2 and not list(Path("one").glob("*.tmp"))
 
 
@@ -345,7 +309,6 @@ def test_a_chat_model_judges(places, server, monkeypatch):
         ("--judge_model m --judge_url nowhere", "must be an address"),
         ("--judge length --output_dir prompts.jsonl", "output_dir='prompts.jsonl' is a file"),
         ("--judge length --num_shown -1", "num_shown=-1"),
-        ("--judge length --temperature -1", "temperature=-1.0 must be"),
     ],
 )
 def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words, places, capsys, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli.main import main
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import save_models, tiny_policy, tiny_scorer
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
 WITHOUT_CODE = {
@@ -48,10 +48,7 @@ def with_code(path: Path) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("code")
-    models = {"plain": tiny_policy(), "own": tiny_policy(), "judge": tiny_scorer()}
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
+    save_models(folder, plain=tiny_policy(), own=tiny_policy(), judge=tiny_scorer())
     for name in ("own", "judge"):
         with_code(folder / name)
     row = {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,7 @@ from datasets import Dataset
 from rlhf_ppo.cli import aitraining
 from rlhf_ppo.cli.aitraining import fill_update, load_rows, remove_short_warmup, wanted_columns
 from rlhf_ppo.compat.params import LLMTrainingParams
+from tests.conftest import write_rows
 
 
 def params(trainer: str, **given: object) -> LLMTrainingParams:
@@ -62,13 +61,10 @@ def test_a_column_that_is_not_there_is_an_error(trainer, given, columns, message
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    Path("data").mkdir()
-    for split, count in (("train", 5), ("validation", 3)):
-        rows = [{"good": f"g{i}", "bad": f"b{i}", "chosen": "other", "id": i} for i in range(count)]
-        Path(f"data/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def folder(empty_place):
+    rows = [{"good": f"g{i}", "bad": f"b{i}", "chosen": "other", "id": i} for i in range(5)]
+    write_rows("data/train.jsonl", rows)
+    write_rows("data/validation.jsonl", rows[:3])
 
 
 def test_rows_are_cut_renamed_and_split(folder):
@@ -94,19 +90,6 @@ def test_the_columns_that_rewards_may_read_stay_with_prompts(folder):
 
     assert valid is None and train["prompt"][0] == "g0"
     assert set(train.column_names) == {"prompt", "bad", "chosen", "id"}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"data_path": "./none.jsonl"}, "data_path='./none.jsonl': there is no such file"),
-        ({"data_path": "data", "train_split": "best"}, "train_split='best', but the data set has only"),
-        ({"data_path": "data", "valid_split": "best"}, "valid_split='best', but the data set has only"),
-    ],
-)
-def test_data_that_is_not_there_is_an_error(given, message, folder):
-    with pytest.raises(ValueError, match=message):
-        load_rows(params("sft", text_column="good", **given))
 
 
 # ---- Few prompts ----

@@ -23,8 +23,6 @@ import json, os, sys
 from transformers import TrainingArguments
 from rlhf_ppo.cli.arguments import prepare_trackers
 from rlhf_ppo.config.inherited import check_keys
-from rlhf_ppo.cli.arguments import prepare_trackers
-from rlhf_ppo.config.inherited import check_keys
 
 def run():
     args = TrainingArguments(report_to="wandb", output_dir="out", use_cpu=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
 from rlhf_ppo.cli import commands
 from rlhf_ppo.processes.signals import STOPPING, RunStopped
 from rlhf_ppo.reporting.judgements import RewardAccuracy, read_accuracy
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import save_models, tiny_policy, write_rows
 from tests.faults.test_full_disk import largest_file
 
 OPTIONS = (
@@ -43,14 +42,11 @@ class Does(TrainerCallback):
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with dropout, which reads random numbers, and data of two passes and a half."""
     folder = tmp_path_factory.mktemp("trl")
-    tiny_policy(attention_dropout=0.2).save_pretrained(folder / "base")
-    make_tokenizer().save_pretrained(folder / "base")
-    rows = {
-        "texts": [{"prompt": f"w{row}", "completion": f" w4 w{row + 5}"} for row in range(5)],
-        "pairs": [{"prompt": "w1", "chosen": " w4 w4", "rejected": f" w{6 + row}"} for row in range(5)],
-    }
-    for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    save_models(folder, base=tiny_policy(attention_dropout=0.2))
+    texts = [{"prompt": f"w{row}", "completion": f" w4 w{row + 5}"} for row in range(5)]
+    write_rows(folder / "texts.jsonl", texts)
+    pairs = [{"prompt": "w1", "chosen": " w4 w4", "rejected": f" w{6 + row}"} for row in range(5)]
+    write_rows(folder / "pairs.jsonl", pairs)
     return folder
 
 

@@ -25,10 +25,7 @@ from tests.runs import QUICK, assert_identical, die_and_resume, end_of_run, para
 MakeTrainer = Callable[..., PPOTrainer]
 AT = 2
 """The update in which things go wrong; 3 are made."""
-RUN: dict[str, Any] = {
-    **QUICK,
-    "num_ppo_epochs": 2,
-}
+RUN: dict[str, Any] = {**QUICK, "num_ppo_epochs": 2}
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -61,22 +60,18 @@ class Browser:
         os.close(self._in)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, path: Path, width: int, height: int = 900, dark: bool = False) -> None:
+    def open(self, path: Path, width: int, height: int = 900) -> None:
         """Show a file in a window of that size, and wait until it is drawn."""
-        self.resize(width, height)
-        scheme = "dark" if dark else "light"
-        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._ask(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}])
         self._ask("Page.navigate", url=path.absolute().as_uri())
         for _ in range(600):
             if self.run("document.readyState") == "complete" and self.run("location.protocol") == "file:":
                 return
             time.sleep(0.05)
         raise TimeoutError(f"{path} is not drawn")
-
-    def resize(self, width: int, height: int) -> None:
-        self._ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
 
     def run(self, script: str) -> Any:
         """Return what an expression has as its value."""
@@ -112,17 +107,6 @@ class Browser:
     def save_downloads(self, folder: str) -> None:
         """Let the page save files in a directory."""
         self._ask("Page.setDownloadBehavior", behavior="allow", downloadPath=folder)
-
-    def picture(self, path: Path, whole: bool = True) -> None:
-        """Write what is shown as a PNG."""
-        shot = self._ask("Page.captureScreenshot", captureBeyondViewport=whole, **self._clip(whole))
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def _clip(self, whole: bool) -> dict[str, Any]:
-        if not whole:
-            return {}
-        width, height = self.run("[document.documentElement.clientWidth, document.documentElement.scrollHeight]")
-        return {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
 
     def _ask(self, method: str, **arguments: Any) -> Any:
         self._sent += 1

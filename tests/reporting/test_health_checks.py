@@ -183,11 +183,6 @@ def test_a_check_of_a_log_does_not_read_all_before() -> None:
     assert third - second == pytest.approx(2 * (second - first), rel=0.01)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_steady_run_is_healthy(name: str) -> None:
-    assert find(name, series("loss", [0.1] * 60)) is None
-
-
 numbers = st.none() | st.floats() | st.integers(-3, 3)
 
 

@@ -100,15 +100,7 @@ def test_bytes_that_make_no_character_end_no_run(shared_data: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
     names = ["<0x62>", "<0xE2>", "</s>", "▁the", "<0xC3>", "<0xA9>", "</s>"]
     ids = tokenizer.convert_tokens_to_ids(names)
-    assert texts_of_tokens(tokenizer, ids) == [
-        "b",
-        "",
-        "\ufffd</s>",
-        " the",
-        "",
-        "é",
-        "</s>",
-    ]
+    assert texts_of_tokens(tokenizer, ids) == ["b", "", "\ufffd</s>", " the", "", "é", "</s>"]
 
 
 # ---- Files stay ----

@@ -315,10 +315,3 @@ def test_statistics_keep_no_graph() -> None:
     loss = policy.loss.clone().requires_grad_()
     collected = statistics((part, output, policy._replace(loss=loss * 2), value))
     assert not collected.sums[0].requires_grad
-
-
-def test_a_window_keeps_its_own_copies() -> None:
-    window, metrics = MetricWindow(), {"a": 1.0}
-    window.add(metrics)
-    metrics["a"] = 5.0
-    assert window.drain() == {"a": 1.0}

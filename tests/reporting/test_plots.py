@@ -88,24 +88,6 @@ def test_several_runs_lie_over_each_other(tmp_path):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["run 1", "run 2"]
 
 
-def test_evaluation_metrics_are_drawn_over_steps(tmp_path):
-    figure = plot_metrics([LOG], tmp_path / "curves.png", metrics=["eval_objective/scores"], x="step")
-
-    assert lines(figure.axes[0]) == {"run 1": ([2], [7.0])}
-
-
-def test_seeds_become_their_mean_and_a_band_of_one_standard_deviation(tmp_path):
-    figure = plot_metrics({"ours": [LOG, SECOND], "alone": [LOG]}, tmp_path / "c.png", metrics=["objective/kl"])
-
-    axes = panel(figure, "objective/kl")
-    assert lines(axes) == {"ours": ([8, 16, 24], [0.5, 0.75, 1.25]), "alone": ([8, 16, 24], [0.0, 0.25, 0.75])}
-    (band,) = [drawn for drawn in axes.collections if isinstance(drawn, PolyCollection)]
-    vertices = band.get_paths()[0].vertices
-    deviation = 0.5 * 2**0.5  # of {v, v + 1} with n - 1 below
-    heights = sorted(set(np.round(vertices[vertices[:, 0] == 8][:, 1], 12)))
-    np.testing.assert_allclose(heights, [0.5 - deviation, 0.5 + deviation])
-
-
 def run_of(folder, seed, kl_coef, scores):
     """A run of three updates, with its settings."""
     log = [{"step": step, "episode": 8 * step, "objective/scores": score} for step, score in enumerate(scores, 1)]

@@ -562,15 +562,9 @@ def test_what_cannot_be_read_is_one_sentence(
     assert says in sentence_of([str(run), "--judged", str(run / "judged")], tmp_path, capsys)
 
 
-def test_other_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_given_twice_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(make_run(tmp_path / "one"))
-    for words, says in (
-        ([run, f"{run}/../one"], "one is given twice; name each run once"),
-        ([f"{run}x"], "onex holds no run: there is no such directory"),
-        ([run, "--output", str(tmp_path)], "is a directory; name a file in it"),
-        ([], "the following arguments are required: RUN"),
-    ):
-        assert says in sentence_of(words, tmp_path, capsys)
+    assert "one is given twice; name each run once" in sentence_of([run, f"{run}/../one"], tmp_path, capsys)
 
 
 def sentence_of(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:

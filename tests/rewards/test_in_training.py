@@ -225,11 +225,7 @@ FAILURES: dict[str, tuple[Callable[..., Any] | list[Reply], type[Exception], str
     ),
     "a function returns NaN": (lambda ids: [0.0] * (len(ids) - 1) + [np.nan], ValueError, "'judge' .* nan for row 3"),
     "a function returns too few": (lambda _: [1.0], ValueError, "'judge' returned 1 rewards for 4 completions"),
-    "a server drops the connection": (
-        [drop] * 2,
-        ConnectionError,
-        r"http://\S+, asked for the rows 0 to 3, did not",
-    ),
+    "a server drops the connection": ([drop] * 2, ConnectionError, r"http://\S+, asked for the rows 0 to 3, did not"),
     "a server is out of order": ([says("later", 503)] * 2, ConnectionError, r"rows 0 to 3, .* status 503 \(later\)"),
     "a server answers NaN": ([says('{"rewards": [1, 2, NaN, 3]}')], ValueError, r"at http://\S+ returned nan for row"),
 }

@@ -106,12 +106,7 @@ def test_conversations_are_judged_as_texts() -> None:
         ([0, 2], {}, ValueError, "returned 2; return 0, 1 or between"),
         ([0, math.nan], {}, ValueError, "returned nan"),
         (["a", 0], {}, TypeError, "returned 'a'; return 0, 1, or -1"),
-        (
-            longer,
-            {"column": "chosen"},
-            ValueError,
-            "no column 'chosen' with the opponents' responses; add it",
-        ),
+        (longer, {"column": "chosen"}, ValueError, "no column 'chosen' with the opponents' responses; add it"),
         (longer, {"opponent": "nobody"}, ValueError, "opponent='nobody' must be one of"),
         (3, {}, TypeError, "judge=3 cannot be called"),
     ],

@@ -168,11 +168,7 @@ def test_a_name_is_checked_without_running_what_it_names(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        (
-            "brief",
-            ValueError,
-            "is not a reward's name; .*'path/file.py:f.*'correctness'.*passed as reward_model$",
-        ),
+        ("brief", ValueError, "is not a reward's name; .*'path/file.py:f.*'correctness'.*passed as reward_model$"),
         ("EleutherAI/pythia-160m", ValueError, "which is not a reward's name"),
         ("my-rewards.py:Fixed", TypeError, "is a class, not a function or an object that can be called"),
         ("", ValueError, "holds '', which is not"),

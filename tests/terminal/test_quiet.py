@@ -14,11 +14,7 @@ from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.terminal.console import (
-    hide_data_bars,
-    hide_library_warnings,
-    hide_model_bars,
-)
+from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings, hide_model_bars
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, DieAt, RunDied
 from tests.terminal.test_progress import Terminal
