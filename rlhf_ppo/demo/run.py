@@ -240,23 +240,20 @@ def metrics_table(before: dict[str, float], after: dict[str, float]) -> Table:
     return table
 
 
-def stories_table(
-    prompts: Sequence[str], heroes: Sequence[str], before: Sequence[str], after: Sequence[str], num_rows: int = 5
-) -> Table:
-    """Tabulate stories side by side, each with its pleasantness as the judge reads it.
+def stories_table(prompts: Sequence[str], heroes: Sequence[str], before: Sequence[str], after: Sequence[str]) -> Table:
+    """Tabulate the first five stories side by side, each with its pleasantness as the judge reads it.
 
     Args:
         prompts: The openings.
         heroes: "She" or "He" for each opening.
         before: The SFT model's continuations.
         after: The PPO policy's.
-        num_rows: Number of rows shown, from the first.
 
     Returns:
-        One row for each opening.
+        One row for each of the five openings.
     """
     table = Table("opening", "before PPO", "after PPO", title="Stories (pleasantness)", show_lines=True)
-    for prompt, hero, first, second in list(zip(prompts, heroes, before, after, strict=True))[:num_rows]:
+    for prompt, hero, first, second in list(zip(prompts, heroes, before, after, strict=True))[:5]:
         table.add_row(cell(prompt), cell(_judged(first, hero)), cell(_judged(second, hero)))
     return table
 

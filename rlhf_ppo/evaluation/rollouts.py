@@ -318,10 +318,10 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
     return shown
 
 
-def print_table(df: pd.DataFrame, num_rows: int = NUM_PRINTED, title: str | None = None) -> None:
-    """Print the first `num_rows` samples in the terminal, with texts cut to a few lines."""
+def print_table(df: pd.DataFrame, title: str | None = None) -> None:
+    """Print the first samples in the terminal, with texts cut to a few lines."""
     console, num_lines = Console(), NUM_LINES * (4 if "messages" in df else 1)
-    df, width = _fitting(_in_turns(df).head(num_rows), console.width)
+    df, width = _fitting(_in_turns(df).head(NUM_PRINTED), console.width)
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in df.columns:
         table.add_column(cell(column))

@@ -96,19 +96,18 @@ def check_reward_name(spec: str, argument: str = "reward_funcs") -> None:
         resolve_reward(spec, argument)
 
 
-def signature_in_file(spec: str, argument: str = "reward_funcs") -> Callable[..., Any] | None:
+def signature_in_file(spec: str) -> Callable[..., Any] | None:
     """Return an empty function with the parameters of a function in a file, without running the file.
 
     Args:
         spec: A text for `resolve_reward`.
-        argument: Name of the argument, for errors.
 
     Returns:
         The function; None if the text names no file, or not a plain function in it.
     """
     place, settings = split_settings(spec)
     path = _path_in(place)
-    found = None if path is None or not path.is_file() else _definition(place, path, argument)
+    found = None if path is None or not path.is_file() else _definition(place, path, "reward_funcs")
     if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or found.decorator_list:
         return None
     given = found.args

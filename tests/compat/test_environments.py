@@ -1,6 +1,7 @@
 """Environments: what each type and key amounts to, and errors that name the key, its value and the fix."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,18 @@ def write_module(folder: Path, text: str) -> str:
 # ---- text_generation ----
 
 
-@pytest.mark.parametrize("key", ["stop_strings", "stop_sequences"])
-@pytest.mark.parametrize(("given", "strings"), [(["\n", "END"], ["\n", "END"]), ("END", ["END"])])
-def test_stop_strings_become_a_setting(key: str, given: Any, strings: list[str]) -> None:
-    environment = make_environment("text_generation", {key: given})
-    assert environment.settings == {"stop_strings": strings}
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (None, {}),
+        ('{"stop_sequences": []}', {}),
+        ({"stop_strings": ["\n", "END"]}, {"stop_strings": ["\n", "END"]}),
+        ({"stop_sequences": "END"}, {"stop_strings": ["END"]}),
+    ],
+)
+def test_stop_strings_become_a_setting(config: Any, settings: dict[str, list[str]]) -> None:
+    environment = make_environment("text_generation", config)
+    assert environment.settings == settings
     assert (environment.reward_funcs, environment.reward_weights) == ([], None)
 
 
@@ -69,11 +77,20 @@ def test_a_function_in_a_file_with_either_signature(tmp_path: Path) -> None:
 # ---- multi_objective ----
 
 
-def test_the_documented_call_needs_no_config() -> None:
-    environment = make_environment("multi_objective", reward_weights='{"correctness": 1.0, "formatting": 0.1}')
-    assert environment.reward_funcs == [Correctness(), Formatting()]
-    assert environment.reward_weights == {"correctness": 1.0, "formatting": 0.1}
-    assert [scores(function) for function in environment.reward_funcs] == [[1.0, 0.0], [1.0, 0.0]]
+@pytest.mark.parametrize(
+    ("components", "weights", "reward_fn", "functions"),
+    [
+        (None, '{"correctness": 1.0, "formatting": 0.1}', None, [Correctness(), Formatting()]),
+        ({"length": {}, "formatting": {}}, None, None, [Length(), Formatting()]),
+        (None, '{"reward_model": 2.0, "length": 1.0}', None, [Length()]),  # the model's weight is no component
+        ({"length": {}}, '{"length": 1.0, "default": 3.0}', "default", [Length(), Default()]),
+    ],
+)
+def test_components_and_weights(components: Any, weights: str | None, reward_fn: Any, functions: list[Any]) -> None:
+    config = {"reward_components": components} if components else None
+    environment = make_environment("multi_objective", config, reward_weights=weights, reward_fn=reward_fn)
+    assert environment.reward_funcs == functions
+    assert environment.reward_weights == (json.loads(weights) if weights else None)
 
 
 def test_components_as_aitraining_writes_them() -> None:
@@ -93,23 +110,6 @@ def test_weights_beside_the_components_and_in_them() -> None:
         "multi_objective", {"reward_components": components}, reward_weights={"length_penalty": 1, "b": 0}
     )
     assert environment.reward_weights == {"a": 0.7, "length_penalty": 1.0, "b": 0.0}
-
-
-def test_the_reward_models_weight_is_no_component() -> None:
-    environment = make_environment("multi_objective", reward_weights={"reward_model": 2.0, "length": 1.0})
-    assert environment.reward_funcs == [Length()]
-    assert environment.reward_weights == {"reward_model": 2.0, "length": 1.0}
-
-
-def test_one_more_reward() -> None:
-    environment = make_environment(
-        "multi_objective",
-        {"reward_components": {"length": {"weight": 1}}},
-        reward_weights={"default": 3},
-        reward_fn="default",
-    )
-    assert environment.reward_funcs == [Length(), Default()]
-    assert environment.reward_weights == {"length": 1.0, "default": 3.0}
 
 
 def test_a_named_component_keeps_columns_and_async(tokenizer: Any) -> None:
@@ -212,13 +212,3 @@ WITH_ALL = {"config": {"reward_components": {"length": {}, "formatting": {}}}}
 def test_errors_name_the_key_the_value_and_the_fix(env_type: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make_environment(env_type, **arguments)
-
-
-def test_no_stop_strings() -> None:
-    assert make_environment("text_generation").settings == {}
-    assert make_environment("text_generation", '{"stop_sequences": []}').settings == {}
-
-
-def test_without_weights_each_counts_1() -> None:
-    environment = make_environment("multi_objective", {"reward_components": {"length": {}, "formatting": {}}})
-    assert environment.reward_weights is None and len(environment.reward_funcs) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from tests.conftest import QUIET, make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import QUIET, save_models, tiny_policy, tiny_scorer
 
 START = """
 from datasets import Dataset, load_dataset
@@ -184,10 +184,8 @@ PPOTrainer(PPOConfig("out", **tiny), model=model, reward_funcs=reward_len, train
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models and prompts that the scripts name."""
     folder = tmp_path_factory.mktemp("from_memory")
-    for name, model in (("sft", tiny_policy()), ("reward", tiny_scorer()), ("bare", tiny_policy())):
-        model.save_pretrained(folder / "models" / name)
-        if name != "bare":
-            make_tokenizer().save_pretrained(folder / "models" / name)
+    save_models(folder / "models", sft=tiny_policy(), reward=tiny_scorer())
+    tiny_policy().save_pretrained(folder / "models/bare")
     rows = Dataset.from_list([{"prompt": f"w{index} w2 w3", "answer": "w4"} for index in range(8)])
     rows.to_json(folder / "prompts.jsonl")
     rows.save_to_disk(folder / "saved")
@@ -197,12 +195,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def names(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_runs: None) -> dict[str, object]:
+def names(folder: Path, empty_place: Path, plain_runs: None) -> dict[str, object]:
     """What a script finds: a directory of its own with the files, and sizes of a short run."""
     for path in folder.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        (empty_place / path.name).symlink_to(path)
     sizes = {"per_device_train_batch_size": 4, "total_episodes": 4, "response_length": 4, "num_ppo_epochs": 1}
     return {"tiny": {**QUIET, **sizes}}
 

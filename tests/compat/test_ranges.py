@@ -48,11 +48,6 @@ def test_the_oldest_versions_are_the_floors() -> None:
     assert differing == ABOVE_THE_FLOOR
 
 
-@pytest.mark.parametrize(("pinned", "expected"), [("5.6.0", True), ("5.6", True), ("5.60", False), ("5.6.1", False)])
-def test_a_floor_may_leave_out_zeros(pinned: str, expected: bool) -> None:
-    assert same(pinned, "5.6") is expected
-
-
 @pytest.mark.parametrize("room", sorted(path.name for path in (ROOT / "rlhf_ppo").iterdir() if path.is_dir()))
 def test_no_room_of_the_library_imports_trl_when_it_is_imported(room: str) -> None:
     if room in USES_TRL_ALWAYS:

@@ -37,7 +37,7 @@ from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import ChatJudge
 from rlhf_ppo.terminal.text import visible
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, turn_text
-from tests.conftest import QUIET, make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import QUIET, save_models, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import says
 from tests.runs import QUICK
 
@@ -328,9 +328,8 @@ def test_an_exception_about_a_server_is_one_visible_line(server: Any, status: in
 def test_init_writes_a_file_that_holds_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file, model, prompts = "run\n\x1b[2J.yaml", "base", "prompts.jsonl"
-    tiny_policy().save_pretrained(model)
-    make_tokenizer().save_pretrained(model)
-    Path(prompts).write_text("".join(f'{{"prompt": "w{number}"}}\n' for number in range(4, 14)))
+    save_models(base=tiny_policy())
+    write_rows(prompts, ({"prompt": f"w{number}"} for number in range(4, 14)))
     with printed() as found:
         named = ["--file", file, "--model", model, "--prompts", prompts, "--output_dir", NAME]
         init([*named, "--reward_funcs", "length"])

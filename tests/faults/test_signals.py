@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_ppo.checkpoints import last_complete_checkpoint
 from rlhf_ppo.processes.signals import SAME_SIGNAL
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import save_models, tiny_policy
 from tests.faults.train_until_signalled import MOMENTS, make, run_command, train
 from tests.runs import assert_identical, end_of_run
 
@@ -172,8 +172,7 @@ def test_a_command_ends_with_a_line_and_no_final_model(number: signal.Signals, s
 
 def command(folder: Path) -> list[str]:
     """Save a policy and prompts; return the command that trains with them."""
-    tiny_policy().save_pretrained(folder / "sft")
-    make_tokenizer().save_pretrained(folder / "sft")
+    save_models(folder, sft=tiny_policy())
     (folder / "rows.jsonl").write_text('{"prompt": "w1 w2"}\n' * 8)
     options = f"--dataset_name {folder}/rows.jsonl --sft_model_path {folder}/sft --response_length 4 --max_steps 1"
     quiet = "--report_to none --use_cpu --per_device_train_batch_size 4 --num_sample_generations 0 --bf16 False"

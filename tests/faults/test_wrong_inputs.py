@@ -26,7 +26,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.config.hints import REMOVED
-from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, save_models, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
 NAN, INF, HUGE, BEYOND = math.nan, math.inf, 10**12, 10**400
@@ -397,8 +397,7 @@ def test_a_function_may_log_any_metric(function: Any, models: Any, tmp_path: Any
 
 
 def test_a_language_model_is_no_reward_model_by_its_path_either(models: Any, tmp_path: Any) -> None:
-    tiny_policy().save_pretrained(tmp_path / "writer")
-    make_tokenizer().save_pretrained(tmp_path / "writer")
+    save_models(tmp_path, writer=tiny_policy())
     with pytest.raises(ValueError, match=r"reward_model='.*writer' is not a reward model: score.weight of .* random"):
         construct(tmp_path, **models, reward_model=str(tmp_path / "writer"), reward_funcs=None)
 

@@ -28,7 +28,7 @@ import pytest
 from rlhf_ppo.cli.main import main
 from rlhf_ppo.pipeline.running import end_with_parent, run_pipeline
 from rlhf_ppo.pipeline.steps import read_pipeline
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import save_models, tiny_policy, write_rows
 
 OUT = Path("out")
 TEXT = """
@@ -196,8 +196,7 @@ def hashed(path: Path) -> str:
 
 def prepared(folder: Path) -> Path:
     folder.mkdir()
-    tiny_policy(max_position_embeddings=64).save_pretrained(folder / "base")
-    make_tokenizer().save_pretrained(folder / "base")
+    save_models(folder, base=tiny_policy(max_position_embeddings=64))
     rows = {
         "texts": [{"prompt": f"w{row % 9}", "completion": f" w4 w{row % 7}"} for row in range(16)],
         "pairs": [{"prompt": "w1", "chosen": " w4 w4", "rejected": f" w{6 + row % 9}"} for row in range(16)],
@@ -205,7 +204,7 @@ def prepared(folder: Path) -> Path:
         "prompts": [{"prompt": f"w{row % 20} w{row % 7}"} for row in range(48)],
     }
     for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(folder / f"{name}.jsonl", lines)
     (folder / "run.yaml").write_text(TEXT)
     return folder
 

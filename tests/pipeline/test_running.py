@@ -18,7 +18,7 @@ from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
 from rlhf_ppo.cli.pipeline import pipeline as command
 from rlhf_ppo.pipeline.running import run_pipeline, start_python
 from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import save_models, tiny_policy
 from tests.pipeline.stand_ins import Steps
 
 TEXT = """
@@ -53,8 +53,7 @@ def real(read: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").absolute())
     for name in ("texts", "pairs", "prompts"):
         Path(f"{name}.jsonl").write_text(ROW * 600)
-    tiny_policy().save_pretrained("base")
-    make_tokenizer().save_pretrained("base")
+    save_models(base=tiny_policy())
     return read
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import says, url
 from tests.rewards.test_reward_model_tokens import TEMPLATE, responses
 from tests.runs import QUICK
@@ -150,16 +149,14 @@ KINDS += ["judges_here.py:feedback", "judges_here.py:trl", "the server"]
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def places(empty_place: None) -> None:
     tiny_policy().save_pretrained("one")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained("one")
     Path("judges_here.py").write_text(JUDGES)
     rows = [{"prompt": f"w{row}", "topic": str(row), "chosen": "w4 w5 w6"} for row in range(4)]
-    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write_rows("prompts.jsonl", rows)
 
 
 CHAT = (
@@ -208,7 +205,7 @@ def test_a_conversation_is_judged_through_the_chat_template(places: None, read: 
     tiny_scorer().save_pretrained("reward")
     tokenizer.save_pretrained("reward")
     rows = [{"prompt": [{"role": "user", "content": f"w{row}"}], "chosen": "w4 w5"} for row in range(3)]
-    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows("prompts.jsonl", rows)
     found = evaluate([*OPTIONS[:-1], "--judge_model", "reward"])
     assert isinstance(found, WinRate) and found.failed == 0
     asked = [

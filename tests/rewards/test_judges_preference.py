@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForSequenceClassification
 
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
-from tests.conftest import make_tokenizer, tiny_scorer
+from tests.conftest import make_tokenizer, save_models, tiny_scorer
 
 
 class Recorder:
@@ -126,8 +126,7 @@ def test_feedback_on_one_pair() -> None:
 
 @pytest.fixture
 def model_path(tmp_path: Any) -> str:
-    tiny_scorer().save_pretrained(tmp_path / "judge")
-    make_tokenizer().save_pretrained(tmp_path / "judge")
+    save_models(tmp_path, judge=tiny_scorer())
     return str(tmp_path / "judge")
 
 
