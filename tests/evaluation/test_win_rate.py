@@ -56,6 +56,12 @@ def test_a_few_straight_wins_prove_nothing() -> None:
     assert WinRate(50, 0, 0, 0).interval()[0] > 0.9
 
 
+def test_more_prompts_narrow_the_interval_by_their_root() -> None:
+    few, many = (np.diff(WinRate(n, n, 0, 0).interval())[0] for n in (50, 5000))
+
+    assert few / many == pytest.approx(10, rel=0.05)
+
+
 def test_the_rate_at_equal_length_is_the_intercept_of_a_logistic_regression() -> None:
     """Newton's method on the same likelihood and prior."""
     generator = np.random.default_rng(0)
