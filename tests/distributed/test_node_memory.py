@@ -97,19 +97,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("fsdp2", 1, False), ("fsdp2", 2, False), ("multi_gpu", 2, False), ("multi_gpu", 2, True)],
 )
 def test_two_processes_hold_one_copy_while_models_are_loaded(
-    config: str, num_frozen: int, bf16: bool, folder: Path, models: Path
+    config: str, num_frozen: int, bf16: bool, folder: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second process has its shards of the frozen models, and one block; under DDP it has nothing of its own.
 
     The value model is made from the policy, or from the second frozen model. With bf16 frozen weights are converted.
     """
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors go back to the system at once
     arguments = {"reward_model": str(folder / "reward")} if num_frozen == 2 else {}
     run: dict[str, Any] = {"folder": str(folder), "models": str(models), "bf16": bf16, **arguments}
     first, second = processes.run(config, f"{__name__}.construct", **run, timeout=300)
     whole = first["bytes"]
     shards = num_frozen * whole / 2 if config == "fsdp2" else 0
     assert second["most"] < shards + 0.35 * whole
-    assert first["most"] < shards + 1.35 * whole  # that converts each
+    assert first["most"] < shards + 1.1 * whole  # that converts each
     assert first["dtypes"] == second["dtypes"] == {"torch.float32"}
     assert first["sums"] == second["sums"] and first["drawn"] == second["drawn"]
 
