@@ -1,16 +1,17 @@
 """Tables of the options on the page that names their groups: `<!-- options: Rollout -->`.
 
 A group is the fields of a class of `rlhf_ppo/config`, or those below a comment `# --- Rollout ---` in it.
-`<!-- refused: REJECTED -->` shows a table of `inherited.py` there, and REMOVED that of `hints.toml`.
+`<!-- refused: REJECTED -->` shows a table of `inherited.py` there, and REMOVED that of `hints.yaml`.
 """
 
 import ast
 import html
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 CONFIG = Path(__file__).parents[2] / "rlhf_ppo" / "config"
 OPTIONS = re.compile(r"^<!-- options: (.+) -->$", re.MULTILINE)
@@ -30,7 +31,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 def removed() -> dict[str, str]:
     """Return the advice for each argument that transformers no longer has."""
-    advice = tomllib.loads((CONFIG / "hints.toml").read_text(encoding="utf-8"))["removed"]
+    advice = yaml.safe_load((CONFIG / "hints.yaml").read_text(encoding="utf-8"))["removed"]
     return dict(sorted((name, text) for text, names in advice.items() for name in names))
 
 

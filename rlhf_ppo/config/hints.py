@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-_TABLES = tomllib.loads(Path(__file__).with_name("hints.toml").read_text(encoding="utf-8"))
+import yaml
+
+_TABLES = yaml.safe_load(Path(__file__).with_name("hints.yaml").read_text(encoding="utf-8"))
 
 
 def _by_name(table: str) -> dict[str, str]:
-    """Return the advice of a table of `hints.toml` by name."""
+    """Return the advice of a table of `hints.yaml` by name."""
     return {name: advice for advice, names in _TABLES[table].items() for name in names}
 
 

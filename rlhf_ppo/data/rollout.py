@@ -433,7 +433,7 @@ class Experience(Responses):
 
     Attributes:
         logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
-        values: Value estimates when sampled, float32 `(B, T)`; of several heads that of the row's own.
+        values: Value estimates when sampled, float32 `(B, T)`; with several heads, those of the row's own head.
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
         returns: Targets of the value loss, float32 `(B, T)`, 0 outside the loss mask: advantages before whitening plus
             values, with the value model's lambda.

@@ -62,9 +62,9 @@ def check_adapter(model: nn.Module, argument: str) -> None:
     """
     if not is_peft_model(model):
         return
-    what = f"{argument} has an adapter of the kind {adapter_kind(model)}"
+    found = f"{argument} has an adapter of the kind {adapter_kind(model)}"
     if model.active_peft_config.is_prompt_learning:
-        raise ValueError(f"{what}: {PROMPT_LEARNING}")
+        raise ValueError(f"{found}: {PROMPT_LEARNING}")
     if is_sharded(model):
         return
     ids = probe_tokens(model)
@@ -74,15 +74,15 @@ def check_adapter(model: nn.Module, argument: str) -> None:
             beside_another = probe(model, torch.cat((ids, ids.flip(1))))[:1]
     except Exception as error:  # each kind raises other errors
         reason = f"{type(error).__name__}: {error!s:.300}"
-        raise ValueError(f"{what}, which cannot run on token ids alone ({reason}); use a method like LoRA") from error
+        raise ValueError(f"{found}, which cannot run on token ids alone ({reason}); use a method like LoRA") from error
     if not agree(ours, theirs):
         raise ValueError(
-            f"{what} that works in PeftModel.forward, outside the layers, which rlhf_ppo runs by themselves; use a "
+            f"{found} that works in PeftModel.forward, outside the layers, which rlhf_ppo runs by themselves; use a "
             "method like LoRA, without such options"
         )
     if not agree(beside_another, theirs):
         raise ValueError(
-            f"{what} that mixes the rows of a batch: each response's log-probabilities would depend on the others; "
+            f"{found} that mixes the rows of a batch: each response's log-probabilities would depend on the others; "
             "use a method like LoRA"
         )
 

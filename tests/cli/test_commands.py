@@ -215,3 +215,10 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
     found = read_accuracy("out")
     assert found is not None and found.num_pairs == 2 and len(trainer.train_dataset) == 18
     assert f"The reward model is {found}." in capsys.readouterr().out
+    write_rows("few.jsonl", rows[:9] + rows[20:])
+    options[3] = "few.jsonl"
+    commands.reward(options)
+    assert read_accuracy("out") is None
+    with pytest.raises(SystemExit, match="2"):
+        commands.reward([*options, "--eval_strategy", "steps"])
+    assert "9 pairs within max_length=16 are too few to hold one out" in capsys.readouterr().err

@@ -138,12 +138,3 @@ def play_with_server(address: str, **arguments: Any) -> dict[str, Any]:
     vllm_client._HAS_RESET_PREFIX_CACHE_SUCCESS = False  # pyright: ignore[reportAttributeAccessIssue]
     options = {"generation_engine": "vllm", "vllm_mode": "server", "vllm_server_base_url": address}
     return play(given={"engine": None}, **options, **arguments)
-
-
-def error_of_play(**arguments: Any) -> str:
-    """Play what must fail; return this rank's error."""
-    try:
-        play(**arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"

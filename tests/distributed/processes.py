@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,6 +130,12 @@ def _wait_for(processes: list[Any], timeout: float) -> None:
         process.join()
 
 
+def scenario_named(scenario: str) -> Callable[..., Any]:
+    """Find the function of a `Call`."""
+    module, _, name = scenario.rpartition(".")
+    return getattr(importlib.import_module(module or "tests.distributed.scenarios"), name)
+
+
 def _worker(rank: int, environment: dict[str, str], calls: list[Call], folder: str) -> None:
     log = os.open(f"{folder}/{rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -139,8 +145,7 @@ def _worker(rank: int, environment: dict[str, str], calls: list[Call], folder: s
     try:
         pretend_accelerators()
         for index, (scenario, arguments) in enumerate(calls):
-            module, _, name = scenario.rpartition(".")
-            result = getattr(importlib.import_module(module or "tests.distributed.scenarios"), name)(**arguments)
+            result = scenario_named(scenario)(**arguments)
             Path(folder, f"{rank}.partial").write_bytes(pickle.dumps(result))
             os.rename(f"{folder}/{rank}.partial", f"{folder}/{rank}-{index}.pickle")
     except BaseException:

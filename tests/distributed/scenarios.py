@@ -31,6 +31,7 @@ from rlhf_ppo.models import logprobs
 from rlhf_ppo.rewards.judges import PreferenceReward
 from rlhf_ppo.training.rollouts import on_whole_policy
 from tests import conftest
+from tests.distributed.processes import scenario_named
 from tests.episodes import RespondsInTurns
 from tests.runs import record_rollouts
 
@@ -539,7 +540,7 @@ def train_until_the_disk_is_full(output_dir: str, models: str, rank: int, prints
 def error_of(scenario: str, **arguments: Any) -> str:
     """Run another scenario that must fail; return its error."""
     try:
-        globals()[scenario](**arguments)
+        scenario_named(scenario)(**arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

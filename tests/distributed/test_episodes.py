@@ -19,7 +19,7 @@ from tests.generation.test_vllm import FakeServer
 
 pytestmark = pytest.mark.distributed
 
-PLAY, ERROR = "tests.distributed.playing.play", "tests.distributed.playing.error_of_play"
+PLAY = "tests.distributed.playing.play"
 LAUNCHERS = {
     "DDP": ("multi_gpu", {}),
     "ZeRO-2": ("deepspeed_zero2", {}),
@@ -88,8 +88,10 @@ def test_ranks_with_unequal_rows_get_their_own_answers_from_a_server(models: Any
 def test_ranks_of_1_turn_and_9_and_a_tool_that_hangs(launcher: str, models: Any, alone: Any, tmp_path: Any) -> None:
     config, options = LAUNCHERS[launcher]
     given = {"output_dir": str(tmp_path), "models": str(models), "changes": HANGS, **options}
-    fails = {place: {**given, "changes": {5: {"fails": place}}} for place in ("reset", "step")}
-    ranks, *errors = processes.run_all(config, [(PLAY, given), *((ERROR, arguments) for arguments in fails.values())])
+    fails = {place: {"scenario": PLAY, **given, "changes": {5: {"fails": place}}} for place in ("reset", "step")}
+    ranks, *errors = processes.run_all(
+        config, [(PLAY, given), *(("error_of", arguments) for arguments in fails.values())]
+    )
 
     assert [rank["turns"] for rank in ranks] == [[1] * 4, [9, 9, 3, 9]] and alone["turns"] == [1] * 4 + [9, 9, 3, 9]
     assert_same_step(ranks[0], alone)

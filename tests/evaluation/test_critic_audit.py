@@ -16,7 +16,15 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.evaluation.critic_audit import AuditedPrefixes, audit, batches_of, draw_cuts, pair_counts
+from rlhf_ppo.evaluation.critic_audit import (
+    AuditedPrefixes,
+    Estimate,
+    audit,
+    batches_of,
+    draw_cuts,
+    findings,
+    pair_counts,
+)
 from tests.conftest import prompt_rows, tiny_policy
 
 W4, W5, VOCABULARY, LENGTH = 7, 8, 32, 8
@@ -219,3 +227,21 @@ def test_cuts_lie_within_each_response_and_batches_hold_each_continuation_once()
     batches = batches_of(cuts, 5, max_rows=8, slack=3)
     assert sorted(each.place for batch in batches for each in batch) == sorted(np.ndindex(3, 4, 5))
     assert all(len(batch) <= 8 and batch[-1].cut - batch[0].cut <= 3 for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("gain", "finding"),
+    [
+        ((-0.3, -0.4, -0.2), ["The critic is worse than the mean return of the prompt."]),
+        ((-0.1, -0.2, 0.1), ["The critic is not better than the mean return of the prompt."]),
+        ((0.1, -0.1, 0.3), ["The critic is not clearly better than the mean return of the prompt."]),
+        ((0.2, 0.1, 0.3), []),
+    ],
+)
+def test_the_gain_over_the_prompt_s_mean_is_said_as_surely_as_it_is_known(
+    gain: tuple[float, float, float], finding: list[str]
+) -> None:
+    good, bad, exact = Estimate(0.5, 0.4, 0.6), Estimate(-0.5, -0.6, -0.4), Estimate(0.0, -0.1, 0.1)
+    figures = dict.fromkeys(("previous_fits_better", "following_fits_better", "explained_variance_turned"), bad)
+    figures |= {"explained_variance": good, "tau": good, "bias": exact, "gain_over_prompt": Estimate(*gain)}
+    assert findings(figures, std_of_values=1.0, std_of_returns=1.0) == finding
