@@ -742,7 +742,7 @@ class PPOTrainer(TrainerBase):
         """Compute the value loss of each token before `vf_coef`: the clipped squared error, or HL-Gauss.
 
         Args:
-            values: Current value estimates of the response tokens, `(B, T)`; with several heads, those of the own head.
+            values: Current values of the response tokens, `(B, T)`; with several heads, those of the row's own head.
             experience: The micro-batch.
             logits: With `value_loss="hl_gauss"`: logits of the values' bins, `(B, T, num_bins)`.
 
