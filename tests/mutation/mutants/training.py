@@ -7,6 +7,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ): [
         ("loss = loss * part.loss_weights", "pass"),
         ("loss - args.entropy_coef * entropy", "loss"),
+    ],
+    ("learning.py", "tests/training/test_added_losses.py::test_responses_with_a_good_score_are_imitated"): [
         (
             "mask, minibatch.is_positive, num_tokens, run.sum_over_ranks",
             "mask, minibatch.is_positive, num_tokens * len(mask)",
