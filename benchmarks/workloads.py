@@ -2,9 +2,9 @@
 
 Imports nothing of either, so that it runs in both environments.
 
-On a CPU both trainers compute in the models' own dtype, with `bf16=False`. On a GPU they do what users get: float32
-weights and bf16 arithmetic. TRL 1.12's PPO makes an Accelerator of its own, which with transformers 5 is not told of
-`bf16=True`; `ACCELERATE_MIXED_PRECISION=bf16`, which `compare.py` sets, tells both.
+On a CPU both trainers compute in the models' own dtype, with `bf16=False`, except in *ragged-bf16*. On a GPU they do
+what users get: float32 weights and bf16 arithmetic. TRL 1.12's PPO makes an Accelerator of its own, which with
+transformers 5 is not told of `bf16=True`; `ACCELERATE_MIXED_PRECISION=bf16`, which `compare.py` sets, tells both.
 
 The *pythia* workloads have models stored in bfloat16 instead, without autocast. (Only speed and memory are compared:
 so stored, most of an update is rounded away at a small learning rate, and our trainer warns of that.)
@@ -118,9 +118,12 @@ def as_users_run(model: dict[str, Any], **changes: Any) -> Workload:
     return replace(tldr(model), dtype=torch.float32, autocast=True, **changes)
 
 
+RAGGED = Workload(llama(6, 256, 4096), (8, 96), 96, mean_length=40)
 ON_CPU = {
     "vocab-heavy": Workload(llama(6, 128, 50304), (16, 16), 48),
-    "ragged": Workload(llama(6, 256, 4096), (8, 96), 96, mean_length=40),
+    "ragged": RAGGED,
+    "ragged-lora": replace(RAGGED, lora_rank=16),
+    "ragged-bf16": replace(RAGGED, autocast=True),
     "long-prompt": Workload(llama(6, 256, 4096), (200, 400), 53, mean_length=30),
     "long-prompt-50k": Workload(llama(6, 128, 50304), (200, 400), 53, mean_length=30),
 }

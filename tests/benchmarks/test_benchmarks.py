@@ -237,3 +237,27 @@ def test_a_step_of_decoding_moves_at_most_half_as_much_again_as_it_must(lora: bo
 
     counted = decoding(Shape(16, 256, 256, 4096, lora=lora, tied=True))
     assert counted.total <= 1.5 * counted.least and counted.cache == 2
+
+
+def test_the_page_and_the_picture_show_the_table(tmp_path: Path) -> None:
+    from picture import draw, measured, trained_megabytes
+
+    text = (FOLDER / "RESULTS.md").read_text("utf-8")
+    rows = measured(text)
+    section = text.partition("<!-- compare.py cpu -->")[2].partition("<!-- end -->")[0]
+    cells = [line.split(" | ") for line in section.splitlines() if "x** |" in line]
+    speeds, shares = ([float(row[place].strip("*x")) for row in cells] for place in (3, 11))
+    assert len(cells) == 2 * len(rows) > 0
+    page = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8").partition("\n\n![")[0]
+    assert f"{min(speeds):.1f} to {max(speeds):.1f} times as fast" in page
+    assert f"{min(shares):.2f} to {max(shares):.2f} times the memory" in page
+    assert trained_megabytes("tiny") == pytest.approx(trained_parameters() * 4 / 1e6)
+    draw(text, tmp_path / "speed.svg")
+    drawn = (FOLDER.parent / "docs" / "assets" / "speed.svg").read_text("utf-8")
+    assert all(f"<!-- {name}, ours -->" in drawn for name, *_ in rows), "run benchmarks/picture.py"
+
+
+def trained_parameters() -> int:
+    """Count the weights of the policy and the value model of *tiny*: one layer of width 32, inner width 96."""
+    body = 64 * 32 + 4 * 32 * 32 + 3 * 32 * 96 + 2 * 32 + 32
+    return body + 32 * 64 + body + 32
