@@ -260,4 +260,4 @@ def test_the_page_and_the_picture_show_the_table(tmp_path: Path) -> None:
 def trained_parameters() -> int:
     """Count the weights of the policy and the value model of *tiny*: one layer of width 32, inner width 96."""
     body = 64 * 32 + 4 * 32 * 32 + 3 * 32 * 96 + 2 * 32 + 32
-    return body + 32 * 64 + body + 32
+    return body + 32 * 64 + 64 + body + 32  # the policy's head has a bias
