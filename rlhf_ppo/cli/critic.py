@@ -260,7 +260,20 @@ class CriticScriptArguments:
 
 @dataclass(repr=False)
 class CriticArguments(DefaultBf16, TrainingArguments):
-    """`TrainingArguments` with the `bf16` of `PPOConfig`."""
+    """`TrainingArguments` that keep the epoch with the lowest loss on held-out completions."""
+
+    eval_strategy: str = option("epoch", "When the held-out loss is measured: 'epoch', 'steps' or 'no'.")
+    save_strategy: str = option("best", "When a checkpoint is saved; 'no': keep the last epoch, not the best.")
+    save_total_limit: int | None = option(1, "Checkpoints kept.")
+    save_only_model: bool = option(True, "Save checkpoints without the optimizer's state.")
+    load_best_model_at_end: bool = option(True, "Save the weights with the lowest held-out loss, not the last ones.")
+    metric_for_best_model: str | None = option("eval_loss", "Metric by which the weights are chosen.")
+
+    def __post_init__(self) -> None:
+        """Keep the last weights if nothing is measured or saved in between."""
+        if "no" in (self.eval_strategy, self.save_strategy):
+            self.load_best_model_at_end = False
+        super().__post_init__()
 
 
 def train_critic(argv: Sequence[str] | None = None) -> CriticTrainer:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, TrainingArguments
 
+from rlhf_ppo.cli.critic import train_critic
 from rlhf_ppo.cli.main import main
+from rlhf_ppo.models.value_heads import ValueHead
 from rlhf_ppo.training.critic_fitting import CriticTrainer, collate, examples_of
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.runs import QUICK, record_rollouts
@@ -60,32 +62,27 @@ def test_collated_rows_and_the_loss_by_hand(tmp_path: Path) -> None:
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_command_fits_a_critic_that_a_run_takes(run: Any, tmp_path: Path, make_trainer: Any) -> None:
-    trainer, _ = run
+@pytest.mark.parametrize("head", [ValueHead(), ValueHead.with_bins(5, -1, 1, num_heads=2)])
+def test_the_command_keeps_the_best_epoch_of_a_critic_that_a_run_takes(
+    run: Any, tmp_path: Path, make_trainer: Any, head: ValueHead
+) -> None:
     start, fitted = tmp_path / "start", tmp_path / "critic"
-    tiny_scorer().save_pretrained(start)
+    scorer = tiny_scorer(num_labels=head.num_outputs)
+    head.write_to(scorer.config)
+    scorer.save_pretrained(start)
     make_tokenizer().save_pretrained(start)
-    words = ["train", "--completions", trainer.args.output_dir, "--model_name_or_path", str(start)]
-    words += [
-        "--output_dir",
-        str(fitted),
-        "--learning_rate",
-        "1e-2",
-        "--num_train_epochs",
-        "30",
-        "--eval_share",
-        "0.3",
-    ]
-    words += ["--report_to", "none", "--lam", "1", "--use_cpu"]
-    main(["critic", *words])
-    examples = examples_of([trainer.args.output_dir], lam=1.0)
-    losses = []
-    for path in (start, fitted):
-        model = AutoModelForSequenceClassification.from_pretrained(path)
-        args = TrainingArguments(str(tmp_path / "unused"), report_to="none", use_cpu=True)
-        losses.append(float(CriticTrainer(model, args, examples).compute_loss(model, collate(examples))))
-    assert losses[1] < 0.5 * losses[0]
-    make_trainer(**KEEPS, value_model=str(fitted), output_dir=str(tmp_path / "again")).train()
+    words = ["--completions", run[0].args.output_dir, "--model_name_or_path", str(start), "--output_dir", str(fitted)]
+    words += ["--learning_rate", "5e-2", "--num_train_epochs", "30", "--eval_share", "0.3", "--lam", "1"]
+    trainer = train_critic([*words, "--report_to", "none", "--use_cpu"])
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 30 and min(losses) < losses[-1]  # it overfits
+    saved = AutoModelForSequenceClassification.from_pretrained(fitted)
+    args = TrainingArguments(str(tmp_path / "unused"), report_to="none", use_cpu=True)
+    held_out: Any = trainer.eval_dataset
+    assert CriticTrainer(saved, args, held_out, held_out).evaluate()["eval_loss"] == pytest.approx(min(losses))
+    said = {"critic_ensemble": head.num_heads}
+    said |= {"value_loss": "hl_gauss", "value_bins": 5} if head.centers else {}
+    make_trainer(**KEEPS | said, value_model=str(fitted), output_dir=str(tmp_path / "again")).train()
 
 
 @pytest.mark.parametrize(
