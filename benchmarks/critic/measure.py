@@ -4,7 +4,8 @@
     python benchmarks/critic/tables.py
 
 A finished cell is one line of `results.jsonl` of the work directory; the same command continues. Variants are those of
-`benchmarks/learning/variants.py`. The trained models stay in the work directory, `rlhf-ppo generate` can load them.
+`benchmarks/learning/variants.py`, and `critic=wide`, which starts the critic of arithmetic from a language model twice
+as wide. The trained models stay in the work directory, `rlhf-ppo generate` can load them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent / "learning"))
 
+import arithmetic  # noqa: E402
 import torch  # noqa: E402
 from cell import TASKS, UNSEEN, health_of, module_of  # noqa: E402
 from evaluation import Evaluator, seeded  # noqa: E402
@@ -40,7 +42,7 @@ NUM_AUDITED = {"stories": 112, "emotions": 112, "preferences": 112, "exchanged":
 """Held-out responses of an audit, 4 prefixes each, of a quarter as many prompts."""
 NUM_PROMPTS = {"stories": 256, "emotions": 256, "preferences": 256, "exchanged": 256, "arithmetic": 1024}
 """Held-out prompts at inference; a prompt may be taken again."""
-N, WIDTH = 8, 4
+N, WIDTH, WIDE = 8, 4, "wide"
 BLOCK = {"stories": 8, "emotions": 8, "preferences": 4, "exchanged": 4, "arithmetic": 1}
 
 
@@ -76,7 +78,8 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers:
         "seed": seed,
     }
     policy, reference = (AutoModelForCausalLM.from_pretrained(task.policy) for _ in range(2))
-    trainer = our_trainer(task, policy, arguments, eval_dataset=audited(name, task))
+    others = {"value_model": wide_critic(data, work)} if arguments.pop("critic", "") == WIDE else {}
+    trainer = our_trainer(task, policy, arguments, eval_dataset=audited(name, task), **others)
     trainer.train()
     trainer.save_model(str(folder))
     audit = json.loads((folder / "critic_audit.json").read_text(encoding="utf-8"))
@@ -95,6 +98,12 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers:
         "settings": task.arguments | changes,
     }
     return found | {"cpu_seconds_of_training": trained, "cpu_seconds": time.process_time() - began}
+
+
+def wide_critic(data: Path, work: Path) -> str:
+    """Return where a language model for arithmetic is that is twice as wide as the policy."""
+    arithmetic.prepare(data, work / "arithmetic-wide", hidden_size=128)
+    return str(work / "arithmetic-wide/policy")
 
 
 def audited(name: str, task: Task) -> list[dict[str, Any]]:

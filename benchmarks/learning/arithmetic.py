@@ -73,7 +73,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def prepare(data: Path, folder: Path) -> None:
+def prepare(data: Path, folder: Path, hidden_size: int = 64) -> None:
     """Train the language model, where there is none yet."""
     if (folder / "policy/config.json").exists():
         return
@@ -83,8 +83,8 @@ def prepare(data: Path, folder: Path) -> None:
     set_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
