@@ -323,6 +323,8 @@ def findings(figures: Mapping[str, Estimate], std_of_values: float, std_of_retur
         std_of_returns: Standard deviation of the prefixes' true values.
     """
     get: Callable[[str], Estimate] = figures.__getitem__
+    if std_of_returns == 0:
+        return ["The returns differ by no more than their noise: there is nothing to predict."]
     if std_of_values < 0.02 * std_of_returns:
         return ["The values hardly vary: the critic's head is frozen, or its learning rate is too low."]
     if get("explained_variance_turned").low > 0:

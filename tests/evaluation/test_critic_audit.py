@@ -209,6 +209,11 @@ def test_explained_variance_subtracts_the_noise_of_the_returns() -> None:
     assert found["bias"].value == -0.5
 
 
+def test_equal_returns_say_nothing_about_a_critic() -> None:
+    found = audit(prefixes([0.0, 1.0] * 2, np.ones((4, 4)), [0, 0, 1, 1], [0, 1, 0, 1]))
+    assert found.findings == ["The returns differ by no more than their noise: there is nothing to predict."]
+
+
 def test_pairs_are_those_of_kendalls_tau() -> None:
     """Against a count over all pairs, with ties."""
     generator = np.random.default_rng(0)
