@@ -115,7 +115,8 @@ def test_values_are_the_classifiers_own() -> None:
 def test_a_saved_critic_has_the_trainers_values(
     make_trainer: Callable[..., PPOTrainer], tmp_path: Any, adapter: Any
 ) -> None:
-    scorer = tiny_scorer(seed=2)
+    """The critic is wider and deeper than the policy, and has more token ids."""
+    scorer = tiny_scorer(seed=2, hidden_size=64, num_hidden_layers=3, vocab_size=40)
     scorer.save_pretrained(tmp_path / "base")
     scorer.config.name_or_path = scorer.name_or_path = str(tmp_path / "base")
     trainer = make_trainer(save_critic=True, value_model=scorer, value_peft_config=adapter)

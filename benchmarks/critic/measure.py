@@ -4,8 +4,8 @@
     python benchmarks/critic/tables.py
 
 A finished cell is one line of `results.jsonl` of the work directory; the same command continues. Variants are those of
-`benchmarks/learning/variants.py`, and `critic=wide`, which starts the critic of arithmetic from a language model twice
-as wide. The trained models stay in the work directory, `rlhf-ppo generate` can load them.
+`benchmarks/learning/variants.py`, and `critic=wide` or `critic=fitted`, see `critic_of`. The trained models stay in the
+work directory, `rlhf-ppo generate` can load them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUM_AUDITED = {"stories": 112, "emotions": 112, "preferences": 112, "exchanged":
 """Held-out responses of an audit, 4 prefixes each, of a quarter as many prompts."""
 NUM_PROMPTS = {"stories": 256, "emotions": 256, "preferences": 256, "exchanged": 256, "arithmetic": 1024}
 """Held-out prompts at inference; a prompt may be taken again."""
-N, WIDTH, WIDE = 8, 4, "wide"
+N, WIDTH = 8, 4
 BLOCK = {"stories": 8, "emotions": 8, "preferences": 4, "exchanged": 4, "arithmetic": 1}
 
 
@@ -78,7 +78,7 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers:
         "seed": seed,
     }
     policy, reference = (AutoModelForCausalLM.from_pretrained(task.policy) for _ in range(2))
-    others = {"value_model": wide_critic(data, work)} if arguments.pop("critic", "") == WIDE else {}
+    others = {"value_model": critic_of(str(arguments.pop("critic")), seed, data, work)} if "critic" in changes else {}
     trainer = our_trainer(task, policy, arguments, eval_dataset=audited(name, task), **others)
     trainer.train()
     trainer.save_model(str(folder))
@@ -100,8 +100,17 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers:
     return found | {"cpu_seconds_of_training": trained, "cpu_seconds": time.process_time() - began}
 
 
-def wide_critic(data: Path, work: Path) -> str:
-    """Return where a language model for arithmetic is that is twice as wide as the policy."""
+def critic_of(kind: str, seed: int, data: Path, work: Path) -> str:
+    """Return where a critic of arithmetic starts from.
+
+    Args:
+        kind: `wide`, a language model twice as wide as the policy, or `fitted`, what `fitted.py` fitted to other runs.
+        seed: Of the run, which was one of `fitted.py`.
+        data: As of `run_cell`.
+        work: As of `run_cell`.
+    """
+    if kind == "fitted":
+        return str(work / f"models/fitted-{seed}/fit-five")
     arithmetic.prepare(data, work / "arithmetic-wide", hidden_size=128)
     return str(work / "arithmetic-wide/policy")
 

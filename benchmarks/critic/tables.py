@@ -1,8 +1,12 @@
-"""Print the tables of the documentation from `results.jsonl`: means over seeds with 95% intervals of Student's t."""
+"""Print the tables of the documentation: means over seeds with 95% intervals of Student's t.
+
+They are of `results.jsonl` (`measure.py`, `grpo.py`) and `fitted.jsonl` (`fitted.py`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +99,23 @@ def inference(cells: list[Cell]) -> Iterator[str]:
         yield line(way, intervals.mean([*gold.values()]).shown(), *shown, f"{found['log_ratio']:.2f}", *costs)
 
 
+def fitted(rows: list[Cell]) -> Iterator[str]:
+    """Yield the lines of the tables of critics fitted to kept completions, and of runs that began with one."""
+    names = {name: list(figures) for name, figures in rows[0]["figures"].items()}
+    shown = list(dict.fromkeys(name for figures in names.values() for name in figures if "pairs" not in name))
+    yield from ("", "### Fitted critics", "")
+    yield line("critic", "seeds", *shown)
+    yield line(*["---"] * (2 + len(shown)))
+    for critic, figures in names.items():
+        columns = [[row["figures"][critic][name] for row in rows] if name in figures else [] for name in shown]
+        yield line(critic, len(rows), *(intervals.mean(column).shown() if column else "" for column in columns))
+    yield from ("", line("a run's critic starts", "gold"), line("---", "---"))
+    golds = {start: {row["seed"]: row["gold"][start] for row in rows} for start in rows[0]["gold"]}
+    for start, gold in golds.items():
+        yield line(start, intervals.mean([*gold.values()]).shown())
+    yield from ("", f"difference: {intervals.difference(*reversed(golds.values())).shown(signed=True)}")
+
+
 def line(*cells: object) -> str:
     """Return a row of a table."""
     return f"| {' | '.join(map(str, cells))} |"
@@ -107,6 +128,8 @@ def main() -> None:
     parser.add_argument("--against", default="preset:recommended", help="the variant that others are compared with")
     given = parser.parse_args()
     print("\n".join(tables(read_results(given.work), given.against)))
+    if (file := given.work / "fitted.jsonl").exists():
+        print("\n".join(fitted([json.loads(each) for each in file.read_text(encoding="utf-8").splitlines()])))
 
 
 if __name__ == "__main__":
