@@ -4,8 +4,8 @@
     python benchmarks/critic/tables.py
 
 A finished cell is one line of `results.jsonl` of the work directory; the same command continues. Variants are those of
-`benchmarks/learning/variants.py`, and `critic=wide` or `critic=fitted`, see `critic_of`. The trained models stay in the
-work directory, `rlhf-ppo generate` can load them.
+`benchmarks/learning/variants.py`, and `critic=wide` or `critic=fitted`, see `critic_of`. The trained models stay in
+the work directory, `rlhf-ppo generate` can load them.
 """
 
 from __future__ import annotations
