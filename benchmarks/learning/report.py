@@ -10,7 +10,7 @@ from typing import Any
 
 import intervals
 import matplotlib
-from cell import EXAMPLES, TASKS
+from cell import EXAMPLES, TASKS, UNSEEN
 from run import WORK, read_results
 from variants import AS_FAR_AS_TRL, OPTIONS, PLAIN, PRESET, RECOMMENDED, TRL
 
@@ -107,7 +107,7 @@ def _place(order: Sequence[str], name: str) -> tuple[int]:
 
 def written(results: Sequence[Cell]) -> Iterator[str]:
     """Yield the lines of the page, a table for each task."""
-    for task in dict.fromkeys(cell["task"] for cell in results if cell["task"] in TASKS):
+    for task in dict.fromkeys(cell["task"] for cell in results if cell["task"] in (*TASKS, *UNSEEN)):
         groups = variants_of([cell for cell in results if cell["task"] == task])
         cells = [cell for group in groups.values() for cell in group]
         first = intervals.mean([cell["first"]["gold"] for cell in groups.get(PLAIN, cells)]).shown()

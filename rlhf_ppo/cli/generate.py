@@ -54,9 +54,11 @@ class GenerateArguments:
     def __post_init__(self) -> None:
         """Check the numbers and the required options."""
         check_ranges(self, ranges_of(GenerateArguments))
-        for name in ("model", "critic", "dataset_name"):
+        for name, what in {"model": "a policy", "critic": "its critic", "dataset_name": "prompts"}.items():
             if not getattr(self, name):
-                raise ValueError(f"{name} is not given; give {'prompts' if name == 'dataset_name' else 'a model'}")
+                raise ValueError(f"{name} is not given; give {what}")
+        if self.weighted and self.width is not None:
+            raise ValueError(f"weighted=True is for best of n, but width={self.width} searches; leave out one of them")
 
 
 def generate(argv: Sequence[str] | None = None) -> Decoded:

@@ -48,6 +48,7 @@ def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
         ({"critic": "policy"}, "critic"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"width": "2", "block": "0"}, "block=0"),
+        ({"width": "2", "weighted": "true"}, "weighted=True is for best of n, but width=2"),
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], change: dict[str, str], message: str, capsys: Any) -> None:
