@@ -39,7 +39,7 @@ MIN_PAIRS_TO_SPLIT = 100
 JUDGE_SHARE = 0.4
 """Share of the pairs that train the judge's reward model."""
 MAX_HELD_OUT = 256
-MINUTES_ON = {"cpu": 15.0, "cuda": 60.0}
+MINUTES_ON = {"cpu": 12.0, "cuda": 60.0}
 """Default of `--minutes` by the type of device."""
 
 TEMPLATE = Path(__file__).with_name("run.yaml.jinja")
@@ -65,7 +65,7 @@ def init(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--reward_funcs", "--reward-funcs", help=REWARD_FUNCTION)
     parser.add_argument("--judge_preferences", "--judge-preferences", help=JUDGE_PREFERENCES)
     parser.add_argument("--judge_model", "--judge-model", help="Such as gpt-4o-mini, or a reward model PPO never saw.")
-    parser.add_argument("--minutes", type=float, help="About how long all steps may take; 15 on a CPU, 60 on a GPU.")
+    parser.add_argument("--minutes", type=float, help="About how long all steps may take; 12 on a CPU, 60 on a GPU.")
     parser.add_argument("--bf16", action="store_true", help="Compute in bf16; the default on GPUs that can do it.")
     args = parser.parse_args(argv)
     with user_errors(PROGRAM):

@@ -47,7 +47,7 @@ from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
-from rlhf_ppo.reporting.judgements import ACCURACY, AT_LEAST, RewardAccuracy
+from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.run_log import where_results_are
 from rlhf_ppo.rewards.functions import RewardTimeoutError
@@ -379,11 +379,8 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
     if trainer.is_world_process_zero():
         found.save(str(trainer.args.output_dir))
         print_text(f"The reward model is {found}.")
-        if found.accuracy < AT_LEAST:
-            logger.warning(
-                f"The reward model is {'at chance' if found.is_at_chance else 'weak'}: below {AT_LEAST:.0%}, PPO has "
-                "little to learn from it. Train it longer (num_train_epochs), on more pairs or from a larger model."
-            )
+        if found.state is not None:
+            logger.warning(f"The reward model is {found.state}. {found.advice}")
     return found
 
 

@@ -265,6 +265,9 @@ ACCURACY = "accuracy.json"
 AT_LEAST = 0.6
 """Accuracy below which a reward model is weak."""
 
+ENOUGH_PAIRS = 100
+"""Held-out pairs of which 60% right are above chance: the smallest number with such an interval is 97."""
+
 
 @dataclass(frozen=True)
 class RewardAccuracy:
@@ -289,6 +292,24 @@ class RewardAccuracy:
     def is_at_chance(self) -> bool:
         """Whether the interval includes 50% or lies below it."""
         return self.interval[0] <= 0.5
+
+    @property
+    def state(self) -> str | None:
+        """`at chance`, `perhaps at chance` if the pairs are too few to tell, `weak`, or None for a useful model."""
+        if self.is_at_chance:
+            is_open = self.num_pairs < ENOUGH_PAIRS and self.interval[1] > AT_LEAST
+            return "perhaps at chance" if is_open else "at chance"
+        return "weak" if self.accuracy < AT_LEAST else None
+
+    @property
+    def advice(self) -> str:
+        """What to do about a reward model that is not useful."""
+        if self.state == "perhaps at chance":
+            return f"Hold out about {ENOUGH_PAIRS} pairs: {self.num_pairs} are too few to tell 60% from chance."
+        return (
+            "Train the reward model longer (num_train_epochs), on more pairs or from a larger model, until it is "
+            f"right on more than {AT_LEAST:.0%} of held-out pairs: PPO cannot be better than its reward."
+        )
 
     def __str__(self) -> str:
         """Return the figures in words."""

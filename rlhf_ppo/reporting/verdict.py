@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.reporting.judgements import (
-    AT_LEAST,
     Judgement,
     RewardAccuracy,
     SeedWinRates,
@@ -150,7 +149,7 @@ def _sentence(
     interval = f"95% interval{of_seeds} {100 * low:.1f} to {percent(high)}"
     figures = f"{percent(rates.mean)} of {num_prompts} prompts ({interval})"
     if blind is not None:
-        return f"Undecided against {opponent}: {subject} wins {figures}, but the judge is at chance: {blind}."
+        return f"Undecided against {opponent}: {subject} wins {figures}, but the judge is {blind.state}: {blind}."
     if outcome == "undecided":
         return f"Undecided against {opponent}: {subject} wins {figures}, and the interval includes 50%."
     return f"{outcome.capitalize()} than {opponent}: {subject} wins {figures}."
@@ -260,14 +259,8 @@ def _explained(
 
 
 def _of_reward_model(outcome: Outcome, accuracy: RewardAccuracy | None) -> Iterator[_Found]:
-    if accuracy is None or (accuracy.accuracy >= AT_LEAST and not accuracy.is_at_chance):
-        return
-    state = "at chance" if accuracy.is_at_chance else "weak"
-    yield (
-        f"The reward model is {state}: {accuracy}.",
-        "Train the reward model longer, on more pairs or from a larger model, until it is right on more than "
-        f"{AT_LEAST:.0%} of held-out pairs: PPO cannot be better than its reward.",
-    )
+    if accuracy is not None and accuracy.state is not None:
+        yield f"The reward model is {accuracy.state}: {accuracy}.", accuracy.advice
 
 
 def _of_training(outcome: Outcome, figures: _Figures) -> Iterator[_Found]:

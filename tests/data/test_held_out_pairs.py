@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from rlhf_ppo.data.sources import hold_out_pairs
-from rlhf_ppo.reporting.judgements import RewardAccuracy
+from rlhf_ppo.reporting.judgements import ENOUGH_PAIRS, RewardAccuracy
 
 
 def test_pairs_of_a_prompt_stay_together_and_are_the_same_each_time() -> None:
@@ -33,3 +33,20 @@ def test_the_interval_is_wilsons() -> None:
     assert [round(end, 4) for end in found.interval] == [0.4038, 0.5962] and found.is_at_chance
     assert RewardAccuracy.of(1.0, 10).interval[1] == pytest.approx(1.0)
     assert not RewardAccuracy.of(0.7, 100).is_at_chance
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "num_pairs", "state", "advice"),
+    [
+        (0.681, 19, "perhaps at chance", "Hold out about 100 pairs: 19 are too few to tell 60% from chance."),
+        (0.54, 200, "at chance", "Train the reward model longer"),
+        (0.1, 12, "at chance", "Train the reward model longer"),
+        (0.56, 1000, "weak", "Train the reward model longer"),
+        (0.6, ENOUGH_PAIRS, None, ""),
+        (0.9, 19, None, ""),
+    ],
+)
+def test_few_pairs_judge_no_reward_model(accuracy: float, num_pairs: int, state: str | None, advice: str) -> None:
+    found = RewardAccuracy.of(accuracy, num_pairs)
+    assert found.state == state
+    assert state is None or found.advice.startswith(advice)

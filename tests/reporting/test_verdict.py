@@ -85,7 +85,8 @@ REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "chance": ({"accuracy": CHANCE}, "The reward model is at chance: right on 52.0% of 200 held-out pairs (95% "
                "interval 45.0 to 59.0%).", "Train the reward model"),
     "weak": ({"accuracy": RewardAccuracy(0.58, (0.52, 0.64), 200)}, "The reward model is weak", "Train the reward"),
-    "few pairs": ({"accuracy": RewardAccuracy(0.667, (0.3, 0.903), 6)}, "The reward model is at chance", "Train the"),
+    "few pairs": ({"accuracy": RewardAccuracy(0.667, (0.3, 0.903), 6)}, "The reward model is perhaps at chance: right "
+                  "on 66.7% of 6 held-out pairs (95% interval 30.0 to 90.3%).", "Hold out about 100 pairs: 6 are too"),
     "kl": ({"objective__kl": 11.0}, "the KL is 11.0 nats per response, 0.55 per token", "Raise kl_coef"),
     "still": ({"objective__kl": 0.1}, "hardly changed: the KL to the SFT model is 0.10", "Raise learning_rate"),
     "short": ({"response__length_mean": 9.9}, "shrunk from 20.0 to 9.9 tokens", "missing_eos_penalty"),
@@ -153,17 +154,22 @@ def test_a_model_without_a_run_is_judged_too(make_run: MakeRun, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "outcome"), [(GOOD, "better"), (RewardAccuracy(0.55, (0.3, 0.78), 13), "undecided")]
+    ("accuracy", "outcome", "state"),
+    [
+        (GOOD, "better", None),
+        (RewardAccuracy(0.55, (0.3, 0.78), 13), "undecided", "perhaps at chance"),
+        (CHANCE, "undecided", "at chance"),
+    ],
 )
 def test_a_judge_at_chance_decides_nothing(
-    accuracy: RewardAccuracy, outcome: str, make_run: MakeRun, tmp_path: Path
+    accuracy: RewardAccuracy, outcome: str, state: str | None, make_run: MakeRun, tmp_path: Path
 ) -> None:
     run = make_run(0.84)
     (tmp_path / "judge_reward").mkdir()
     accuracy.save(tmp_path / "judge_reward")  # the judge's path was out/judge_reward before the move
     found = verdict_of([run])
     assert found.outcome == outcome
-    assert ("84.0% of 100 prompts (95% interval 79.0 to 89.0%), but the judge is at chance" in found.sentence) == (
+    assert (f"84.0% of 100 prompts (95% interval 79.0 to 89.0%), but the judge is {state}" in found.sentence) == (
         outcome == "undecided"
     )
     assert ("Judge again with a chat model" in found.next) == (outcome == "undecided")
