@@ -42,7 +42,7 @@ from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signature_in_file
-from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings
+from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings, hide_logs
 from rlhf_ppo.training.datasets import PromptPreparation
 
 __all__ = ["Problems", "check_step_options", "parse", "train_and_eval_rows"]
@@ -227,7 +227,7 @@ def _check_prompts(dataset: Any, name: str, args: PPOConfig, tokenizer: Any, pol
     if tokenizer is None:
         return
     if policy is not None and has_length(dataset) and len(dataset) <= MANY_ROWS:
-        with hide_data_bars():
+        with hide_data_bars(), hide_logs("rlhf_ppo.data.prompts"):  # the run itself says how many it drops
             limits = vocabulary_of(policy), position_limit(policy)
             PromptPreparation(tokenizer, args, *limits).prepared(dataset, name)
     else:

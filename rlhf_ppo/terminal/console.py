@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import datasets
@@ -349,18 +349,24 @@ def hide_library_warnings() -> Iterator[None]:
 @contextmanager
 def hide_library_logs() -> Iterator[None]:
     """Hide `HIDDEN_LOGS` in the block, which may run code of the user: Python's warnings stay as they are."""
-    filters = [(logging.getLogger(name), _filter(beginning)) for name, beginning in HIDDEN_LOGS]
-    for logger, hides in filters:
-        logger.addFilter(hides)
+    with ExitStack() as hidden:
+        for name, beginning in HIDDEN_LOGS:
+            hidden.enter_context(hide_logs(name, beginning))
+        yield
+
+
+@contextmanager
+def hide_logs(name: str, beginning: str = "") -> Iterator[None]:
+    """Hide the messages of a logger that begin with a text in the block."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(beginning)
+
+    logging.getLogger(name).addFilter(passes)
     try:
         yield
     finally:
-        for logger, hides in filters:
-            logger.removeFilter(hides)
-
-
-def _filter(beginning: str) -> Callable[[logging.LogRecord], bool]:
-    return lambda record: not record.getMessage().startswith(beginning)
+        logging.getLogger(name).removeFilter(passes)
 
 
 @contextmanager

@@ -112,6 +112,18 @@ def test_a_dry_run_trains_and_writes_nothing(command, options, here, capsys, mon
     assert not [path for folder in ("out", "judged") for path in Path(folder).rglob("*")]
 
 
+def test_dropped_prompts_are_said_once(here, caplog):
+    Path("long.jsonl").write_text("".join(f'{{"prompt": "w1{" w2" * (row % 2 * 8)}"}}\n' for row in range(40)))
+    options = f"{PPO_QUICK} --sft_model_path base --reward_model_path scorer --dataset_name long.jsonl"
+
+    main(["train", *shlex.split(options), "--max_prompt_length", "4", "--dry_run"])
+
+    assert [record.message for record in caplog.records if "dropped" in record.message] == [
+        "train_dataset: dropped 18 of 36 prompts, longer than 4 tokens",
+        "eval_dataset: dropped 2 of 4 prompts, longer than 4 tokens",
+    ]
+
+
 def test_a_dry_run_finds_errors_of_the_weights(here, capsys):
     options = f"{PPO_QUICK} --sft_model_path scorer --reward_funcs length --dataset_name rows.jsonl --dry_run"
 
