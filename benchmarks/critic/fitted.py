@@ -155,7 +155,9 @@ def measured(task: Task, seed: int, work: Path, options: Sequence[str]) -> dict[
     for name, path in {"of the run": run / "critic", **fits}.items():
         critic = AutoModelForSequenceClassification.from_pretrained(path).eval()
         found[name] = figures(values_of(critic, held_out[0]), *held_out[1:]) | best_of(task, policy, critic, seed)
-    started = train_run(task, seed, work / f"started-{seed}", value_model=str(fits["fitted to five other runs"]))
+    started = work / f"started-{seed}"
+    shutil.rmtree(started, ignore_errors=True)
+    train_run(task, seed, started, value_model=str(fits["fitted to five other runs"]))
     reference = AutoModelForCausalLM.from_pretrained(task.policy)
     evaluate, gold = Evaluator(task, reference, arithmetic.is_right, seed), {}
     for name, path in {"from the policy": run, "from the critic fitted to five other runs": started}.items():
@@ -176,11 +178,13 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--epochs", default="20")
     parser.add_argument("--learning-rate", default="1e-3")
+    parser.add_argument("--weight-decay", default="0.1")
     given = parser.parse_args()
     torch.set_num_threads(1)
     arithmetic.prepare(given.data, given.work / "arithmetic")
     task = arithmetic.load(given.data, given.work / "arithmetic")
     options = ["--num_train_epochs", given.epochs, "--learning_rate", given.learning_rate]
+    options += ["--weight_decay", given.weight_decay]
     file = given.work / "fitted.jsonl"
     for seed in range(given.first_seed, given.first_seed + given.seeds):
         done = [json.loads(each) for each in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []

@@ -100,17 +100,31 @@ def inference(cells: list[Cell]) -> Iterator[str]:
 
 
 def fitted(rows: list[Cell]) -> Iterator[str]:
-    """Yield the lines of the tables of critics fitted to kept completions, and of runs that began with one."""
-    names = {name: list(figures) for name, figures in rows[0]["figures"].items()}
-    shown = list(dict.fromkeys(name for figures in names.values() for name in figures if "pairs" not in name))
-    yield from ("", "### Fitted critics", "")
-    yield line("critic", "seeds", *shown)
-    yield line(*["---"] * (2 + len(shown)))
-    for critic, figures in names.items():
+    """Yield the lines of the tables of critics fitted to kept completions, and of runs that began with one.
+
+    Args:
+        rows: One of each seed and options; those with `purpose: selection` are of the fits by which these were chosen.
+    """
+    chose = [row for row in rows if row.get("purpose") == "selection"]
+    for options in dict.fromkeys(" ".join(row["options"]) for row in rows if row not in chose):
+        group = [row for row in rows if row not in chose and " ".join(row["options"]) == options]
+        yield from ("", f"### Critics fitted with `{options}`", "", *fitted_alike(group))
+    yield from ("", line("selection: runs", "options", "seed", "figures"), line(*["---"] * 4))
+    for row in chose:
+        ((start, found),) = row["figures"].items()
+        figures = ", ".join(f"{name} {value}" for name, value in found.items())
+        yield line(row["runs"], f"`{' '.join(row['options'])}`", row["seed"], f"{start}: {figures}")
+
+
+def fitted_alike(rows: list[Cell]) -> Iterator[str]:
+    """Yield the lines of the tables of critics that were fitted with the same options, one row of each seed."""
+    shown = [name for name in rows[0]["figures"]["of the run"] if "pairs" not in name]
+    yield from (line("critic", "seeds", *shown), line(*["---"] * (2 + len(shown))))
+    for critic, figures in rows[0]["figures"].items():
         columns = [[row["figures"][critic][name] for row in rows] if name in figures else [] for name in shown]
         yield line(critic, len(rows), *(intervals.mean(column).shown() if column else "" for column in columns))
-    yield from ("", line("a run's critic starts", "gold"), line("---", "---"))
     golds = {start: {row["seed"]: row["gold"][start] for row in rows} for start in rows[0]["gold"]}
+    yield from ("", line("a run's critic starts", "gold"), line("---", "---"))
     for start, gold in golds.items():
         yield line(start, intervals.mean([*gold.values()]).shown())
     yield from ("", f"difference: {intervals.difference(*reversed(golds.values())).shown(signed=True)}")
