@@ -21,7 +21,17 @@ from rlhf_ppo.training import learning
 from rlhf_ppo.training.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
-from tests.runs import QUICK, DieAt, InOnePass, RunDied, assert_identical, end_of_run, history, parameters
+from tests.runs import (
+    QUICK,
+    DieAt,
+    InOnePass,
+    RunDied,
+    assert_identical,
+    die_and_resume,
+    end_of_run,
+    history,
+    parameters,
+)
 
 MakeTrainer = Callable[..., Any]
 
@@ -271,6 +281,14 @@ def test_frozen_parameters_of_the_value_model_stay_without_gradient_and_optimize
     stated = {id(each) for each in trainer.optimizer.state}
     for name, each in trainer.model.named_parameters():
         assert (id(each) in stated) is (name not in frozen), name
+
+
+@pytest.mark.usefixtures("plain_runs")
+def test_a_run_with_more_epochs_of_a_half_frozen_critic_resumes_bit_for_bit(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    options = WARM | {"critic_freeze": "attention", "num_critic_epochs": 3, "save_strategy": "steps", "save_steps": 1}
+    die_and_resume(lambda name, **given: make_trainer(**options | {"output_dir": str(tmp_path / name)} | given))
 
 
 @pytest.mark.parametrize(
