@@ -42,7 +42,7 @@ from rlhf_ppo.terminal.console import hide_library_logs, hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction, learning
 from rlhf_ppo.training.construction import ModelOrPath
-from rlhf_ppo.training.datasets import batches_of_pass, check_data, column_check, load_data
+from rlhf_ppo.training.datasets import check_data, column_check, load_data
 from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.external_loop import given_responses
 from rlhf_ppo.training.learning import PolicyLossFunction
@@ -375,6 +375,7 @@ class PPOTrainer(TrainerBase):
             for epoch in itertools.count(loop.epoch):
                 for prompts in self._prompts(epoch):
                     experience = self._next_experience(partial(self.collect_rollout, loop.model, prompts))
+                    self._rollouts.sample_next(loop.model)  # with generation_overlap
                     loop.grad_norm = self.learn(loop.model, experience)
                     self._end_update()
                     if self.control.should_epoch_stop or self.control.should_training_stop:
@@ -396,7 +397,7 @@ class PPOTrainer(TrainerBase):
         if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
             self.control.should_training_stop = True
             return
-        for batch in batches_of_pass(loop.loader, self.args, self.sizes, epoch, num_batches):
+        for batch in loop.passes.batches(epoch, num_batches):
             num_batches += 1
             run.latest_prompts = Prompts.from_collated(batch, self.args.device)
             yield run.latest_prompts.repeated(self.args.num_generations)

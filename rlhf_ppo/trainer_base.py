@@ -35,6 +35,7 @@ from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.data.sources import Passes
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation import rollouts as evaluations
 from rlhf_ppo.evaluation.critic_audit import CriticAudit, audit, check_audit, prefixes_of
@@ -198,7 +199,7 @@ class TrainerBase(Trainer):
         run, args = self._run, self.args
         check_kept(self)
         opened = self._directory.opened(self._get_output_dir(trial), resume_from_checkpoint)
-        with run.signals.listening(), opened as checkpoint:
+        with run.signals.listening(), opened as checkpoint, self._rollouts.in_use():
             run.guard.last_checkpoint = checkpoint
             self.scorer.stop()  # a failed update may have left pending rewards and logged values
             run.logged.forget()
@@ -240,8 +241,9 @@ class TrainerBase(Trainer):
             self.reference.resume(checkpoint, model)
         counted = (epoch, num_skipped, per_epoch)
         given = (trial, ignore_keys, self.state.episode, follows_metric(self.lr_scheduler))
-        loop = LoopState(model, loader, checkpoint, *counted, *given)
-        run.loop = loop
+        passes = Passes(partial(datasets.batches_of_pass, loader, args, run.sizes))
+        run.loop = loop = LoopState(model, passes, checkpoint, *counted, *given)
+        self._rollouts.begin(checkpoint, model)
         run.fire("on_train_begin")
         return loop
 
@@ -900,6 +902,7 @@ class TrainerBase(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         self._run.streams.save(output_dir)
         self._learning.save(output_dir)
+        self._rollouts.save(output_dir)
         super()._save_rng_state(output_dir)
 
     # ---- Logging ----

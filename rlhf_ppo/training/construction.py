@@ -24,6 +24,7 @@ from rlhf_ppo.data.prompts import PositionLimit, smallest
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.estimate.update import copy_without_storage
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
+from rlhf_ppo.generation.overlap import HowToSample, SamplesAhead
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
@@ -499,6 +500,7 @@ def make_parts(
     trained = (models.policy, models.value_model, sequential_backward)
     estimate = RunEstimate(args, run.sizes, accelerator, trainer.train_dataset, *trained, frozen)
     baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
+    given = {"engine": engine, "episodes": episodes, "baselines": baselines.kinds}
     if engine is None:
         engine = make_engine(
             args, models.policy, accelerator, run.tokenizer, tokens.stop_strings, baselines.kinds,
@@ -507,9 +509,49 @@ def make_parts(
     play = None if episodes is None else episodes.player(trainer, run, engine, baselines.kinds)
     preparation = preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     sampler = Sampler(
-        run, generate, engine.reads_sharded, baselines, models.reference, play, preparation.longest_sequence
-    )
+        run, generate, engine.reads_sharded, baselines, models.reference, play, preparation.longest_sequence,
+        ahead=make_sampler_ahead(trainer, run, models.policy, given) if args.generation_overlap else None,
+        rows=lambda: estimate.generation_rows,
+    )  # fmt: skip
     return estimate, engine, preparation, sampler, make_scorer(run, models.rewards)
+
+
+def make_sampler_ahead(trainer: Trainer, run: RunState, policy: nn.Module, given: Mapping[str, Any]) -> SamplesAhead:
+    """Return the sampler of `generation_overlap`, whose worker computes as this process does.
+
+    Args:
+        trainer: The trainer, whose class must sample with the engine.
+        run: Its run.
+        policy: The policy.
+        given: What else may sample, by its name in errors.
+
+    Raises:
+        ValueError: Something else samples, or the policy cannot be sent to a worker.
+    """
+    args, tokens = run.args, run.tokens
+    owner = next(each for each in type(trainer).__mro__ if "generate_responses" in vars(each))
+    own = f"{owner.__name__}.generate_responses"
+    reasons = {
+        "generation_engine='vllm'": args.generation_engine == "vllm",
+        "an engine passed to the trainer": given["engine"] is not None,
+        "tools, environments or rollout_func": given["episodes"] is not None,
+        f"reward_funcs that compare with {given['baselines']}": bool(given["baselines"]),
+        f"the overridden {own}": not owner.__module__.startswith(f"{__name__.partition('.')[0]}."),
+        "a quantized policy": not all(each.is_floating_point() for each in policy.parameters()),
+    }
+    if reason := next((name for name, holds in reasons.items() if holds), None):
+        raise ValueError(
+            f"generation_overlap={args.generation_overlap} samples in a worker process, with transformers or "
+            f"continuous batching, which cannot be done with {reason}; set generation_overlap=0"
+        )
+    return SamplesAhead(
+        policy,
+        HowToSample(
+            args.generation_engine, args.device, distributed.mixed_precision_dtype(run.accelerator), args.temperature,
+            args.local_rollout_forward_batch_size, tokens.stop, tokens.pad, tokens.stop_strings,
+            torch.get_num_threads(),
+        ),
+    )  # fmt: skip
 
 
 def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:

@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
@@ -22,6 +21,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.prompts import PositionLimit, Prompts, eos_id, pad_id
 from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.sources import Passes
 from rlhf_ppo.generation.stopping import StopStrings, ended
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -40,7 +40,7 @@ class LoopState:
 
     Attributes:
         model: The prepared model.
-        loader: The prepared loader of prompts.
+        passes: The passes over the prompts.
         checkpoint: The checkpoint that the run resumes from, until the end of its pass.
         epoch: The current pass over the data.
         num_skipped: Batches of that pass that an earlier run has used.
@@ -56,7 +56,7 @@ class LoopState:
     """
 
     model: nn.Module
-    loader: DataLoader
+    passes: Passes
     checkpoint: str | None
     epoch: int
     num_skipped: int

@@ -147,6 +147,7 @@ ELSEWHERE: dict[str, str] = {
     "reward_head": "an error without a reward model",
     "ptx_coef": "an error without ptx_dataset",
     "generation_engine": "other engines have tests of their own",
+    "generation_overlap": "it starts a process; tests/generation/test_overlap.py",
     "stop_token": "the run above has it",
     "reward_timeout": "no function is that slow",
 }

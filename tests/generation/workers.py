@@ -1,0 +1,62 @@
+"""Workers of `generation_overlap` from the tests' fork server, which has imported everything."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Iterator
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import pytest
+
+from rlhf_ppo.generation import overlap
+
+
+class ForkedWorker:
+    """Takes the place of `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], pass_fds: tuple[int, int], **_: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        sizes = [int(number) for number in re.findall(r"\d+", command[-1])[-2:]]
+        self._process = context.Process(target=_run, args=(sizes, _Handed(pass_fds)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+class _Handed:
+    """Descriptors; they can be handed over while the process is pickled, and only then."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = numbers
+
+    def __reduce__(self) -> Any:
+        return list, ([DupFd(number) for number in self.numbers],)
+
+
+def _run(sizes: list[int], descriptors: Any) -> None:
+    overlap.run_worker(*(each.detach() for each in descriptors), *sizes)
+
+
+@pytest.fixture
+def quick_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ForkedWorker]]:
+    """Let workers begin at once; yields those that have begun, which must all have ended after the test."""
+    made: list[ForkedWorker] = []
+
+    def start(*given: Any, **how: Any) -> ForkedWorker:
+        made.append(ForkedWorker(*given, **how))
+        return made[-1]
+
+    monkeypatch.setattr(overlap.subprocess, "Popen", start)
+    yield made
+    assert not any(worker._process.is_alive() for worker in made)
