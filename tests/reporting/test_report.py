@@ -592,6 +592,8 @@ def test_every_panel_is_drawn_and_every_control_works(runs: list[Path], tmp_path
         for width in (1280, 390):
             browser.open(path, width)
             assert browser.run("document.documentElement.scrollWidth") == width  # nothing sticks out
+            bars = "[...document.querySelectorAll('#judged-table .rate')].map((each) => each.clientWidth)"
+            assert min(browser.run(bars)) > 180  # an interval that can be read
             browser.run("document.getElementById('others').open = true")
             browser.run("new Promise((done) => setTimeout(done, 50))")  # until its panels are drawn
             assert browser.run("document.querySelectorAll('.panel').length") == num_metrics + 1  # and score against KL
