@@ -338,8 +338,8 @@ def test_reset_and_get_reward_that_hang_or_die_name_environment_and_row(
     assert at in str(caught.value)
 
 
-SECONDS_TO_END = 30.0
-"""Of a wait that a signal should end at once; only a hang takes as long."""
+SECONDS_TO_END = 5.0
+"""Of a wait that a signal should end at once: about one second beside six other jobs."""
 
 
 @pytest.mark.parametrize(
