@@ -186,6 +186,9 @@ def test_16_bits_by_hand() -> None:
     policy.lm_head.float()
     policy.requires_grad_(True)
     assert of(Sharding(), copies_policy=True).generation == cache + logits + 2 * num_policy
+    ahead = of(Sharding.of(None, True, 4, half), samples_ahead=True)  # with whole weights, generating as it learns
+    assert ahead.resident == fsdp.resident + 4 * num_policy
+    assert ahead.peak == fsdp.resident + 4 * num_policy + fsdp.generation + fsdp.learning
 
     whole, stored = (
         [count_pass(model, 2, 12, *given).saved_bytes for model in (policy, value_model)]
