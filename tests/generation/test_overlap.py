@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -137,7 +139,7 @@ class SignalInReward:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The end of the run that was left alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers.overlap.subprocess, "Popen", workers.ForkedWorker)
+        workers.replace_processes(patch, workers.ForkedWorker)
         trainer = make(tmp_path_factory.mktemp("whole") / "run")
         trainer.train()
     return end_of_run(trainer)
@@ -224,3 +226,48 @@ def test_a_policy_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     policy.register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match=r"generation_overlap=1 sends a copy of the policy .* cannot be pickled"):
         make(tmp_path / "run", given={"model": policy})
+
+
+def test_the_worker_of_a_killed_run_ends(tmp_path: Path) -> None:
+    """With a process started as in a user's run, which samples when the kill comes."""
+    script = """
+import sys
+from pathlib import Path
+from tests.generation import test_overlap as tests
+class Tells(tests.TrainerCallback):
+    def on_optimizer_step(self, *args, **kwargs):
+        print("worker", trainer._rollouts.ahead._process.pid, flush=True)
+trainer = tests.make(Path(sys.argv[1]), Tells(), total_episodes=2000, save_strategy="no", response_length=50)
+trainer.train()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        told = next(line.split() for line in run.stdout if line.startswith("worker"))
+        assert Path("/proc", told[1]).exists()
+        run.kill()
+    deadline = time.monotonic() + 20
+    while Path("/proc", told[1]).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def share_of_even_ids(completion_ids: Any, **columns: Any) -> list[float]:
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+@pytest.mark.slow
+def test_a_policy_learns_with_it(tmp_path: Path) -> None:
+    """One update off-policy, with the correction that is the default."""
+    how = {
+        "total_episodes": 640,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 3e-3,
+    }
+    given = {"reward_funcs": share_of_even_ids}
+    trainer = make(tmp_path / "run", **how, given=given, kl_coef=0.0, save_strategy="no", logging_steps=1)
+    trainer.train()
+    scores = logged(trainer, "objective/scores")
+    assert np.mean(scores[-5:]) > np.mean(scores[:5]) + 0.3
+    assert logged(trainer, "generation/lag")[1:] == [1] * 79

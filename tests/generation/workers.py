@@ -6,6 +6,7 @@ import multiprocessing
 import re
 from collections.abc import Iterator
 from multiprocessing.reduction import DupFd
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,11 @@ def _run(sizes: list[int], descriptors: Any) -> None:
     overlap.run_worker(*(each.detach() for each in descriptors), *sizes)
 
 
+def replace_processes(patch: pytest.MonkeyPatch, start: Any) -> None:
+    """Let `SamplesAhead` call a function instead of `subprocess.Popen`."""
+    patch.setattr(overlap, "subprocess", SimpleNamespace(Popen=start, DEVNULL=None))
+
+
 @pytest.fixture
 def quick_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ForkedWorker]]:
     """Let workers begin at once; yields those that have begun, which must all have ended after the test."""
@@ -57,6 +63,6 @@ def quick_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ForkedWorker
         made.append(ForkedWorker(*given, **how))
         return made[-1]
 
-    monkeypatch.setattr(overlap.subprocess, "Popen", start)
+    replace_processes(monkeypatch, start)
     yield made
     assert not any(worker._process.is_alive() for worker in made)
