@@ -28,7 +28,7 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.environments.text import text_environment
 
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
-WORDS = ["<pad>", "</s>", *MOVES, "what", "?", *map(str, range(8))]
+WORDS = ["<pad>", "</s>", *MOVES, "what", "?", *map(str, range(64))]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -51,10 +51,10 @@ def make_player(tokenizer: PreTrainedTokenizerFast, size: int, seed: int, steps:
         for _ in range(32):
             row, label = list[int](), list[int]()
             for _ in range(8):
-                place = [words[str(dice.randrange(size))], words[str(dice.randrange(size))]]
+                place = words[str(dice.randrange(size * size))]
                 turn = [words[dice.choice([*MOVES])], words["</s>"]]
-                row += place + turn
-                label += [-100, -100, *turn]
+                row += [place, *turn]
+                label += [-100, *turn]
             rows.append(row)
             labels.append(label)
         loss: Any = model(input_ids=torch.tensor(rows), labels=torch.tensor(labels)).loss
@@ -98,12 +98,6 @@ def won(environments: list[Any], **columns: Any) -> list[float]:
     return [float(has_won(environment.inner)) for environment in environments]
 
 
-def place(observation: Any, environment: Any) -> str:
-    """Write a place as its row and column."""
-    size = environment.unwrapped.ncol
-    return f"{int(observation) // size} {int(observation) % size}"
-
-
 class OneCredit(PPOTrainer):
     """Without a critic: each token gets what is paid from there on, less the mean of the batch."""
 
@@ -137,7 +131,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         max_steps=options.updates,
         per_device_train_batch_size=128,
         per_device_eval_batch_size=125,
-        response_length=options.moves * 4 + 8,
+        response_length=options.moves * 3 + 8,
         local_rollout_forward_batch_size=128,
         stop_token="eos",
         temperature=1.0,
@@ -170,7 +164,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         eval_dataset=[{"prompt": ""}] * options.held_out,
         callbacks=[curve],
         reward_funcs=[won],
-        environment_factory=text_environment(lambda: make_lake(*given), place, MOVES, "what ? {observation}"),
+        environment_factory=text_environment(lambda: make_lake(*given), actions=MOVES, invalid="what ? {observation}"),
     )
     start = time.process_time()
     trainer.train()
