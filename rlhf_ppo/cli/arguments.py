@@ -220,12 +220,13 @@ NUMBERS = ("bool", "double", "float", "int", "uint")
 """How the names of the types of numbers begin in `datasets`, such as int64."""
 
 
-def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
+def check_columns(dataset: Any, alternatives: list[set[str]], name: str = "the data set") -> None:
     """Check that a data set has the columns that TRL's trainer reads.
 
     Args:
         dataset: The rows; the columns of a stream may be unknown.
         alternatives: Sets of columns; the data set must have all columns of one set.
+        name: Its name in errors.
 
     Raises:
         ValueError: It has none of the sets, or a column holds numbers.
@@ -233,10 +234,10 @@ def check_columns(dataset: Any, alternatives: list[set[str]]) -> None:
     columns = dataset.column_names
     if columns is not None and not any(needed <= {*columns} for needed in alternatives):
         wanted = " or ".join(" and ".join(f"`{name}`" for name in sorted(needed)) for needed in alternatives)
-        raise ValueError(f"the data set has the columns {columns}, but training needs {wanted}; rename them")
-    for name, kind in (dataset.features or {}).items():
-        if name in set().union(*alternatives) and getattr(kind, "dtype", "string").startswith(NUMBERS):
-            raise ValueError(f"the column `{name}` holds {kind.dtype}, but training needs texts or messages in it")
+        raise ValueError(f"{name} has the columns {columns}, but training needs {wanted}; rename them")
+    for column, kind in (dataset.features or {}).items():
+        if column in set().union(*alternatives) and getattr(kind, "dtype", "string").startswith(NUMBERS):
+            raise ValueError(f"the column `{column}` holds {kind.dtype}, but training needs texts or messages in it")
 
 
 # ---- Trackers ----

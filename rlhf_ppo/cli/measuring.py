@@ -103,7 +103,7 @@ def _with_prompts(rows: Any, argument: str) -> Any:
 
 
 def _of_texts(rows: Any, argument: str, tokenizer: Any) -> tuple[str, list[int], list[int]]:
-    check_columns(rows, [{"text"}, {"messages"}, {"prompt", "completion"}, {"input_ids"}])
+    check_columns(rows, [{"text"}, {"messages"}, {"prompt", "completion"}, {"input_ids"}], argument)
     if "completion" in rows.column_names:
         return (
             "prompt and completion",
@@ -122,7 +122,7 @@ def _of_prompts(rows: Any, argument: str, tokenizer: Any) -> tuple[str, list[int
 
 
 def _of_pairs(rows: Any, argument: str, tokenizer: Any) -> tuple[str, list[int], list[int]]:
-    check_columns(rows, [{"chosen", "rejected"}])
+    check_columns(rows, [{"chosen", "rejected"}], argument)
     prompts = num_tokens(rows["prompt"], tokenizer) if "prompt" in rows.column_names else []
     both = zip(*(num_tokens(rows[name], tokenizer) for name in ("chosen", "rejected")), strict=True)
     return "", prompts, [length for pair in both for length in pair]
