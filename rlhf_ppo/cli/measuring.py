@@ -1,4 +1,4 @@
-"""What `rlhf-ppo init` measures of data, model and machine, and the sizes, rates and steps that fit them."""
+"""Measurement of data, model and machine for `rlhf-ppo init`, and the sizes, rates and steps that fit them."""
 
 from __future__ import annotations
 
