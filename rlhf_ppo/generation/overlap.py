@@ -83,8 +83,16 @@ class Place(NamedTuple):
         return memory[self.start : self.end].view(self.dtype).reshape(self.shape)
 
 
+def _keep_output(*given: Any) -> None:
+    """Stand in for a forward hook that a worker does not need."""
+
+
+def _unneeded_hook() -> Callable[..., None]:
+    return _keep_output
+
+
 class _Pickler(pickle.Pickler):
-    """Pickles a model, with a `Place` instead of each tensor."""
+    """Pickles a model, with a `Place` instead of each tensor, and without the hooks of gradient checkpointing."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -100,6 +108,11 @@ class _Pickler(pickle.Pickler):
             self.found[id(obj)] = obj, place
             self.size += -(-(place.end - place.start) // _ALIGNMENT) * _ALIGNMENT
         return self.found[id(obj)][1]
+
+    def reducer_override(self, obj: Any) -> Any:
+        # transformers and PEFT register local functions of these names; without gradients they do nothing.
+        is_hook = getattr(obj, "__name__", "") in ("make_inputs_require_grads", "make_inputs_require_grad")
+        return (_unneeded_hook, ()) if is_hook else NotImplemented
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import set_seed
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
@@ -271,3 +272,12 @@ def test_a_policy_learns_with_it(tmp_path: Path) -> None:
     scores = logged(trainer, "objective/scores")
     assert np.mean(scores[-5:]) > np.mean(scores[:5]) + 0.3
     assert logged(trainer, "generation/lag")[1:] == [1] * 79
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 2, "target_modules": "all-linear"}], ids=["whole", "lora"])
+def test_a_policy_with_gradient_checkpointing_is_sampled_ahead(adapter: Any, tmp_path: Path) -> None:
+    """It is the default, and transformers then hooks a local function to the embeddings, which cannot be pickled."""
+    given = {} if adapter is None else {"peft_config": LoraConfig(**adapter)}
+    trainer = make(tmp_path / "run", given=given, gradient_checkpointing=True, total_episodes=4)
+    trainer.train()
+    assert logged(trainer, "generation/lag") == [0, 1]
