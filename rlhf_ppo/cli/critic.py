@@ -11,15 +11,24 @@ from rich.table import Table
 from transformers import TrainingArguments, set_seed
 from trl.scripts.utils import ScriptArguments
 from trl.trainer.model_config import ModelConfig
+from trl.trainer.utils import get_peft_config
 
+from rlhf_ppo.checkpoints.run import parse_resume
 from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.cli.checks import Problems, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import CommandParser, program_name, user_errors
-from rlhf_ppo.cli.training import DefaultBf16, check_model, load_tokenizer, running
+from rlhf_ppo.cli.training import (
+    DefaultBf16,
+    check_model,
+    load_tokenizer,
+    loading_settings,
+    resumed_checkpoint,
+    running,
+)
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import PositiveShare, Share, check_ranges, option, ranges_of
 from rlhf_ppo.evaluation.critic_audit import CriticAudit, Estimate
-from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.models.adapters import add_value_adapter, is_adapter_directory
 from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import load_value_model
 from rlhf_ppo.reporting.run_log import AUDIT_NAME, SETTINGS_NAME, RunSettings, has_log, training_log
@@ -296,9 +305,15 @@ def train_critic(argv: Sequence[str] | None = None) -> CriticTrainer:
     with user_errors(program):
         check_ranges(script_args, ranges_of(CriticScriptArguments))
         check_output_dir(args.output_dir)
+        if args.save_only_model and parse_resume(args.resume_from_checkpoint):
+            raise ValueError(
+                f"resume_from_checkpoint={args.resume_from_checkpoint!r} needs the optimizer's state, which "
+                "save_only_model=True leaves out of checkpoints; set save_only_model=False in both runs"
+            )
+        checkpoint = resumed_checkpoint(args)
         trainer = critic_trainer(script_args, args, model_args)
     with running(program, trainer):
-        trainer.train()
+        trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(args.output_dir)
         trainer.save_state()
         held_out = trainer.explained_variance()
@@ -334,6 +349,9 @@ def critic_trainer(
     train = [each for each in examples if tuple(each["prompt_id"]) not in held_out]
     test = [each for each in examples if tuple(each["prompt_id"]) in held_out]
     set_seed(args.seed)  # determines a new head
-    model = load_value_model(path, "value_model", trust_remote_code=script_args.trust_remote_code)
+    settings = loading_settings(script_args.trust_remote_code, model_args)
+    model = load_value_model(path, "value_model", **settings)
+    if (peft_config := get_peft_config(model_args)) is not None:
+        model = add_value_adapter(model, peft_config)
     tokenizer = load_tokenizer(path, script_args.trust_remote_code, "model_name_or_path")
     return CriticTrainer(model, args, train, test, processing_class=tokenizer)

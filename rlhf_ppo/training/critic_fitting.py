@@ -16,7 +16,8 @@ from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.data.prompts import left_padded
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import response_values
-from rlhf_ppo.models.value_heads import of_own_heads, value_head_of
+from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
+from rlhf_ppo.models.value_heads import ValueHead, of_own_heads, value_head_of
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR, find_completions, read_completions
 
 Example = dict[str, Any]
@@ -130,6 +131,12 @@ class CriticTrainer(Trainer):
             ).loss
         loss = losses[mask].mean()
         return (loss, {"values": values}) if return_outputs else loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        model: Any = self.accelerator.unwrap_model(self.model)
+        if is_peft_model(model) and value_head_of(model) != ValueHead():  # an adapter does not name its head
+            transformers_model(model).config.save_pretrained(str(output_dir or self.args.output_dir))
 
     @torch.no_grad()
     def explained_variance(self) -> float:

@@ -12,6 +12,8 @@ from transformers import AutoModelForSequenceClassification, TrainingArguments
 
 from rlhf_ppo.cli.critic import train_critic
 from rlhf_ppo.cli.main import main
+from rlhf_ppo.models.loading import load_value_model
+from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.models.value_heads import ValueHead
 from rlhf_ppo.training.critic_fitting import CriticTrainer, collate, examples_of
 from tests.conftest import make_tokenizer, tiny_scorer
@@ -67,10 +69,7 @@ def test_the_command_keeps_the_best_epoch_of_a_critic_that_a_run_takes(
     run: Any, tmp_path: Path, make_trainer: Any, head: ValueHead
 ) -> None:
     start, fitted = tmp_path / "start", tmp_path / "critic"
-    scorer = tiny_scorer(num_labels=head.num_outputs)
-    head.write_to(scorer.config)
-    scorer.save_pretrained(start)
-    make_tokenizer().save_pretrained(start)
+    start_of(start, head)
     words = ["--completions", run[0].args.output_dir, "--model_name_or_path", str(start), "--output_dir", str(fitted)]
     words += ["--learning_rate", "5e-2", "--num_train_epochs", "30", "--eval_share", "0.3", "--lam", "1"]
     trainer = train_critic([*words, "--report_to", "none", "--use_cpu"])
@@ -85,6 +84,46 @@ def test_the_command_keeps_the_best_epoch_of_a_critic_that_a_run_takes(
     make_trainer(**KEEPS | said, value_model=str(fitted), output_dir=str(tmp_path / "again")).train()
 
 
+def start_of(directory: Path, head: ValueHead) -> Path:
+    """Save a value model with this head."""
+    scorer = tiny_scorer(num_labels=head.num_outputs)
+    head.write_to(scorer.config)
+    scorer.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("head", [ValueHead(), ValueHead.with_bins(5, -1, 1, num_heads=2)])
+def test_the_command_trains_an_adapter_whose_critic_loads_again(run: Any, tmp_path: Path, head: ValueHead) -> None:
+    words = ["--completions", run[0].args.output_dir, "--model_name_or_path", str(start_of(tmp_path / "start", head))]
+    words += ["--output_dir", str(tmp_path / "critic"), "--eval_share", "0.3", "--learning_rate", "1e-2"]
+    words += ["--use_peft", "--lora_target_modules", "all-linear", "--report_to", "none", "--use_cpu"]
+    trainer: Any = train_critic([*words, "--attn_implementation", "eager"])
+    assert transformers_model(trainer.model).config._attn_implementation == "eager"
+    assert (tmp_path / "critic" / "adapter_config.json").is_file()
+    saved, held_out = load_value_model(str(tmp_path / "critic"), "critic"), trainer.eval_dataset
+    args = TrainingArguments(str(tmp_path / "unused"), report_to="none", use_cpu=True)
+    found = CriticTrainer(saved, args, held_out, held_out).evaluate()["eval_loss"]
+    assert found == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-4)
+
+
+def test_the_command_continues_from_a_checkpoint(run: Any, tmp_path: Path) -> None:
+    words = ["--completions", run[0].args.output_dir, "--eval_share", "0.3", "--learning_rate", "1e-2", "--use_cpu"]
+    words += ["--model_name_or_path", str(start_of(tmp_path / "start", ValueHead())), "--report_to", "none"]
+    words += ["--save_only_model", "False", "--save_strategy", "epoch", "--save_total_limit", "9"]
+    whole: Any = train_critic([*words, "--output_dir", str(tmp_path / "critic")])
+    first, *_ = sorted((tmp_path / "critic").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    again: Any = train_critic(
+        [*words, "--output_dir", str(tmp_path / "again"), "--resume_from_checkpoint", str(first)]
+    )
+    assert [entry.get("eval_loss") for entry in again.state.log_history[:-1]] == [
+        entry.get("eval_loss") for entry in whole.state.log_history[:-1]
+    ]
+    assert again.state.global_step == whole.state.global_step
+    for one, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -92,6 +131,7 @@ def test_the_command_keeps_the_best_epoch_of_a_critic_that_a_run_takes(
         (["train", "--output_dir", "out"], "completions=None"),
         (["train", "--output_dir", "out", "--completions", "nowhere"], "model_name_or_path=None"),
         (["train", "--output_dir", "out", "--completions", "nowhere", "--eval_share", "2"], "eval_share=2"),
+        (["train", "--output_dir", "out", "--resume_from_checkpoint", "True"], "save_only_model=False"),
     ],
 )
 def test_mistakes_at_the_command_line(words: list[str], message: str, capsys: Any) -> None:
