@@ -176,6 +176,7 @@ class SamplesAhead:
     Args:
         policy: The policy, before an engine wraps it.
         how: Settings of the worker.
+        patience: Seconds to wait for a rollout: `ddp_timeout`, after which other ranks give up too.
 
     Attributes:
         version: Number of updates that the handed-over weights have had; None: there are none yet.
@@ -185,7 +186,8 @@ class SamplesAhead:
         ValueError: The policy cannot be sent to another process.
     """
 
-    def __init__(self, policy: nn.Module, how: HowToSample) -> None:
+    def __init__(self, policy: nn.Module, how: HowToSample, patience: float) -> None:
+        self.patience = patience
         written = io.BytesIO()
         pickler = _Pickler(written)
         try:
@@ -320,7 +322,7 @@ class SamplesAhead:
 
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
-            RuntimeError: The worker has failed, or died.
+            RuntimeError: The worker has failed, died, or not answered in time.
             Stopped: A signal has come.
         """
         if self._running is None or not self._running.is_same(job):
@@ -339,8 +341,14 @@ class SamplesAhead:
 
     def _reply(self) -> Any:
         assert self._connection is not None
+        deadline = time.monotonic() + self.patience
         while not self._connection.poll(_SECONDS_BETWEEN_LOOKS):
             raise_if_stopped()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    "generation_overlap=1: the worker process has not sampled the next rollout within ddp_timeout="
+                    f"{self.patience:g} seconds; raise that if it is only slow, or set generation_overlap=0"
+                )
         try:
             reply = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):

@@ -551,6 +551,7 @@ def make_sampler_ahead(trainer: Trainer, run: RunState, policy: nn.Module, given
             args.local_rollout_forward_batch_size, tokens.stop, tokens.pad, tokens.stop_strings,
             torch.get_num_threads(),
         ),
+        args.ddp_timeout,
     )  # fmt: skip
 
 

@@ -177,16 +177,25 @@ def test_a_resumed_run_ends_like_one_that_was_never_stopped(moment: str, whole: 
     assert_identical(end_of_run(resumed), whole)
 
 
-def test_a_worker_that_dies_ends_the_run_by_name(quick_workers: Any, tmp_path: Path) -> None:
-    class Kills(TrainerCallback):
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (signal.SIGKILL, r"worker process \d+, which samples the next rollout, has ended \(signal SIGKILL\)"),
+        (signal.SIGSTOP, r"worker process has not sampled the next rollout within ddp_timeout=3 seconds"),
+    ],
+)
+def test_a_worker_that_dies_or_hangs_ends_the_run_by_name(
+    sent: signal.Signals, message: str, quick_workers: Any, tmp_path: Path
+) -> None:
+    class Strikes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
-                quick_workers[-1].kill()
+                os.kill(quick_workers[-1].pid, sent)
+                trainer._rollouts.ahead.patience = 3.0  # pyright: ignore[reportOptionalMemberAccess]
 
-    with pytest.raises(
-        RuntimeError, match=r"worker process \d+, which samples the next rollout, has ended \(signal SIGK"
-    ):
-        make(tmp_path / "run", Kills()).train()
+    trainer = make(tmp_path / "run", Strikes())
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
     assert len(quick_workers) == 1
 
 
