@@ -504,14 +504,14 @@ def make_parts(
     if engine is None:
         engine = make_engine(
             args, models.policy, accelerator, run.tokenizer, tokens.stop_strings, baselines.kinds,
-            rows=lambda: estimate.generation_rows, local_batch_size=run.sizes.local_batch_size,
+            rows=partial(getattr, estimate, "generation_rows"), local_batch_size=run.sizes.local_batch_size,
         )  # fmt: skip
     play = None if episodes is None else episodes.player(trainer, run, engine, baselines.kinds)
     preparation = preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     sampler = Sampler(
         run, generate, engine.reads_sharded, baselines, models.reference, play, preparation.longest_sequence,
         ahead=make_sampler_ahead(trainer, run, models.policy, given) if args.generation_overlap else None,
-        rows=lambda: estimate.generation_rows,
+        rows=partial(getattr, estimate, "generation_rows"),
     )  # fmt: skip
     return estimate, engine, preparation, sampler, make_scorer(run, models.rewards)
 
@@ -578,7 +578,7 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
         function
         if is_reward_source(function)
         else RewardFunction(
-            function, run.tokenizer, lambda: run.state, logged.log_metric,
+            function, run.tokenizer, partial(getattr, run, "state"), logged.log_metric,
             log_extra=logged.log_extra, refuse=refuse, timeout=args.reward_timeout,
         )
         for function in run.reward_funcs
