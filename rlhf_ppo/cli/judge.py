@@ -11,8 +11,6 @@ from typing import Any
 
 import pandas as pd
 from accelerate import PartialState
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints.files import write_json
@@ -23,6 +21,7 @@ from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
+from rlhf_ppo.evaluation.rollouts import print_table
 from rlhf_ppo.evaluation.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, read_win_rate, win_rate_beside
@@ -42,7 +41,7 @@ from rlhf_ppo.rewards.judges import (
 )
 from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward
 from rlhf_ppo.rewards.reward_model import Answer
-from rlhf_ppo.terminal.text import cell, print_text
+from rlhf_ppo.terminal.text import print_text
 
 
 def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> WinRate | None:
@@ -320,19 +319,15 @@ def compare(judge: Any, rows: Any, ours: Sequence[Answer | None], theirs: Sequen
 
 
 def show(table: pd.DataFrame, num_rows: int) -> None:
-    """Print the first judged pairs.
+    """Print the first judged pairs, with texts cut to a few lines.
 
     Args:
         table: `prompt`, `model`, `opponent` and `verdict`.
         num_rows: Number of pairs.
     """
-    if num_rows == 0:
-        return
-    printed = Table("prompt", "model", "opponent", "better", show_lines=True)
-    for row in table.head(num_rows).to_dict("records"):
-        texts = [cell("" if pd.isna(row[name]) else row[name]) for name in ("prompt", "model", "opponent")]
-        printed.add_row(*texts, _better(row["verdict"]))
-    Console().print(printed)
+    if num_rows > 0:
+        texts = table[["prompt", "model", "opponent"]].fillna("")
+        print_table(texts.assign(better=table["verdict"].map(_better)), num_rows=num_rows)
 
 
 def _better(verdict: Any) -> str:

@@ -318,10 +318,10 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
     return shown
 
 
-def print_table(df: pd.DataFrame, title: str | None = None) -> None:
+def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_PRINTED) -> None:
     """Print the first samples in the terminal, with texts cut to a few lines."""
     console, num_lines = Console(), NUM_LINES * (4 if "messages" in df else 1)
-    df, width = _fitting(_in_turns(df).head(NUM_PRINTED), console.width)
+    df, width = _fitting(_in_turns(df).head(num_rows), console.width)
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in df.columns:
         table.add_column(cell(column))
@@ -353,6 +353,7 @@ def _in_turns(df: pd.DataFrame) -> pd.DataFrame:
 
 def _cut(text: str, width: int, num_lines: int) -> str:
     """Return the beginning of a text, as many words as fit into so many lines."""
+    text = text.rstrip()
     wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
     return text if len(wrapped) <= num_lines else "\n".join([*wrapped[: num_lines - 1], "..."])
 

@@ -107,13 +107,13 @@ class WinRate:
             return f"Model win rate: none, as nothing was judged; {self.failed} failed verdicts"
         low, high = self.interval()
         line = (
-            f"Model win rate: {100 * self.rate:.2f}% (95% interval {100 * low:.2f} to {100 * high:.2f}; {self.judged} "
+            f"Model win rate: {100 * self.rate:.1f}% (95% interval {100 * low:.1f} to {100 * high:.1f}; {self.judged} "
             f"judged: {self.wins} wins, {self.losses} losses, {self.ties} ties; {self.failed} failed verdicts)"
         )
         if self.length_controlled is not None:
-            line += f"\nLength-controlled win rate: {100 * self.length_controlled:.2f}%"
+            line += f"\nLength-controlled win rate: {100 * self.length_controlled:.1f}%"
         if self.agreement is not None:
-            line += f"\nBoth orders agree on {100 * self.agreement:.2f}% of the judged pairs"
+            line += f"\nBoth orders agree on {100 * self.agreement:.1f}% of the judged pairs"
         return line
 
 

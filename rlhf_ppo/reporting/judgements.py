@@ -305,7 +305,10 @@ class RewardAccuracy:
     def advice(self) -> str:
         """What to do about a reward model that is not useful."""
         if self.state == "perhaps at chance":
-            return f"Hold out about {ENOUGH_PAIRS} pairs: {self.num_pairs} are too few to tell 60% from chance."
+            return (
+                f"Give more pairs, of which a tenth is held out: {self.num_pairs} are too few to tell 60% from "
+                f"chance, {ENOUGH_PAIRS} are enough."
+            )
         return (
             "Train the reward model longer (num_train_epochs), on more pairs or from a larger model, until it is "
             f"right on more than {AT_LEAST:.0%} of held-out pairs: PPO cannot be better than its reward."

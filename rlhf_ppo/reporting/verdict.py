@@ -31,6 +31,8 @@ KL_PER_TOKEN_LARGE = 0.5
 KL_SMALL = 0.2
 """KL to the reference, nats per response, below which a judge can hardly see a difference."""
 FEW_UPDATES = 50
+FEW_ENDED = 0.5
+"""Share of responses that end by themselves."""
 ENTROPY_COLLAPSED = 0.3
 """Share of the first entropy."""
 
@@ -200,6 +202,7 @@ class _Figures:
         kl: First and last KL to the reference, nats per response.
         length: First and last length of a response, tokens.
         entropy: First and last entropy, nats per token.
+        ended: First and last share of responses that ended; None if nothing can end them.
         score: First and last score, in the reward's unit.
         score_spread: Standard deviation of the score between responses, at first.
     """
@@ -208,6 +211,7 @@ class _Figures:
     kl: tuple[float, float] | None
     length: tuple[float, float] | None
     entropy: tuple[float, float] | None
+    ended: tuple[float, float] | None
     score: tuple[float, float] | None
     score_spread: float
 
@@ -226,9 +230,14 @@ class _Figures:
             _ends(runs, "objective/kl"),
             _ends(runs, "response/length_mean"),
             _ends(runs, "policy/entropy_avg"),
+            _ends([run for run in runs if _has_stop(run)], "response/ended_frac"),
             _ends(runs, "objective/raw_scores") or _ends(runs, "objective/scores"),
             fmean(spreads) if spreads else 0.0,
         )
+
+
+def _has_stop(run: RecordedRun) -> bool:
+    return any(run.settings.arguments.get(name) for name in ("stop_token", "stop_token_id", "stop_strings"))
 
 
 def _ends(runs: Sequence[RecordedRun], key: str) -> tuple[float, float] | None:
@@ -266,6 +275,11 @@ def _of_reward_model(outcome: Outcome, accuracy: RewardAccuracy | None) -> Itera
 def _of_training(outcome: Outcome, figures: _Figures) -> Iterator[_Found]:
     kl, length, score = figures.kl, figures.length, figures.score
     per_token = kl[1] / length[1] if kl and length and length[1] > 0 else 0.0
+    if figures.ended and figures.ended[1] < FEW_ENDED:
+        yield (
+            f"Only {figures.ended[1]:.0%} of the responses end by themselves: the reward is that of beginnings.",
+            "Raise response_length, or train the SFT model on shorter texts.",
+        )
     if per_token > KL_PER_TOKEN_LARGE and kl:
         yield (
             f"The policy has moved far from the SFT model: the KL is {kl[1]:.1f} nats per response, {per_token:.2f} "

@@ -331,7 +331,7 @@ def test_a_judge_that_prefers_a_place_shows(places, server, capsys):
     found = evaluate([*columns, "--judge_model", "m", "--judge_url", address])
 
     assert found.agreement == 1 / 4 and found.wins + found.losses == 1 and found.ties == 3
-    assert "Both orders agree on 25.00% of the judged pairs" in capsys.readouterr().out
+    assert "Both orders agree on 25.0% of the judged pairs" in capsys.readouterr().out
     assert json.loads(Path("judged/win_rate.json").read_text())["agreement"] == 1 / 4
 
 

@@ -38,7 +38,7 @@ def test_the_interval_is_wilsons() -> None:
 @pytest.mark.parametrize(
     ("accuracy", "num_pairs", "state", "advice"),
     [
-        (0.681, 19, "perhaps at chance", "Hold out about 100 pairs: 19 are too few to tell 60% from chance."),
+        (0.681, 19, "perhaps at chance", "Give more pairs, of which a tenth is held out: 19 are too few to tell"),
         (0.54, 200, "at chance", "Train the reward model longer"),
         (0.1, 12, "at chance", "Train the reward model longer"),
         (0.56, 1000, "weak", "Train the reward model longer"),

@@ -16,8 +16,8 @@ def test_a_tie_counts_half_and_a_failed_verdict_not_at_all() -> None:
     assert found == WinRate(wins=2, losses=1, ties=1, failed=1)
     assert found.rate == 2.5 / 4
     assert found.length_controlled == pytest.approx(2.5 / 4, abs=1e-4)  # where lengths say nothing
-    assert str(found).startswith("Model win rate: 62.50% (95% interval ")
-    assert "; 4 judged: 2 wins, 1 losses, 1 ties; 1 failed verdicts)\nLength-controlled win rate: 62.50%" in str(found)
+    assert str(found).startswith("Model win rate: 62.5% (95% interval ")
+    assert "; 4 judged: 2 wins, 1 losses, 1 ties; 1 failed verdicts)\nLength-controlled win rate: 62.5%" in str(found)
 
 
 def test_nothing_judged_has_no_rate() -> None:
@@ -31,9 +31,7 @@ def test_the_orders_agree_where_both_prefer_the_same_response_or_none() -> None:
     orders = [(1.0, 0.2), (-1.0, -1.0), (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (None, 1.0), (None, None)]
 
     assert agreement(orders) == 3 / 5 and agreement([(None, 1.0)]) is None
-    assert str(WinRate.of([1.0], [1], [1], [(1.0, 1.0)])).endswith(
-        "\nBoth orders agree on 100.00% of the judged pairs"
-    )
+    assert str(WinRate.of([1.0], [1], [1], [(1.0, 1.0)])).endswith("\nBoth orders agree on 100.0% of the judged pairs")
     assert "orders" not in str(WinRate.of([1.0], [1], [1]))
 
 

@@ -143,7 +143,7 @@ def test_trls_judge(place, server):
 
     printed = shell(JUDGE, place, OPENAI_API_KEY="sk-secret", OPENAI_STUB=f"http://127.0.0.1:{server.server_port}")
 
-    assert len(re.findall(r"^Model win rate: \d+\.\d\d%", printed, re.MULTILINE)) == 2 and "sk-secret" not in printed
+    assert len(re.findall(r"^Model win rate: \d+\.\d%", printed, re.MULTILINE)) == 2 and "sk-secret" not in printed
     asked = [(headers["Authorization"], body["model"]) for headers, body in server.requests]
     assert asked == [("Bearer sk-secret", "gpt-4o-mini")] * 22
     tables = [pd.read_parquet(place / "judged" / name) for name in ("judged.parquet", "judged-2.parquet")]

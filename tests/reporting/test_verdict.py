@@ -37,7 +37,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         logs = [{**FIRST, "step": 1, "episode": 8}, {**LAST, **changes, "step": step, "episode": 8 * step}]
         (folder / "log_history.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
         settings = {
-            "arguments": {"seed": seed, "sft_model_path": "out/sft"}, "versions": {},
+            "arguments": {"seed": seed, "sft_model_path": "out/sft", "stop_token": "eos"}, "versions": {},
             "made_of": {"policy": "out/sft", "rewards": [str(reward)]},
         }  # fmt: skip
         (folder / "ppo_settings.json").write_text(json.dumps(settings))
@@ -86,7 +86,7 @@ REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
                "interval 45.0 to 59.0%).", "Train the reward model"),
     "weak": ({"accuracy": RewardAccuracy(0.58, (0.52, 0.64), 200)}, "The reward model is weak", "Train the reward"),
     "few pairs": ({"accuracy": RewardAccuracy(0.667, (0.3, 0.903), 6)}, "The reward model is perhaps at chance: right "
-                  "on 66.7% of 6 held-out pairs (95% interval 30.0 to 90.3%).", "Hold out about 100 pairs: 6 are too"),
+                  "on 66.7% of 6 held-out pairs (95% interval 30.0 to 90.3%).", "a tenth is held out: 6 are too few"),
     "kl": ({"objective__kl": 11.0}, "the KL is 11.0 nats per response, 0.55 per token", "Raise kl_coef"),
     "still": ({"objective__kl": 0.1}, "hardly changed: the KL to the SFT model is 0.10", "Raise learning_rate"),
     "short": ({"response__length_mean": 9.9}, "shrunk from 20.0 to 9.9 tokens", "missing_eos_penalty"),
@@ -94,6 +94,7 @@ REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "entropy": ({"policy__entropy_avg": 0.5}, "entropy has fallen from 2.00 to 0.50", "Raise kl_coef"),
     "exploits": ({}, "The score rose from 0.00 to 0.50, but the judge does not agree", "Raise kl_coef"),
     "no rise": ({"objective__scores": 0.05}, "The score has not risen: 0.00 at first, 0.05 at", "total_episodes"),
+    "cut": ({"response__ended_frac": 0.3}, "Only 30% of the responses end by themselves", "Raise response_length"),
     "few": ({"step": 20, "objective__scores": 0.5}, "Training was short: 20 updates.", "kl_coef"),
 }  # fmt: skip
 
