@@ -239,6 +239,74 @@ def test_environment_owns_the_reward(run: Run, factory: type[Counter]) -> None:
     assert seen.metrics[f"rewards/{factory.__name__}/mean"] == 2.0 and seen.metrics["grad_norm"] > 0
 
 
+def scored_by(seen: Seen) -> float:
+    """Return the mean of the weighted sums of rewards."""
+    return seen.metrics.get("reward", seen.metrics.get("objective/scores", float("nan")))
+
+
+def half(completions: list[Any], **columns: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def test_environment_owned_reward_coexists_with_reward_functions(run: Run) -> None:
+    """`reward_weights` names the functions alone; the environment's reward has the weight 1, and is no tool."""
+    first = [write(("increment", {"step": 1})), write(("decrement", {"step": 2})), write(text="No")]
+    given = {"environment_factory": Scored, "reward_funcs": [half], "train_dataset": data()}
+    seen = run(by_row(first, [DONE, DONE]), THREE | {"reward_weights": [0.5]}, **given)
+
+    assert seen.metrics["rewards/half/mean"] == 0.5 and seen.metrics["rewards/Scored/mean"] == pytest.approx(1 / 3)
+    assert scored_by(seen) == pytest.approx(0.5 * 0.5 + 1 / 3)
+    prompt = chat_tokenizer().decode(seen.rows[0][0])
+    assert "increment" in prompt and "get_reward" not in prompt and "reset" not in prompt
+
+
+def test_environment_owned_rewards_of_mixed_environments(run: Run) -> None:
+    """Two names of one class share a reward; an environment without a reward is scored by the functions alone."""
+    environments = {"scored": Scored, "again": Scored, "plain": Counter}
+    rows = data({"environment": "scored"}, {"environment": "again"}, {"environment": "plain"})
+    options = {"per_device_train_batch_size": 6, "num_generations": 2}
+    given = {"environment_factory": environments, "reward_funcs": [half], "train_dataset": rows}
+    seen = run(by_row([write(("increment", {"step": 3}))] * 6, [DONE] * 6), options, **given)
+
+    assert [name for name in seen.metrics if name.startswith("rewards/") and name.endswith("/mean")] == [
+        "rewards/half/mean",
+        "rewards/Scored/mean",
+    ]
+    assert seen.metrics["rewards/Scored/mean"] == 3.0
+    assert scored_by(seen) == pytest.approx(0.5 + 3 * 4 / 6)
+
+
+def test_environment_owned_data(run: Run) -> None:
+    """Without a data set `reset` gives the prompts, and `max_steps` the length of the run."""
+
+    class Guess:
+        def reset(self, **row: Any) -> str:
+            return "Guess the word."
+
+    turns = [write(text=text) for text in ("Done!", "DoneDone!", "DoneDoneDone!")]
+    seen = run(by_row(turns), THREE, environment_factory=Guess, reward_funcs=[by_length], train_dataset=None)
+
+    assert seen.metrics["grad_norm"] > 0
+    assert all("Guess the word." in chat_tokenizer().decode(prompt) for prompt, _, _ in seen.rows)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"arguments": {"a": 3, "b": 4}}\n</tool_call><|im_end|>',
+        '<toolcall>\n{"arguments": {"a": 3, "b": 4}}\n</toolcall><|im_end|>',
+        '<tool_call>\n{"arguments": {a: 3, b: 4}}\n</tool_call><|im_end|>',
+    ],
+)
+def test_malformed_tool_calls_end_the_episode(run: Run, text: str) -> None:
+    """There is no second turn."""
+    given = {"tools": [multiply], "reward_funcs": [by_length], "train_dataset": data()}
+    seen = run(by_row([text] * 3), THREE, **given)
+
+    assert all(all(written) for _, _, written in seen.rows)
+    assert seen.metrics["tools/call_frequency"] == 0
+
+
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "environment without reset": ("reset", {"environment_factory": Endless}),
     "no_reward_source": ("No reward source", {"environment_factory": Counter, "reward_funcs": None}),
