@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from datasets import Dataset
@@ -274,6 +274,44 @@ def test_environment_owned_rewards_of_mixed_environments(run: Run) -> None:
     ]
     assert seen.metrics["rewards/Scored/mean"] == 3.0
     assert scored_by(seen) == pytest.approx(0.5 + 3 * 4 / 6)
+
+
+class Echo:
+    """Repeats."""
+
+    rows: ClassVar[list[dict[str, Any]]] = []
+
+    def reset(self, **row: Any) -> str:
+        self.rows.append(row)
+        return "Echo."
+
+    def shout(self, text: str) -> str:
+        """Repeat loudly.
+
+        Args:
+            text: The words.
+        """
+        return text.upper()
+
+
+def test_training_with_multiple_environments(run: Run) -> None:
+    """The column `environment`, which `reset` does not get, names a row's environment and so its only tools."""
+    Echo.rows.clear()
+    calls = {"increment": ("increment", {"step": 4}), "shout": ("shout", {"text": "hi"})}
+
+    def script(context: str, number: int) -> str:
+        own, other = ("shout", "increment") if "Echo." in context else ("increment", "shout")
+        assert f'"name": "{own}"' in context and f'"name": "{other}"' not in context
+        return write(calls[own]) if number == 0 else DONE
+
+    given = {"environment_factory": {"counter": Counter, "echo": Echo}, "reward_funcs": [by_length]}
+    rows = data({"environment": "counter"}, {"environment": "echo"})
+    seen = run(script, {"per_device_train_batch_size": 4, "num_generations": 2}, train_dataset=rows, **given)
+
+    assert seen.metrics["tools/call_frequency"] == 1 and seen.metrics["tools/failure_frequency"] == 0
+    texts = sorted(chat_tokenizer().decode(ids) for _, ids, _ in seen.rows)
+    assert sum("HI" in text for text in texts) == 2 and len(texts) == 4
+    assert Echo.rows and not any("environment" in row for row in Echo.rows)
 
 
 def test_environment_owned_data(run: Run) -> None:
