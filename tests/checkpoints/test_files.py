@@ -33,6 +33,7 @@ WRITERS = {
 }
 INTO_A_NEW_CHECKPOINT = {
     "checkpoints/state.py": 1,
+    "generation/overlap.py": 1,
     "models/frozen.py": 1,
     "processes/distributed.py": 1,
     "training/run_state.py": 1,
@@ -83,7 +84,7 @@ def is_own(name: str, owner: ast.expr | None) -> bool:
     if name == "write_text" and owner is None:  # the function of `jsonfile`
         return True
     if name == "dump":  # into memory
-        return ast.unparse(owner).startswith("Pickler(") if owner is not None else False
+        return ast.unparse(owner).lower().startswith("pickler") if owner is not None else False
     if name in ("copy", "move"):
         return getattr(owner, "id", "") != "shutil"
     return name == "save" and getattr(owner, "id", "") not in ("torch", "np", "numpy")
