@@ -27,7 +27,7 @@ from rlhf_ppo.generation.transformers_engine import TransformersEngine, sampling
 from rlhf_ppo.processes.distributed import derive_seed, preserve_rng
 from rlhf_ppo.processes.signals import RunStopped
 from rlhf_ppo.rewards.judges import PreferenceReward
-from tests.conftest import count_w4, tiny_policy
+from tests.conftest import count_w4, needs_continuous, tiny_policy
 from tests.faults import conftest as faults
 from tests.faults.conftest import make_saving
 from tests.generation import workers
@@ -73,7 +73,7 @@ def logprobs_in_numpy(policy: Any, rollout: Rollout) -> Any:
     return np.array(found)
 
 
-@pytest.mark.parametrize("engine", ["transformers", "continuous"])
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_a_rollout_is_sampled_with_the_weights_before_the_last_update(engine: str, tmp_path: Path) -> None:
     """Sampled again here with these weights; prompts come as without overlap, also those of the next pass."""
     trainer = make(tmp_path / "ahead", kept := KeepsWeights(), generation_engine=engine)
