@@ -111,8 +111,8 @@ def load_value_model(
     head = saved_value_head(model) if isinstance(model, str | os.PathLike) else ValueHead()
     if head != ValueHead() and isinstance(model, str | os.PathLike) and is_adapter_directory(model):
         path, kind = model, AutoModelForSequenceClassification
-        base = base_of_adapter(path)
-        base = load_pretrained(kind, base, argument, num_labels=saved_value_head(base).num_outputs, **kwargs)
+        source = base_of_adapter(path)
+        base = load_pretrained(kind, source, argument, num_labels=saved_value_head(source).num_outputs, **kwargs)
         replace_head(base, head)  # the adapter holds its weights
         model = load_adapter(base, path)
         model = _without_adapters(model, argument) if merges_adapter else model

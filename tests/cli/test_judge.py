@@ -348,3 +348,13 @@ def test_the_script_of_tldr_judges_against_people(places, server):
     table = pd.read_parquet("judged/judged.parquet")
     assert list(table["opponent"]) == ["w4"] * 3
     assert [verdict > 0 for verdict in table["verdict"]] == [len(text) > 2 for text in table["model"]]
+
+
+def test_judged_texts_are_cut_to_three_lines(capsys):
+    """Empty lines at the end of a text are no lines."""
+    long = "\n".join(f"line{number}" for number in range(9))
+    rows = [{"prompt": long, "model": "short\n\n\n\n", "opponent": None, "verdict": 1.0}] * 3
+    module.show(pd.DataFrame(rows), 2)
+    printed = capsys.readouterr().out
+    assert printed.count("line1") == 2 and "line2" not in printed and printed.count("...") == 2
+    assert len(printed.splitlines()) == 2 * (3 + 1) + 3

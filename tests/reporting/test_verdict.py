@@ -109,6 +109,15 @@ def test_a_losing_run_has_its_reason_and_the_next_step(name: str, make_run: Make
     assert why.startswith("Why: ") and last == f"Next: {found.next}"
 
 
+def test_responses_that_nothing_can_end_are_no_reason(make_run: MakeRun) -> None:
+    run = make_run(0.4, response__ended_frac=0.0)
+    path = Path(run.directory, "ppo_settings.json")
+    settings = json.loads(path.read_text())
+    settings["arguments"]["stop_token"] = None
+    path.write_text(json.dumps(settings))
+    assert not any("end by themselves" in reason for reason in verdict_of(recorded_runs([path.parent])).reasons)
+
+
 def test_a_winning_run_of_a_good_reward_model_has_no_reasons(make_run: MakeRun) -> None:
     assert verdict_of([make_run(0.7)]).reasons == ()
     own = verdict_of([make_run(0.7, seed=1, judge=str(make_run(seed=2).settings.made_of["rewards"][0]))])
