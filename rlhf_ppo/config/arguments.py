@@ -52,8 +52,9 @@ class EngineArguments:
     )
     generation_overlap: Annotated[int, Interval(0, 1)] = _option(
         0,
-        "1: a worker process samples the next rollout while the models learn on the last one, with the weights before "
-        "that update; importance_sampling_correction or old_logprobs='sampling' corrects for it. 0: off.",
+        "1: a worker process, or a vLLM server, samples the next rollout while the models learn on the last one, with "
+        "the weights before that update; importance_sampling_correction or old_logprobs='sampling' corrects for it. "
+        "0: off.",
     )
     importance_sampling_correction: bool = _option(
         True,

@@ -193,7 +193,7 @@ def estimate_run(
         has_reference=asks_for_reference(args),
         moves_reference=args.reference_ema is not None,
         num_mini_batches=args.num_mini_batches,
-        samples_ahead=args.generation_overlap > 0,
+        samples_ahead=args.generation_overlap > 0 and args.generation_engine != "vllm",
     )
     optimizer_bytes = optimizer_bytes_per_parameter(*Trainer.get_optimizer_cls_and_kwargs(args), args.device)
     in_autocast = dtype is not None and sharding.stored is None

@@ -1,4 +1,4 @@
-"""Generation one update ahead: a worker process samples the next rollout while the models learn on the last one.
+"""Generation one update ahead: a worker process or a server samples the next rollout while the models learn.
 
 The worker has a copy of the policy in memory that both processes share. The trainer writes its weights there before an
 update; the rollout after that update is sampled with them. See docs/adr/0024-one-update-ahead.md.
@@ -36,10 +36,11 @@ from transformers import GenerationConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, forward_in_batches
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.protocol import GenerationEngine, sample_with
+from rlhf_ppo.generation.protocol import GenerationEngine, checked, sample_with
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.generation.stopping import StopStrings, join_responses
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
+from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.packing import packs_rows
 from rlhf_ppo.models.unwrapping import backbone, gathered
@@ -163,6 +164,10 @@ class Job:
         """Copy the prompts to the host."""
         return cls(Prompts(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), {}), config, rows, seed)
 
+    def prompts_on(self, device: torch.device) -> Prompts:
+        """Return the prompts on a device."""
+        return Prompts(self.prompts.input_ids.to(device), self.prompts.attention_mask.to(device), {})
+
     def is_same(self, other: Job) -> bool:
         """Tell whether another job asks for the same rollout."""
         one, two = self.prompts, other.prompts
@@ -171,22 +176,95 @@ class Job:
 
 
 class SamplesAhead:
-    """Samples rollouts in a worker process, with weights that were handed over.
+    """Samples rollouts with weights that were handed over, while the models learn; every rank makes the same calls.
+
+    Attributes:
+        version: Number of updates that the handed-over weights have had; None: there are none yet.
+        seconds: Seconds that sampling the latest rollout took.
+    """
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.seconds = 0.0
+        self.running: Job | None = None
+
+    def begin(self) -> None:
+        """Get ready for a run."""
+
+    def close(self) -> None:
+        """Forget the weights and the rollout that is being sampled."""
+        self.running = self.version = None
+
+    def save(self, directory: str) -> None:
+        """Write into a checkpoint what a resumed run needs to sample the next rollout again."""
+
+    def load(self, checkpoint: str, policy: nn.Module) -> None:
+        """Take what `save` has written, if it is there.
+
+        Args:
+            checkpoint: The checkpoint's directory.
+            policy: The policy.
+        """
+
+    def hand_over(self, policy: nn.Module, version: int) -> None:
+        """Sample the next rollouts with the policy's weights.
+
+        Args:
+            policy: The policy, which an engine may have sharded.
+            version: Number of updates that its weights have had.
+        """
+        raise NotImplementedError
+
+    def start(self, job: Job) -> None:
+        """Begin with a rollout.
+
+        Raises:
+            RuntimeError: The worker process has died.
+        """
+        raise NotImplementedError
+
+    def lag(self, done: int) -> int:
+        """Return how many updates the weights are behind those of a policy with so many updates."""
+        return 0 if self.version is None else done - self.version
+
+    def take(self, job: Job, device: torch.device) -> Responses:
+        """Wait for a rollout, which `start` was called with; another one is sampled now, with the same weights.
+
+        Args:
+            job: The rollout.
+            device: Device of the result.
+
+        Returns:
+            The responses with the log-probabilities of their tokens.
+
+        Raises:
+            ConnectionError: The server has died or hangs.
+            NonFiniteLogitsError: The policy's logits are NaN or infinite.
+            RuntimeError: The worker process has failed, died, or not answered in time.
+            Stopped: A signal has come.
+        """
+        if self.running is None or not self.running.is_same(job):
+            self.start(job)
+        return self._take(job, device)
+
+    def _take(self, job: Job, device: torch.device) -> Responses:
+        raise NotImplementedError
+
+
+class SamplesInWorker(SamplesAhead):
+    """Samples rollouts in a worker process.
 
     Args:
         policy: The policy, before an engine wraps it.
         how: Settings of the worker.
         patience: Seconds to wait for a rollout: `ddp_timeout`, after which other ranks give up too.
 
-    Attributes:
-        version: Number of updates that the handed-over weights have had; None: there are none yet.
-        seconds: Seconds that the worker took for the latest rollout.
-
     Raises:
         ValueError: The policy cannot be sent to another process.
     """
 
     def __init__(self, policy: nn.Module, how: HowToSample, patience: float) -> None:
+        super().__init__()
         self.patience = patience
         written = io.BytesIO()
         pickler = _Pickler(written)
@@ -207,9 +285,6 @@ class SamplesAhead:
         self._memory: Tensor | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._running: Job | None = None
-        self.version: int | None = None
-        self.seconds = 0.0
 
     # ---- The worker's life ----
 
@@ -234,23 +309,19 @@ class SamplesAhead:
 
     def close(self) -> None:
         """End the worker; forget its weights."""
+        super().close()
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._memory = self._process = self._connection = self._running = self.version = None
+        self._memory = self._process = self._connection = None
 
     # ---- Weights ----
 
     @torch.no_grad()
     def hand_over(self, policy: nn.Module, version: int) -> None:
-        """Copy the policy's weights into the shared memory, once the worker rests; every rank calls this.
-
-        Args:
-            policy: The policy, which an engine may have sharded.
-            version: Number of updates that its weights have had.
-        """
+        """Copy the policy's weights into the shared memory, once the worker rests."""
         self._finish()
         for name, value in whole_parameters(policy, self._places if self.version is None else self._trained):
             self._view(name).copy_(value)
@@ -263,11 +334,7 @@ class SamplesAhead:
             save_file(weights, Path(directory, SAMPLING_WEIGHTS_NAME), metadata={"version": str(self.version)})
 
     def load(self, checkpoint: str, policy: nn.Module) -> None:
-        """Take the weights that a checkpoint keeps for the next rollout, if it does; every rank calls this.
-
-        Args:
-            checkpoint: The checkpoint's directory.
-            policy: Gives the frozen weights.
+        """Take the weights that a checkpoint keeps for the next rollout, if it does; the policy gives the frozen ones.
 
         Raises:
             ValueError: The file belongs to another policy, or cannot be read.
@@ -293,40 +360,16 @@ class SamplesAhead:
     # ---- Rollouts ----
 
     def start(self, job: Job) -> None:
-        """Let the worker begin with a rollout.
-
-        Raises:
-            RuntimeError: The worker has died.
-        """
+        """Let the worker begin with a rollout."""
         self._finish()
         assert self._connection is not None
         try:
             self._connection.send_bytes(pickle.dumps(job))
         except OSError:
             raise self._died() from None
-        self._running = job
+        self.running = job
 
-    def lag(self, done: int) -> int:
-        """Return how many updates the weights are behind those of a policy with so many updates."""
-        return 0 if self.version is None else done - self.version
-
-    def take(self, job: Job, device: torch.device) -> Responses:
-        """Wait for a rollout, which `start` was called with; another one is sampled now, with the same weights.
-
-        Args:
-            job: The rollout.
-            device: Device of the result.
-
-        Returns:
-            The responses with the log-probabilities of their tokens.
-
-        Raises:
-            NonFiniteLogitsError: The policy's logits are NaN or infinite.
-            RuntimeError: The worker has failed, died, or not answered in time.
-            Stopped: A signal has come.
-        """
-        if self._running is None or not self._running.is_same(job):
-            self.start(job)
+    def _take(self, job: Job, device: torch.device) -> Responses:
         reply = self._reply()
         if isinstance(reply, Exception):
             raise reply
@@ -336,7 +379,7 @@ class SamplesAhead:
 
     def _finish(self) -> None:
         """Wait until the worker rests."""
-        if self._running is not None:
+        if self.running is not None:
             self._reply()
 
     def _reply(self) -> Any:
@@ -353,7 +396,7 @@ class SamplesAhead:
             reply = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise self._died() from None
-        self._running = None
+        self.running = None
         return reply
 
     def _died(self) -> RuntimeError:
@@ -365,6 +408,44 @@ class SamplesAhead:
             f"({reason}); if it was killed, memory may be short. Continue with resume_from_checkpoint=True, or set "
             "generation_overlap=0"
         )
+
+
+class SamplesOnServer(SamplesAhead):
+    """Samples rollouts on a vLLM server.
+
+    Nothing of it is in a checkpoint, because a server's samples cannot be repeated: the first rollout of a resumed run
+    is sampled with the weights of the checkpoint.
+
+    Args:
+        engine: Asks the server.
+        policy: The policy.
+        stop: The stop token, or None.
+        pad: Fills the columns behind a response.
+        stop_strings: Texts that end a response too, or None.
+    """
+
+    def __init__(
+        self, engine: VLLMEngine, policy: nn.Module, stop: int | None, pad: int, stop_strings: StopStrings | None
+    ) -> None:
+        super().__init__()
+        self.engine, self.policy = engine, policy
+        self.stop, self.pad, self.stop_strings = stop, pad, stop_strings
+
+    def hand_over(self, policy: nn.Module, version: int) -> None:
+        """Send the policy's weights to the server, if it has not got them for an evaluation."""
+        self.engine.send_weights(policy)
+        self.version = version
+
+    def start(self, job: Job) -> None:
+        """Let the server begin with a rollout."""
+        self.running, self._answer = job, self.engine.ask(self.policy, job.prompts, job.config)
+
+    def _take(self, job: Job, device: torch.device) -> Responses:
+        self.running = None
+        sampled, self.seconds = self._answer()
+        ids, logprobs, _ = checked(self.engine, sampled, job.prompts, job.config, self.stop_strings)
+        ids, logprobs = ids.to(device), None if logprobs is None else logprobs.to(device)
+        return join_responses(job.prompts_on(device), ids, self.stop, self.pad, self.stop_strings, logprobs)
 
 
 def whole_parameters(policy: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
@@ -476,7 +557,7 @@ def _respond(policy: nn.Module, how: HowToSample, job: Job) -> Responses:
     from accelerate.utils import set_seed
 
     set_seed(job.seed)
-    prompts = Prompts(job.prompts.input_ids.to(how.device), job.prompts.attention_mask.to(how.device), {})
+    prompts = job.prompts_on(how.device)
     engine: GenerationEngine = ContinuousEngine(lambda: job.rows, how.dtype)
     if how.engine == "transformers":
         engine = TransformersEngine(lambda: job.rows, how.stop_strings)

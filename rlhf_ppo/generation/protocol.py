@@ -152,7 +152,18 @@ def sample_with(
             sampled.
         TypeError, ValueError: The result has another type or shape.
     """
-    answer = _of_right_shape(engine, engine.sample(policy, prompts, config), len(prompts.input_ids), config)
+    return checked(engine, engine.sample(policy, prompts, config), prompts, config, stop_strings)
+
+
+def checked(
+    engine: GenerationEngine,
+    answer: Sampled,
+    prompts: Prompts,
+    config: GenerationConfig,
+    stop_strings: StopStrings | None = None,
+) -> Sampled:
+    """Check an engine's responses; arguments, result and errors as those of `sample_with`."""
+    answer = _of_right_shape(engine, answer, len(prompts.input_ids), config)
     ids = answer.ids
     width, (most, _) = ids.shape[1], length_and_filling(config)
     lengths = torch.full_like(ids[:, 0], width) if answer.lengths is None else answer.lengths.to(ids.device)

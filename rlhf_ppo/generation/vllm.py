@@ -12,7 +12,7 @@ from urllib.parse import urldefrag
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -27,11 +27,14 @@ from rlhf_ppo.processes.distributed import (
     isolated_rng,
     raise_on_all_ranks,
 )
-from rlhf_ppo.processes.signals import exit_despite_threads, interruptible
+from rlhf_ppo.processes.signals import exit_despite_threads, interruptible, raise_if_stopped
 from rlhf_ppo.processes.waiting import in_daemon_thread
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between health checks of a server that works on a request."""
+
+SECONDS_BETWEEN_SIGNALS = 0.1
+"""Seconds between looks for a signal while a server samples ahead."""
 
 REFUSALS = 3
 """Failed health checks in a row after which a server counts as dead."""
@@ -297,6 +300,7 @@ class VLLMEngine:
     def __init__(self, vllm: Any, can_be_left: bool = False, longest_sequence: PositionLimit | None = None) -> None:
         self.vllm, self.can_be_left, self.longest_sequence = vllm, can_be_left, longest_sequence
         self._is_current = False
+        self._asked: Future[tuple[dict[str, Any], float]] | None = None
 
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
         """Generate a response to each prompt; every rank makes the same calls.
@@ -313,21 +317,74 @@ class VLLMEngine:
             ConnectionError: The server has died or hangs; on all ranks.
             Stopped: A signal has come, and the call can be left.
         """
-        if not self._is_current or self._sleeps:
-            with self._failing_together(), preserve_base(policy):  # TRL's adapter merges, sends and unmerges
-                self.vllm.sync_weights()
-            self._is_current = True
+        self.send_weights(policy)
+        self._adopt(policy, config)
+        with self._failing_together(), self._same_random_numbers():
+            with interruptible() if self.can_be_left else nullcontext():
+                _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
+        return _stacked(ids, logprobs, prompts, config)
+
+    def send_weights(self, policy: nn.Module) -> None:
+        """Send the policy's weights if they have changed, once the server has answered; every rank calls this."""
+        if self._is_current and not self._sleeps:
+            return
+        with self._failing_together(), preserve_base(policy):  # TRL's adapter merges, sends and unmerges
+            self._wait()
+            self.vllm.sync_weights()
+        self._is_current = True
+
+    def ask(
+        self, policy: nn.Module, prompts: Prompts, config: GenerationConfig
+    ) -> Callable[[], tuple[Sampled, float]]:
+        """Let a server sample, with the weights that it has, while the caller goes on; every rank calls this.
+
+        Args:
+            policy: As for `sample`.
+            prompts: `B` prompts.
+            config: The sampling distribution.
+
+        Returns:
+            A function that every rank calls once: it waits, and returns the responses and the seconds that the server
+            took. It raises as `sample` does.
+        """
+        self._adopt(policy, config)
+        vllm, rows = self.vllm, gather_object(prompt_rows(prompts))
+        how = {name: getattr(vllm, name) for name in ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")}
+        how |= {"max_tokens": vllm.max_completion_length, "logprobs": vllm.logprobs}
+        how |= {"generation_kwargs": dict(vllm.generation_kwargs)}
+
+        def call() -> tuple[dict[str, Any], float]:
+            start = time.monotonic()
+            return vllm.vllm_client.generate(rows, n=1, **how), time.monotonic() - start
+
+        def answer() -> tuple[Sampled, float]:
+            given: list[Any] = [None]
+            with self._failing_together():
+                self._wait()
+                if self._asked is not None:
+                    found, seconds = self._asked.result()
+                    given = [(found["completion_ids"], found["logprobs"], seconds)]
+            ids, logprobs, seconds = broadcast_object_list(given)[0]
+            first = vllm.accelerator.process_index * len(prompts.input_ids)
+            own = slice(first, first + len(prompts.input_ids))
+            return _stacked(ids[own], logprobs and logprobs[own], prompts, config), seconds
+
+        self._asked = in_daemon_thread(call) if vllm.accelerator.is_main_process else None
+        return answer
+
+    def _wait(self) -> None:
+        """Wait until the server has answered what it was asked."""
+        while self._asked is not None and not wait([self._asked], SECONDS_BETWEEN_SIGNALS).done:
+            raise_if_stopped()
+
+    def _adopt(self, policy: nn.Module, config: GenerationConfig) -> None:
+        """Give TRL's adapter the sampling distribution, which it reads at each call."""
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)
         # Only these tokens end a row, not the EOS that vLLM would add.
         self.vllm.max_completion_length, _ = length_and_filling(config)
         self.vllm.generation_kwargs |= {"ignore_eos": True, "stop_token_ids": stop_tokens(config)}
         self._suppress([token for token in config.suppress_tokens or [] if token < text_config(policy).vocab_size])
-        with self._failing_together(), self._same_random_numbers():
-            with interruptible() if self.can_be_left else nullcontext():
-                _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
-        values = [[_number(token) for token in row] for row in logprobs or [()] * len(ids)]
-        return stack_rows(ids, values, config.pad_token_id, prompts.input_ids.device)
 
     def _suppress(self, ids: list[int]) -> None:
         """Suppress these ids, and no others, in the next calls."""
@@ -376,13 +433,19 @@ class VLLMEngine:
         self._is_current = False
 
 
+def _stacked(ids: Any, logprobs: Any, prompts: Prompts, config: GenerationConfig) -> Sampled:
+    """Return vLLM's rows as tensors."""
+    values = [[_number(token) for token in row] for row in logprobs or [()] * len(ids)]
+    return stack_rows(ids, values, length_and_filling(config)[1], prompts.input_ids.device)
+
+
 def _number(values: Any) -> float:
     """Return the log-probability of the sampled token; NaN if it is missing."""
     return float("nan") if not values or values[0] is None else values[0]
 
 
 def _distribution(config: GenerationConfig) -> dict[str, float]:
-    """Return the sampling arguments that TRL's adapter reads at each call; temperature 0 is greedy."""
+    """Return the sampling arguments of TRL's adapter; temperature 0 is greedy."""
     if not config.do_sample:
         return {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     return {

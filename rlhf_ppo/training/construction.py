@@ -24,8 +24,9 @@ from rlhf_ppo.data.prompts import PositionLimit, smallest
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.estimate.update import copy_without_storage
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
-from rlhf_ppo.generation.overlap import HowToSample, SamplesAhead
+from rlhf_ppo.generation.overlap import HowToSample, SamplesAhead, SamplesInWorker, SamplesOnServer
 from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models.logprobs import check_logits
@@ -510,19 +511,22 @@ def make_parts(
     preparation = preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     sampler = Sampler(
         run, generate, engine.reads_sharded, baselines, models.reference, play, preparation.longest_sequence,
-        ahead=make_sampler_ahead(trainer, run, models.policy, given) if args.generation_overlap else None,
+        ahead=make_sampler_ahead(trainer, run, models.policy, engine, given) if args.generation_overlap else None,
         rows=partial(getattr, estimate, "generation_rows"),
     )  # fmt: skip
     return estimate, engine, preparation, sampler, make_scorer(run, models.rewards)
 
 
-def make_sampler_ahead(trainer: Trainer, run: RunState, policy: nn.Module, given: Mapping[str, Any]) -> SamplesAhead:
-    """Return the sampler of `generation_overlap`, whose worker computes as this process does.
+def make_sampler_ahead(
+    trainer: Trainer, run: RunState, policy: nn.Module, engine: GenerationEngine, given: Mapping[str, Any]
+) -> SamplesAhead:
+    """Return the sampler of `generation_overlap`: a vLLM server, or a worker that computes as this process does.
 
     Args:
         trainer: The trainer, whose class must sample with the engine.
         run: Its run.
         policy: The policy.
+        engine: The engine.
         given: What else may sample, by its name in errors.
 
     Raises:
@@ -531,28 +535,28 @@ def make_sampler_ahead(trainer: Trainer, run: RunState, policy: nn.Module, given
     args, tokens = run.args, run.tokens
     owner = next(each for each in type(trainer).__mro__ if "generate_responses" in vars(each))
     own = f"{owner.__name__}.generate_responses"
+    uses_vllm = args.generation_engine == "vllm"
     reasons = {
-        "generation_engine='vllm'": args.generation_engine == "vllm",
+        "vllm_mode='colocate'": uses_vllm and args.vllm_mode == "colocate",
         "an engine passed to the trainer": given["engine"] is not None,
         "tools, environments or rollout_func": given["episodes"] is not None,
         f"reward_funcs that compare with {given['baselines']}": bool(given["baselines"]),
         f"the overridden {own}": not owner.__module__.startswith(f"{__name__.partition('.')[0]}."),
-        "a quantized policy": not all(each.is_floating_point() for each in policy.parameters()),
+        "a quantized policy": not uses_vllm and not all(each.is_floating_point() for each in policy.parameters()),
     }
     if reason := next((name for name, holds in reasons.items() if holds), None):
         raise ValueError(
             f"generation_overlap={args.generation_overlap} samples in a worker process, with transformers or "
-            f"continuous batching, which cannot be done with {reason}; set generation_overlap=0"
+            f"continuous batching, or on a vLLM server, which cannot be done with {reason}; set generation_overlap=0"
         )
-    return SamplesAhead(
-        policy,
-        HowToSample(
-            args.generation_engine, args.device, distributed.mixed_precision_dtype(run.accelerator), args.temperature,
-            args.local_rollout_forward_batch_size, tokens.stop, tokens.pad, tokens.stop_strings,
-            torch.get_num_threads(),
-        ),
-        args.ddp_timeout,
+    stops = (tokens.stop, tokens.pad, tokens.stop_strings)
+    if uses_vllm:
+        return SamplesOnServer(cast(VLLMEngine, engine), policy, *stops)
+    how = HowToSample(
+        args.generation_engine, args.device, distributed.mixed_precision_dtype(run.accelerator), args.temperature,
+        args.local_rollout_forward_batch_size, *stops, torch.get_num_threads(),
     )  # fmt: skip
+    return SamplesInWorker(policy, how, args.ddp_timeout)
 
 
 def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:

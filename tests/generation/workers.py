@@ -50,7 +50,7 @@ def _run(sizes: list[int], descriptors: Any) -> None:
 
 
 def replace_processes(patch: pytest.MonkeyPatch, start: Any) -> None:
-    """Let `SamplesAhead` call a function instead of `subprocess.Popen`."""
+    """Let `SamplesInWorker` call a function instead of `subprocess.Popen`."""
     patch.setattr(overlap, "subprocess", SimpleNamespace(Popen=start, DEVNULL=None))
 
 

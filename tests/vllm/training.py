@@ -98,13 +98,18 @@ def sample_as(trainer: PPOTrainer, suppressed: list[int] | None = None, **option
 
 @torch.no_grad()
 def differences(
-    trainer: PPOTrainer, sampled: Sampled, prompts: Prompts, suppressed: list[int] | None = None, **options: Any
+    trainer: PPOTrainer,
+    sampled: Sampled,
+    prompts: Prompts,
+    suppressed: list[int] | None = None,
+    policy: Any = None,
+    **options: Any,
 ) -> Tensor:
     """Return how far vLLM's log-probabilities of real tokens are from those of the distribution that was asked for."""
     ids = sampled.ids
     mask = torch.cat((prompts.attention_mask, torch.ones_like(ids, dtype=torch.bool)), dim=1)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    output = policy_of(trainer)(
+    output = (policy or policy_of(trainer))(
         torch.cat((prompts.input_ids, ids), dim=1), attention_mask=mask, position_ids=positions
     )
     logits = output.logits[:, prompts.input_ids.shape[1] - 1 : -1].float() / options.get(
