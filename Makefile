@@ -68,7 +68,7 @@ test-learning: install ## Training runs that must reach a reward, each with thre
 test-distributed: install ## Runs with several processes
 	$(PYTEST) -m distributed
 
-test-kills: install ## 100 kills at random moments of one process, 20 of two, 64 kills, signals and full disks of the pipeline: all end as if left alone
+test-kills: install ## At random moments: 100 kills of one process, 20 of two, 20 with generation_overlap; 64 faults of the pipeline: all end as if left alone
 	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py tests/pipeline/test_killed.py
 
 test-mutants: install ## Each place that is listed broken in turn: its tests must notice; test-long breaks two of each entry

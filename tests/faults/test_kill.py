@@ -1,17 +1,21 @@
 """Runs that are killed at random moments and restarted end where a run that was left alone ends, bit for bit.
 
 Each kill waits for the phase that was hit least so far, so that evaluations, sample tables, checkpoints and the final
-save are hit too, however few kills there are. `make test-kills` makes 100 kills of one process and 20 of two.
+save are hit too, however few kills there are. `make test-kills` makes 100 kills of one process, 20 of two, and 20 of
+one that samples ahead or of its worker.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +32,11 @@ NUM_KILLS = int(os.environ.get("NUM_KILLS", "10"))
 Start = Callable[[Path], list[Any]]
 
 
-def start_one(output_dir: Path) -> list[Any]:
+def start_one(output_dir: Path, overlap: int = 0) -> list[Any]:
     """Start a run in a process forked from one that has imported everything, which takes longer than the run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
-    process = context.Process(target=train, args=(str(output_dir),))
+    process = context.Process(target=train, args=(str(output_dir), overlap))
     process.start()
     return [process]
 
@@ -44,17 +48,31 @@ def start_two(output_dir: Path) -> list[Any]:
     return processes.started("multi_gpu", [call], str(output_dir))
 
 
+def kill(process: Any) -> None:
+    process.kill()
+
+
+def kill_worker(process: Any) -> None:
+    """Kill the worker of `generation_overlap` alone: the run ends with an error once it needs a rollout."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    if not children:  # it has ended, or not begun
+        process.kill()
+
+
 class Killer:
     """Kills all processes of runs, in any order, at a random moment of the phase that was hit least so far.
 
     Args:
         num_kills: How many kills there are to be.
         seconds: How long each phase takes; the whole run under "update".
+        strikes: Functions that kill a process, used in turn.
     """
 
-    def __init__(self, num_kills: int, seconds: dict[str, float]) -> None:
+    def __init__(self, num_kills: int, seconds: dict[str, float], strikes: Sequence[Callable[[Any], None]]) -> None:
         self.random, self.num_kills, self.seconds = random.Random(0), num_kills, seconds
-        self.kills: Counter[str] = Counter()
+        self.strikes, self.kills, self.codes = itertools.cycle(strikes), Counter[str](), Counter[int]()
 
     @property
     def is_done(self) -> bool:
@@ -81,12 +99,16 @@ class Killer:
         phase = self.phase(output_dir)
         if not all(process.is_alive() for process in run):
             return False
+        strike = next(self.strikes)
         for process in self.random.sample(run, len(run)):
-            process.kill()
+            strike(process)
             time.sleep(self.random.choice([0, 0.02]))
         for process in run:
             process.join()
+        if all(process.exitcode == 0 for process in run):  # it needed its worker no more
+            return False
         self.kills[phase] += 1
+        self.codes.update(process.exitcode for process in run)
         return True
 
     def _wait(self, run: list[Any], seconds: float, output_dir: Path, until: str | None = None) -> None:
@@ -132,12 +154,15 @@ def wait_for_end(run: list[Any]) -> None:
         assert process.exitcode == 0
 
 
-def ends_as_one_that_was_left_alone(start: Start, world: int, num_kills: int, folder: Path) -> None:
-    """Kill runs so many times; each ends as the first one does, which nothing disturbs."""
+def ends_as_one_that_was_left_alone(
+    start: Start, world: int, num_kills: int, folder: Path, strikes: Sequence[Callable[[Any], None]] = (kill,)
+) -> Counter[int]:
+    """Kill runs so many times; each ends as the first one does, which nothing disturbs. Return the exit codes."""
     wait_for_end(start(folder / "warm-up"))  # the first one also waits for the imports
     before = time.monotonic()
     wait_for_end(start(folder / "left-alone"))
-    killer = Killer(num_kills, {"update": time.monotonic() - before, **seconds_of_phases(folder / "left-alone")})
+    seconds = {"update": time.monotonic() - before, **seconds_of_phases(folder / "left-alone")}
+    killer = Killer(num_kills, seconds, strikes)
     expected = end(folder / "left-alone", world)
     assert_identical(end(folder / "warm-up", world), expected)
     assert len(expected[0][0]["history"]) > 5 and sorted(expected[1]) == [1, 3, 5, 7, 10]
@@ -157,14 +182,26 @@ def ends_as_one_that_was_left_alone(start: Start, world: int, num_kills: int, fo
                 wait_for_end(run)
         assert_identical(end(output_dir, world), expected)
         starts += (output_dir / "starts.txt").read_text().split()
-    print(f"{killer.kills.total()} kills in {num_runs} runs of {world} processes: {dict(killer.kills)}")
+    print(
+        f"{killer.kills.total()} kills in {num_runs} runs of {world} processes: {dict(killer.kills)}, {killer.codes}"
+    )
     assert len(set(starts)) > 1, "runs were resumed from checkpoints"
+    return killer.codes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 30 * NUM_KILLS)
 def test_killed_runs_end_as_one_that_was_left_alone(tmp_path: Path) -> None:
     ends_as_one_that_was_left_alone(start_one, 1, NUM_KILLS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 30 * NUM_KILLS)
+def test_killed_runs_that_sample_ahead_end_as_one_that_was_left_alone(tmp_path: Path) -> None:
+    """The whole run, whose worker ends with it, and the worker alone, in turn."""
+    start = partial(start_one, overlap=1)
+    codes = ends_as_one_that_was_left_alone(start, 1, NUM_KILLS // 5, tmp_path, (kill, kill_worker))
+    assert codes.keys() == {-signal.SIGKILL, 1}
 
 
 @pytest.mark.distributed
