@@ -7,6 +7,7 @@ the defaults of options are read.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
@@ -407,6 +408,13 @@ def value_figures(
 
 
 # ---- The optimizer ----
+
+
+def frozen(name: str, critic_freeze: str) -> bool:
+    """Tell whether the value model does not learn a parameter."""
+    return critic_freeze != "none" and bool(
+        re.search({"attention": "self_attn"}.get(critic_freeze, critic_freeze), name)
+    )
 
 
 class Optimizer:

@@ -53,6 +53,7 @@ OPTIONS: dict[str, list[Any]] = {
     "generation_engine": ["continuous"],
     "responses": ["turns"],
     "engine": ["says log-probabilities"],
+    "generation_overlap": [1],
     "importance_sampling_correction": [False],
     "importance_sampling_clip_max": [0.5, 1.2],
     "importance_sampling_mode": ["sequence", "masked"],
@@ -110,6 +111,7 @@ OPTIONS: dict[str, list[Any]] = {
     "critic_disagreement_mask": [0.4],
     "value_model": ["made"],
     "value_head_init": ["normal"],
+    "critic_freeze": ["attention", r"embed|mlp\.|\.norm"],
     "critic_learning_rate": [0.01, 0.05],
     "critic_warmup_steps": [1, 2],
     "critic_warmup_explained_variance": [0.0, 0.9],
@@ -127,6 +129,7 @@ OPTIONS: dict[str, list[Any]] = {
     "adapter": ["lora"],
     "share_base_model": [True],
     # What changes no number
+    "critic_audit_steps": [1, 2],
     "gradient_checkpointing": [True],
     "lm_head_float32": [True],
     "on_divergence": ["skip"],
@@ -174,6 +177,7 @@ PAIRS: list[Configuration] = [
     {"score_clip": 0.3, "score_scaling": True},
     {"critic_ensemble": 3, "critic_agreement_mask": 0.3, "critic_disagreement_mask": 0.4},
     {"critic_ensemble": 2, "value_loss": "hl_gauss"},
+    {"generation_overlap": 1, "importance_sampling_mode": "sequence"},
 ]
 """What is drawn together in the first configurations, since 200 draws may miss it."""
 

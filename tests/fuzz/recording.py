@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Experience, Rollout
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from tests.conftest import QUIET, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.episodes import RespondsInTurns
@@ -124,14 +125,21 @@ class Engine:
         inner: The other engine.
         says: Whether it says log-probabilities, here made up.
         answers: What it answers instead; None asks the other engine.
+        ahead: The sampler of `generation_overlap`, whose answers it keeps or repeats too.
     """
 
-    def __init__(self, inner: Any, says: bool, answers: list[Sampled] | None = None) -> None:
+    def __init__(self, inner: Any, says: bool, answers: list[Any] | None = None, ahead: Any = None) -> None:
         self.inner, self.says = inner, says
         self.reads_sharded = inner.reads_sharded
         self.to_come = None if answers is None else list(answers)
-        self.answers: list[Sampled] = []
+        self.answers: list[Any] = []
         self.is_kept = False
+        if ahead is not None:
+            ahead.take = partial(self.take, ahead.take)
+
+    def take(self, inner: Any, job: Any, device: Any) -> Responses:
+        self.answers.append(inner(job, device) if self.to_come is None else self.to_come.pop(0))
+        return self.answers[-1]
 
     def sample(self, policy: Any, prompts: Prompts, config: Any) -> Sampled:
         if not self.is_kept:  # of a sample table
@@ -206,6 +214,8 @@ class Recorder(PPOTrainer):
         engine.is_kept = False
         seen: SeenUpdate = self.updates[-1]
         seen.rollout, seen.answers = rollout, engine.answers[-1] if engine.answers else None
+        if isinstance(seen.answers, Responses):  # of a worker
+            seen.answers = Sampled(seen.answers.responses, seen.answers.sampling_logprobs)
         seen.episodes = list(getattr(self, "episodes", ()))
         return rollout
 
@@ -293,7 +303,7 @@ def make(
     configuration: Configuration,
     output_dir: Path,
     trainer_class: type[PPOTrainer] | None = None,
-    answers: list[Sampled] | None = None,
+    answers: list[Any] | None = None,
     callbacks: tuple[TrainerCallback, ...] = (),
     **overrides: Any,
 ) -> Any:
@@ -326,10 +336,11 @@ def make(
         **given_models(objects),
         reward_funcs=REWARDS[objects["reward"]] or None,
         train_dataset=Dataset.from_list(prompt_rows(NUM_PROMPTS)),
+        eval_dataset=Dataset.from_list(prompt_rows(2, seed=3)) if options.get("critic_audit_steps") else None,
         ptx_dataset=TEXTS if options.get("ptx_coef") else None,
         callbacks=list(callbacks),
     )
-    engine: Any = Engine(trainer._engine, objects["engine"] != "transformers", answers)
+    engine: Any = Engine(trainer._engine, objects["engine"] != "transformers", answers, trainer._rollouts.ahead)
     trainer._engine = engine
     if issubclass(made_class, Recorder):
         _keep_texts(trainer)
@@ -339,7 +350,7 @@ def make(
 def make_stepped(configuration: Configuration, output_dir: Path) -> PPOTrainer:
     """Make the trainer of a configuration that is given responses and scores."""
     options, objects = split(configuration)
-    for name in ("reward_weights", "num_generations"):  # of rewards and prompts that it has not
+    for name in ("reward_weights", "num_generations", "critic_audit_steps"):  # of rewards and prompts that it has not
         options.pop(name, None)
     args = PPOConfig(**{**QUIET, "log_console": "none", **options, "output_dir": str(output_dir)})
     given = given_models(objects)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.testing import assert_allclose
 
 from tests.fuzz import recording
 from tests.fuzz.formulas import (
@@ -29,6 +30,7 @@ from tests.fuzz.formulas import (
     ended_in_turns,
     explained,
     far,
+    frozen,
     head_values,
     kl_of,
     learned_places,
@@ -74,6 +76,9 @@ class Simulation:
         self.grad_norm, self.raw_scores = 0.0, np.zeros(0)
         low, high = settings.value_range or (0.0, 0.0)
         self.range: tuple[float, float] = (low, high)
+        self.sampled_with: dict[str, Array] = {}
+        """Weights that sampled the latest rollout; with `generation_overlap`, those before the latest update."""
+        self.weights_before: dict[str, Array] = {}
 
     # ---- Rollout ----
 
@@ -88,6 +93,7 @@ class Simulation:
     def check_sampled(self, episodes: Sequence[Episode]) -> None:
         """Check that no token was sampled that `top_k`, `top_p` and `min_p` exclude."""
         settings = self.settings
+        self.twins.put(self.sampled_with)
         for episode in episodes:
             probabilities = self.twins.distribution(episode.ids, settings.temperature)[len(episode.prompt) - 1 : -1]
             may = allowed(probabilities, settings)[np.arange(len(episode.response)), episode.response]
@@ -97,6 +103,8 @@ class Simulation:
     def known(self, seen: SeenUpdate) -> Known:
         """Everything up to whitened advantages."""
         settings = self.settings
+        is_first = not settings.generation_overlap or self.update == 0
+        self.sampled_with, self.weights_before = seen.weights if is_first else self.weights_before, seen.weights
         self.twins.put(seen.weights)
         episodes = self.episodes_of(seen)
         logprobs = cut(self.twins.logprobs(self.twins.policy, episodes, settings.temperature)[0].numpy(), episodes)
@@ -224,6 +232,12 @@ class Simulation:
             row.double().numpy()[: len(episode.response)]
             for row, episode in zip(seen.answers.logprobs, episodes, strict=True)
         ]
+        if self.settings.generation_overlap and self.settings.generation_engine == "transformers":
+            self.twins.put(self.sampled_with)
+            now = self.twins.logprobs(self.twins.policy, episodes, self.settings.temperature)[0].numpy()
+            assert_allclose(np.concatenate(says), now, rtol=1e-4, atol=2e-5, err_msg="what the worker says")
+            says = cut(now, episodes)
+            self.twins.put(seen.weights)
         if not self.settings.importance_sampling_correction or self.settings.old_logprobs == "sampling":
             return says, ones
         return says, self.weights_of(logprobs, says)
@@ -324,7 +338,8 @@ class Simulation:
         found = {}
         for prefix, model in (("policy.", self.twins.policy), ("value_model.", self.twins.value)):
             for name, parameter in model.named_parameters():
-                if parameter.grad is not None and prefix + name in weights:
+                is_frozen = prefix == "value_model." and frozen(name, self.settings.critic_freeze)
+                if parameter.grad is not None and prefix + name in weights and not is_frozen:
                     found[prefix + name] = parameter.grad.numpy().copy()
         return found
 
@@ -335,6 +350,8 @@ class Simulation:
         num_steps = (settings.num_critic_epochs or settings.num_ppo_epochs) * settings.num_mini_batches
         self.waiting_losses.append(sum(each.loss for each in figures) / num_steps)
         logged["lr"] = settings.learning_rate * settings.rate(self.update)
+        if settings.generation_overlap:
+            logged["generation/lag"] = min(self.update, 1)
         self.episode += settings.batch_size
         logged["episode"] = self.episode
         if settings.on_divergence == "skip":
