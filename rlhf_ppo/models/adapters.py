@@ -167,7 +167,7 @@ def probe_tokens(model: nn.Module) -> Tensor:
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
     """Tell whether two tensors are equal up to rounding of the largest number; NaN equals NaN."""
-    is_exact = theirs.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    is_exact = theirs.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     within = 1e-4 if is_exact else 3e-2
     largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(ours, theirs, rtol=within, atol=within * largest, equal_nan=True)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
+from rlhf_ppo.models.adapters import agree
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import IDS, FirstPass, first, logits, lora, trained_adapter, two_adapters, weights
@@ -307,3 +308,14 @@ def test_a_difference_in_one_number_is_found(make_shared: MakeTrainer, tmp_path:
 
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is not the same"):
         make_shared(value_model=whole)
+
+
+def test_products_in_tf32_are_compared_within_its_digits() -> None:
+    """`tf32=True` sets `fp32_precision`; PyTorch then refuses to say `allow_tf32`."""
+    one, precision = torch.ones(3), torch.backends.cuda.matmul.fp32_precision
+    assert not agree(one, 1.01 * one)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert agree(one, 1.01 * one)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = precision
