@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,12 @@ _OF_LAUNCHERS = (
     *("ACCELERATE_", "FSDP_", "PMI_", "OMPI_", "MV2_"),
 )
 """Beginnings of variables that would make the worker one of the launcher's ranks."""
+_NUMERICS = (
+    *("cudnn.deterministic", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
+    *("cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision"),
+    *("cuda.matmul.allow_bf16_reduced_precision_reduction", "cuda.matmul.allow_fp16_reduced_precision_reduction"),
+)
+"""Settings of `torch.backends` that decide the digits of results; `full_determinism` and `tf32` set some of them."""
 _WRAPPER = "_checkpoint_wrapped_module."  # in names of parameters, where FSDP recomputes activations
 
 
@@ -152,17 +159,20 @@ class Job:
         config: The sampling distribution and the length limit.
         rows: Rows to generate at once.
         seed: Seeds all random numbers.
+        numerics: How PyTorch computes, see `numerics`.
     """
 
     prompts: Prompts
     config: GenerationConfig
     rows: int
     seed: int
+    numerics: dict[str, Any]
 
     @classmethod
     def of(cls, prompts: Prompts, config: GenerationConfig, rows: int, seed: int) -> Job:
-        """Copy the prompts to the host."""
-        return cls(Prompts(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), {}), config, rows, seed)
+        """Copy the prompts to the host; the worker computes as this process does now."""
+        on_host = Prompts(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), {})
+        return cls(on_host, config, rows, seed, numerics())
 
     def prompts_on(self, device: torch.device) -> Prompts:
         """Return the prompts on a device."""
@@ -461,6 +471,20 @@ def whole_parameters(policy: nn.Module, names: Collection[str]) -> Iterator[tupl
                 yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def numerics() -> dict[str, Any]:
+    """Return this process's settings that decide the digits of results: determinism, precision of products."""
+    values = {name: attrgetter(name)(torch.backends) for name in _NUMERICS}
+    return {"deterministic": torch.get_deterministic_debug_mode(), **values}
+
+
+def set_numerics(values: dict[str, Any]) -> None:
+    """Compute like the process in which `numerics` returned these values."""
+    torch.set_deterministic_debug_mode(values["deterministic"])
+    for name in _NUMERICS:
+        owner, _, attribute = name.rpartition(".")
+        setattr(attrgetter(owner)(torch.backends), attribute, values[name])
+
+
 # ---- Shared memory ----
 
 
@@ -541,6 +565,7 @@ def _sampler(memory: Tensor, size: int) -> Callable[[Job], Any]:
     @torch.no_grad()
     def sample(job: Job) -> Any:
         start = time.monotonic()
+        set_numerics(job.numerics)
         if how.device.type != "cpu":
             for value, current in zip(policy.parameters(), shared, strict=True):
                 value.copy_(current)

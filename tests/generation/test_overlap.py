@@ -7,27 +7,33 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import set_seed
+from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from rlhf_ppo import PPOTrainer
+from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.generation import overlap
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.generation.transformers_engine import TransformersEngine, sampling_config
 from rlhf_ppo.processes.distributed import derive_seed, preserve_rng
 from rlhf_ppo.processes.signals import RunStopped
 from rlhf_ppo.rewards.judges import PreferenceReward
-from tests.conftest import count_w4, needs_continuous, tiny_policy
+from tests.conftest import count_w4, needs_continuous, prompt_rows, tiny_policy
 from tests.faults import conftest as faults
 from tests.faults.conftest import make_saving
 from tests.generation import workers
@@ -42,16 +48,22 @@ RUN: dict[str, Any] = {
     "total_episodes": 12, "learning_rate": 1e-2, "temperature": 0.8, "generation_overlap": 1,
 }  # fmt: skip
 """Six updates of two prompts each; a pass has four."""
+STOPS = {6: "w3", 8: "w5", 10: "w7"}
 
 
 class KeepsWeights(TrainerCallback):
-    """Keeps the policy before each update."""
+    """Keeps the policy before each update, and whether the worker had a rollout to sample during its last step."""
 
     def __init__(self) -> None:
         self.policies: list[Any] = []
+        self.worked: dict[int, bool] = {}
+        self.trainer: Any = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.policies.append(copy.deepcopy(model.policy))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.worked[state.global_step] = self.trainer._rollouts.ahead.running is not None
 
 
 def make(output_dir: Path, *callbacks: Any, given: Any = None, **overrides: Any) -> PPOTrainer:
@@ -76,14 +88,21 @@ def logprobs_in_numpy(policy: Any, rollout: Rollout) -> Any:
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_a_rollout_is_sampled_with_the_weights_before_the_last_update(engine: str, tmp_path: Path) -> None:
     """Sampled again here with these weights; prompts come as without overlap, also those of the next pass."""
-    trainer = make(tmp_path / "ahead", kept := KeepsWeights(), generation_engine=engine)
-    rollouts = record_rollouts(trainer)
+    ends = [*STOPS.values()] if engine == "transformers" else None
+    trainer = make(tmp_path / "ahead", kept := KeepsWeights(), generation_engine=engine, stop_strings=ends)
+    rollouts, kept.trainer = record_rollouts(trainer), trainer
     trainer.train()
     plain = make(tmp_path / "plain", generation_overlap=0)
     of_plain = record_rollouts(plain)
     plain.train()
 
-    own = TransformersEngine(lambda: 2) if engine == "transformers" else ContinuousEngine(lambda: 2)
+    own = ContinuousEngine(lambda: 2)
+    if engine == "transformers":
+        own = TransformersEngine(lambda: 2, trainer.tokens.stop_strings)
+        rows = [row for each in rollouts for row in zip(each.responses, each.response_mask, strict=True)]
+        written = [ids[mask].tolist() for ids, mask in rows]
+        assert STOPS.keys() & {row[-1] for row in written}
+        assert not any(STOPS.keys() & {*row[:-1]} for row in written)
     config = sampling_config(trainer.args, trainer.tokens.stop, trainer._run.vocabulary.never_sampled)
     assert len(rollouts) == 6
 
@@ -106,6 +125,46 @@ def test_a_rollout_is_sampled_with_the_weights_before_the_last_update(engine: st
             one.query_responses[:, : one.context_length], other.query_responses[:, : other.context_length]
         )
     assert logged(trainer, "generation/lag") == [0, 1, 1, 1, 1, 1]
+    assert kept.worked == {update: update < 5 for update in range(6)}
+
+
+def test_jobs_are_of_an_update_and_a_rank_and_weights_wait_for_the_worker(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    ahead, policy, other = trainer._rollouts.ahead, tiny_policy(), tiny_policy(seed=1)
+    prompts, longer = (Prompts(torch.full((2, n), 5), torch.ones(2, n, dtype=torch.bool), {}) for n in (3, 61))
+    assert ahead is not None
+
+    def job(update: int) -> overlap.Job:
+        return trainer._rollouts._job(prompts, update)
+
+    with patch.object(PPOConfig, "process_index", 1):
+        of_rank_1 = job(1)
+    assert len({job(0).seed, job(1).seed, of_rank_1.seed}) == 3
+    with pytest.raises(ValueError, match="the longest prompt"):
+        trainer._rollouts._job(longer, 1)
+    with trainer._rollouts.in_use():
+        ahead.begin()
+        ahead.hand_over(policy, 0)
+        first, second = (ahead.take(job(update), torch.device("cpu")) for update in (1, 2))
+        ahead.start(job(1))
+        assert torch.equal(ahead.take(job(2), torch.device("cpu")).query_responses, second.query_responses)
+        ahead.start(job(1))
+        ahead.hand_over(other, 1)
+        found = ahead.take(job(1), torch.device("cpu"))
+        assert found.sampling_logprobs is not None and first.sampling_logprobs is not None
+        assert not torch.equal(found.sampling_logprobs, first.sampling_logprobs)
+        save_file({"others": torch.zeros(1)}, tmp_path / overlap.SAMPLING_WEIGHTS_NAME, {"version": "3"})
+        with pytest.raises(ValueError, match="has not the weights of this policy"):
+            ahead.load(str(tmp_path), policy)
+
+
+def test_an_evaluation_is_of_the_policy_as_it_is(tmp_path: Path) -> None:
+    given = {"eval_dataset": Dataset.from_list(prompt_rows(4, seed=1))}
+    trainer = make(tmp_path / "run", given=given, eval_strategy="steps", eval_steps=2, total_episodes=8)
+    trainer.train()
+    found = trainer.evaluate()
+    for name in ("eval_score", "eval_entropy", "eval_response_length_mean"):
+        assert logged(trainer, name)[1] == found[name]
 
 
 class SignalAt(TrainerCallback):
@@ -191,12 +250,35 @@ def test_a_worker_that_dies_or_hangs_ends_the_run_by_name(
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
                 os.kill(quick_workers[-1].pid, sent)
-                trainer._rollouts.ahead.patience = 3.0  # pyright: ignore[reportOptionalMemberAccess]
+                trainer._rollouts.ahead.patience = 3.0  # pyright: ignore
 
     trainer = make(tmp_path / "run", Strikes())
     with pytest.raises(RuntimeError, match=message):
         trainer.train()
     assert len(quick_workers) == 1
+
+
+@pytest.mark.parametrize("stopped_too", [False, True])
+def test_a_signal_reaches_the_run_and_not_the_worker(
+    stopped_too: bool, whole: Any, quick_workers: Any, tmp_path: Path
+) -> None:
+    """A terminal sends SIGINT to both. A run that waits for a worker that hangs ends at a signal."""
+
+    class Strikes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                os.kill(quick_workers[-1].pid, signal.SIGSTOP if stopped_too else signal.SIGINT)
+                if stopped_too:
+                    trainer._rollouts.ahead.patience = 30.0  # pyright: ignore
+                    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    trainer = make(tmp_path / "run", Strikes())
+    if stopped_too:
+        with pytest.raises(RunStopped):
+            trainer.train()
+        trainer = make(tmp_path / "run")
+    trainer.train(resume_from_checkpoint=stopped_too)
+    assert_identical(end_of_run(trainer), whole)
 
 
 def test_an_error_of_the_worker_is_that_of_the_run(tmp_path: Path) -> None:
@@ -205,6 +287,37 @@ def test_an_error_of_the_worker_is_that_of_the_run(tmp_path: Path) -> None:
         trainer.policy_model.lm_head.weight.fill_(torch.nan)  # pyright: ignore
     with pytest.raises(NonFiniteLogitsError, match=r"update 1: the policy .*logits are NaN or infinite"):
         trainer.train()
+
+
+def settings_here() -> tuple[Any, ...]:
+    """How PyTorch computes in this process."""
+    backends = torch.backends
+    precisions = backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision  # pyright: ignore
+    reduced = backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    of_torch = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.is_autocast_enabled("cpu")
+    return *precisions, reduced, backends.cudnn.deterministic, *of_torch
+
+
+def scaled_by_settings(module: Any, given: Any, hidden: Any) -> Any:
+    return hidden * (1 + zlib.crc32(repr(settings_here()).encode()) / 2**32)
+
+
+@pytest.mark.usefixtures("determinism_restored")
+def test_the_worker_computes_as_the_trainer_does(tmp_path: Path) -> None:
+    policy, before, threads = tiny_policy(), overlap.numerics(), torch.get_num_threads()
+    policy.model.norm.register_forward_hook(scaled_by_settings)
+    torch.set_num_threads(threads + 1)
+    trainer = make(tmp_path / "run", given={"model": policy}, total_episodes=2, full_determinism=True, bf16=True)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        trainer.train()
+        assert settings_here() == ("tf32", "bf16", False, True, True, threads + 1, False)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision("highest")
+        overlap.set_numerics(before)
+    assert logged(trainer, "sampling/sampling_logp_difference/max")[0] < 0.02  # bf16's digits
 
 
 class OwnResponses(PPOTrainer):
@@ -290,3 +403,4 @@ def test_a_policy_with_gradient_checkpointing_is_sampled_ahead(adapter: Any, tmp
     trainer = make(tmp_path / "run", given=given, gradient_checkpointing=True, total_episodes=4)
     trainer.train()
     assert logged(trainer, "generation/lag") == [0, 1]
+    assert logged(trainer, "sampling/sampling_logp_difference/max")[0] < 1e-5
