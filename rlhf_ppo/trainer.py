@@ -168,6 +168,7 @@ class PPOTrainer(TrainerBase):
         models = construction.assemble_models(
             args, model, ref_model, rewards, value_model, **adapters,
             needs_reference=construction.needs_reference(args, functions, kl_controller),
+            accelerator=construction.early_accelerator(self, args),
         )  # fmt: skip
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [each.model for each in models.rewards]

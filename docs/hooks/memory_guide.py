@@ -198,9 +198,11 @@ The same runs on a node of 8 GPUs:
 
 | column | GB |
 | --- | --- |
-| loading | host memory of the node while models are loaded. All models are there at once, policy and value model \
-until training starts; its processes map one copy of each. The first process has one more model while it converts a \
-16-bit checkpoint or makes the value model |
+| loading | host memory of the node while models are loaded; its processes map one copy of each. Policy and value \
+model are there until training starts. FSDP2 shards the reference and each reward model before the next one is \
+loaded, so one of them is there at a time. DDP and ZeRO-1/2 load all models at once; ZeRO-3 shards them while it \
+reads their files. The first process has one more model while it converts a 16-bit checkpoint or makes the value \
+model |
 | full checkpoint, sharded checkpoint | host memory that the first process needs for an FSDP2 checkpoint, with \
 `FULL_STATE_DICT` and with `SHARDED_STATE_DICT`. ZeRO-3 gathers the weights alone, in 16 bits |
 | ZeRO-2, ZeRO-3, FSDP2 | data that each GPU sends in an update of 64 micro-batches and 4 optimizer steps, with \

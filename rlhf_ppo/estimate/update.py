@@ -182,7 +182,7 @@ class Estimate:
         rows_per_step: Rows of an optimizer step.
         learning_row: The part of `learning` that each row of a micro-batch adds.
         host: Bytes of all models, which the processes of a node hold once on the host while they are loaded and
-            converted, before an engine shards them.
+            converted; under FSDP2 those of the trained models and of one frozen model.
         gathered_weights: Bytes of the weights that a checkpoint gathers on the host of the first process.
         gathered_optimizer: Those of the optimizer's state, with FSDP2's `FULL_STATE_DICT`.
         communication: Bytes that each process exchanges.
@@ -312,8 +312,13 @@ class _UpdateCounter:
         return {*self.policy.parameters(), *self.value_model.parameters()}
 
     def host_bytes(self) -> int:
-        """Bytes of all models, with the float32 weights from which frozen layers were converted."""
-        modules = [module for model in (self.policy, self.value_model, *self.frozen) for module in model.modules()]
+        """Bytes of all models, with the float32 weights from which frozen layers were converted.
+
+        FSDP2 shards each frozen model before the next one is loaded or made, so only the largest counts.
+        """
+        frozen = sorted(self.frozen, key=lambda model: stored_bytes(model.parameters()))
+        kept = frozen[-1:] if self.sharding.is_fsdp else frozen
+        modules = [module for model in (self.policy, self.value_model, *kept) for module in model.modules()]
         converted = (value for each in modules if isinstance(each, StoredLinear) for value in each.parameters(False))
         return stored_bytes(value for each in modules for value in each.parameters(False)) + stored_bytes(
             converted, torch.float32

@@ -198,12 +198,11 @@ def check_value_model(model: nn.Module) -> None:
         )
 
 
-def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Module:
-    """Make a value model: a trainable copy of a causal reward model, or of the policy's backbone with a zero head.
+def make_value_model(original: nn.Module) -> nn.Module:
+    """Make a value model: a trainable copy of a causal reward model, or of a policy's backbone with a zero head.
 
     Args:
-        policy: The policy.
-        reward_model: The reward model, or None.
+        original: The reward model, or the policy.
 
     Returns:
         A float32 model with a per-token scalar head, without adapters.
@@ -211,7 +210,6 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
     Raises:
         ValueError: The original is quantized, or its architecture has no sequence-classification class.
     """
-    original = reward_model if reward_model is not None and reads_last_token(reward_model) else policy
     if _is_quantized(original):
         raise ValueError("value_model=None, but what it would be made from is quantized; pass value_model")
     if is_peft_model(original) and is_sharded(original):
@@ -219,7 +217,7 @@ def make_value_model(policy: nn.Module, reward_model: nn.Module | None) -> nn.Mo
             "value_model=None, but what it would be made from is a PeftModel that ZeRO-3 has sharded, whose adapter "
             "cannot be merged; pass value_model"
         )
-    if original is reward_model:
+    if reads_last_token(original):
         return _without_adapters(copy_model(original), "value_model").float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original), "value_model") if is_peft_model(original) else original
 

@@ -6,7 +6,7 @@ A reward model reads the same tokens in training, as a judge and in `rlhf-ppo ju
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -108,17 +108,21 @@ class LoadedRewardModel:
     """A loaded reward model and its tokenizer.
 
     Attributes:
+        argument: The caller's argument, for errors.
         model: The sequence-classification model, reduced to one label.
         tokenizer: Its own tokenizer; None if it reads the policy's tokens.
         offloads: Whether its weights stay on the CPU between uses.
-        scorer: The module that computes its scores; None until all models are made, which may copy or share its
-            weights.
+        scorer: The module that computes its scores; None until all models are made, which may share its weights, or
+            until an engine shards it.
+        counted: A copy without storage of a model that was sharded before the others were loaded.
     """
 
+    argument: str
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     offloads: bool = False
     scorer: nn.Module | None = None
+    counted: nn.Module | None = None
 
     def made_scorer(self) -> nn.Module:
         """Return the module that computes its scores; raise a `ValueError` before it is made."""
@@ -129,8 +133,8 @@ class LoadedRewardModel:
 
 def load_reward_models(
     args: PPOConfig, reward_model: Any, reward_processing_classes: Any, tokenizer: PreTrainedTokenizerBase
-) -> list[LoadedRewardModel]:
-    """Load the reward models, and choose their labels and tokenizers.
+) -> Iterator[LoadedRewardModel]:
+    """Load the reward models one by one, and choose their labels and tokenizers.
 
     Args:
         args: `reward_head` is the label of models with several labels: one for all models, or one for each. With
@@ -147,7 +151,6 @@ def load_reward_models(
     specs = _as_list(reward_model)
     tokenizers = _one_for_each(_as_list(reward_processing_classes), specs, "reward_processing_classes")
     labels = _one_for_each(list(args.reward_head or []), specs, "reward_head", spread=True)
-    loaded: list[LoadedRewardModel] = []
     for number, (spec, own, label) in enumerate(zip(specs, tokenizers, labels, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
         model = load_reward_model(spec, argument, label, merges_adapter=not args.share_base_model)
@@ -156,8 +159,7 @@ def load_reward_models(
         elif not isinstance(own, PreTrainedTokenizerBase):
             raise TypeError(f"reward_processing_classes holds a {type(own).__name__}; pass AutoTokenizer's")
         _check_vocabulary(model, own, argument)
-        loaded.append(LoadedRewardModel(model, own))
-    return loaded
+        yield LoadedRewardModel(argument, model, own)
 
 
 class RewardModel:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -63,6 +64,22 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
         _give_trained_one_type(model, accelerator)
 
 
+def early_accelerator(trainer: Any, args: PPOConfig) -> Accelerator | None:
+    """Create the accelerator before Trainer's constructor if FSDP is to shard reward models as they are loaded.
+
+    Args:
+        trainer: The trainer, whose constructor has not been called.
+        args: Its arguments.
+    """
+    if not _uses_fsdp(args) or not torch.distributed.is_initialized():
+        return None
+    trainer.args, trainer.model = args, None  # which Trainer reads
+    trainer.create_accelerator_and_postprocess()
+    trainer.create_accelerator_and_postprocess = lambda: None  # Trainer's constructor keeps this one
+    _keep_sums_in_float32(trainer.accelerator)
+    return trainer.accelerator
+
+
 def _keep_sums_in_float32(accelerator: Accelerator) -> None:
     """Make the engine sum gradients in float32, and keep the type of model outputs.
 
@@ -93,14 +110,18 @@ def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def _uses_fsdp(args: PPOConfig) -> bool:
+    """Tell whether FSDP will shard the models, before there is an accelerator."""
+    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def check_keeps_models_whole(args: PPOConfig) -> None:
     """Check that no engine shards weights that an argument shares or moves.
 
     Raises:
         ValueError: DeepSpeed ZeRO-3 or FSDP does.
     """
-    uses_fsdp = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    engine = "DeepSpeed ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP" if uses_fsdp else None
+    engine = "DeepSpeed ZeRO-3" if is_deepspeed_zero3_enabled() else "FSDP" if _uses_fsdp(args) else None
     for name in ("share_base_model", "offload_frozen"):
         if engine is not None and getattr(args, name):
             raise ValueError(
@@ -168,7 +189,7 @@ class Models:
     @property
     def reading_policy_tokens(self) -> dict[str, nn.Module]:
         """All models that read the policy's tokens, by their names in errors."""
-        rewards = {name: reward.model for name, reward in _by_name(self.rewards).items() if reward.tokenizer is None}
+        rewards = {reward.argument: reward.model for reward in self.rewards if reward.tokenizer is None}
         return {"model": self.policy, "value_model": self.value_model, **rewards}
 
     @property
@@ -183,43 +204,39 @@ class Models:
         return smallest(capabilities.position_limit(model) for model in given if model is not None)
 
 
-def _by_name(rewards: Sequence[LoadedRewardModel]) -> dict[str, LoadedRewardModel]:
-    """Return the reward models by their names in errors."""
-    if len(rewards) == 1:
-        return {"reward_model": rewards[0]}
-    return {f"reward_model[{index}]": reward for index, reward in enumerate(rewards)}
-
-
 def assemble_models(
     args: PPOConfig,
     model: ModelOrPath,
     ref_model: ModelOrPath | None,
-    rewards: Sequence[LoadedRewardModel],
+    given_rewards: Iterable[LoadedRewardModel],
     value_model: ModelOrPath | None,
     peft_config: Any,
     value_peft_config: Any = None,
     needs_reference: bool = True,
+    accelerator: Accelerator | None = None,
 ) -> Models:
     """Load models given by path, make missing models, freeze untrained ones.
 
     The value model starts from the first reward model that reads the policy's tokens, else from the policy. A missing
-    reference is made only if it is needed.
+    reference is made only if it is needed. With `accelerator` each reward model is sharded before other models are
+    loaded; the iterator loads them.
 
     Raises:
         ValueError: Two arguments are the same object, or a model does not fit its role.
     """
     check_keeps_models_whole(args)
+    needs_critic = value_model is None and not args.share_base_model
+    rewards, copied = _prepare_rewards(args, given_rewards, needs_critic, accelerator)
     set_seed(args.seed)  # for new adapters and heads; Trainer's constructor sets it later
     policy, given_reference, critic = _load_given(args, rewards, model, ref_model, value_model)
-    readable = next((reward.model for reward in rewards if reward.tokenizer is None), None)
-    _check_head_init(args, critic, readable)
+    _check_head_init(args, critic, copied)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
         critic = adapters.value_model_over(policy, critic, value_peft_config, partial(_fit_head, args))
         _share_with_rewards(policy, rewards)
         loading.check_value_model(critic)
     else:
-        critic = _separate_critic(args, policy, critic, readable, value_peft_config)
+        critic = _separate_critic(args, policy, critic, copied, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, needs_reference and given_reference is None)
     capabilities.check_consistent(critic, "value_model", args)
     check_logits(policy)
@@ -235,13 +252,37 @@ def assemble_models(
     return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
 
 
+def _prepare_rewards(
+    args: PPOConfig, given: Iterable[LoadedRewardModel], needs_critic: bool, accelerator: Accelerator | None
+) -> tuple[list[LoadedRewardModel], nn.Module | None]:
+    """Check each reward model, and shard it with `accelerator`, before the next one is loaded.
+
+    Returns:
+        The reward models, and the value model that was made from the first one that reads the policy's tokens.
+    """
+    rewards: list[LoadedRewardModel] = []
+    critic = None
+    for reward in given:
+        _check_loaded(args, {reward.argument: reward.model})
+        if needs_critic and reward.tokenizer is None:
+            needs_critic = False
+            critic = loading.make_value_model(reward.model) if heads.reads_last_token(reward.model) else None
+        if accelerator is not None:
+            with suppress(Exception):  # training works without the estimate, which reads the copy
+                reward = replace(reward, counted=copy_without_storage(reward.model, ()))
+            scorer = frozen_models.FrozenScorer(reward.model)
+            reward = replace(reward, scorer=place_frozen(scorer, accelerator))
+        rewards.append(reward)
+    return rewards, critic
+
+
 def _load_given(
     args: PPOConfig, rewards: Sequence[LoadedRewardModel], model: Any, ref_model: Any, value_model: Any
 ) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
     """Load the given policy, reference and value model, and check them before other models are made from them."""
     given = {"model": model, "ref_model": ref_model, "value_model": value_model}
     given = {name: loading.made(source, name) for name, source in given.items()}
-    scorers = {name: reward.model for name, reward in _by_name(rewards).items()}
+    scorers = {reward.argument: reward.model for reward in rewards}
     _check_distinct({"model": given["model"], "ref_model": given["ref_model"], **scorers, **given})
     policy: nn.Module = loading.load_policy(given["model"], "model")
     reference = critic = None
@@ -250,16 +291,16 @@ def _load_given(
     if value_model is not None:
         merges_adapter = not args.share_base_model
         critic = loading.load_value_model(given["value_model"], "value_model", merges_adapter=merges_adapter)
-    _check_loaded(args, {"model": policy, "ref_model": reference, "value_model": critic} | scorers)
+    _check_loaded(args, {"model": policy, "ref_model": reference, "value_model": critic})
     return policy, reference, critic
 
 
 def _separate_critic(
-    args: PPOConfig, policy: nn.Module, critic: nn.Module | None, reward_model: nn.Module | None, peft_config: Any
+    args: PPOConfig, policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: Any
 ) -> nn.Module:
-    """Return the value model, made from reward model or policy if none is given, with its head and adapter."""
+    """Return the given value model, the reward model's copy, or one made from the policy; add head and adapter."""
     is_new = critic is None
-    critic = loading.make_value_model(policy, reward_model) if critic is None else critic
+    critic = critic or copied or loading.make_value_model(policy)
     _fit_head(args, critic)
     if is_new and args.value_head_init == "normal":
         loading.init_normal_head(critic, args.seed)
@@ -274,7 +315,7 @@ def _frozen_rewards(
     return [
         replace(
             reward,
-            scorer=frozen_models.FrozenScorer(reward.model),
+            scorer=reward.scorer or frozen_models.FrozenScorer(reward.model),
             offloads=args.offload_frozen and not adapters.shares_parameters(reward.model, policy),
         )
         for reward in rewards
@@ -308,12 +349,12 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
                 heads.check_classifier(module, name)
 
 
-def _check_head_init(args: PPOConfig, critic: nn.Module | None, reward_model: nn.Module | None) -> None:
+def _check_head_init(args: PPOConfig, critic: nn.Module | None, copied: nn.Module | None) -> None:
     """Check that a randomly initialized head is a new one."""
     reasons = {
         "share_base_model=True": args.share_base_model,
         "value_model is given": critic is not None,
-        "the value model is a copy of reward_model": reward_model is not None and heads.reads_last_token(reward_model),
+        "the value model is a copy of reward_model": copied is not None,
     }
     if args.value_head_init == "normal" and any(reasons.values()):
         raise ValueError(
@@ -345,10 +386,11 @@ def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_ser
 
 
 def _share_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel]) -> None:
-    for name, reward in _by_name(rewards).items():
+    for reward in rewards:
         if is_peft_model(reward.model) and (difference := adapters.share_base(reward.model, policy)) is not None:
             logger.warning(
-                f"{name} is an adapter over another base than the policy's, and keeps its own: {difference}."
+                f"{reward.argument} is an adapter over another base than the policy's, and keeps its own: "
+                f"{difference}."
             )
 
 
@@ -434,7 +476,8 @@ def store_and_place(
     reference, decay = models.frozen_reference, args.reference_ema
     staying = [*[reward.scorer for reward in models.rewards], reference if decay is None else None]
     frozen_models.cast_frozen_weights([trained, *staying], distributed.autocast_dtype(accelerator))
-    frozen = [*([] if reference is None else [reference.policy]), *[reward.model for reward in models.rewards]]
+    frozen = [reward.counted or reward.model for reward in models.rewards]
+    frozen = [*([] if reference is None else [reference.policy]), *frozen]
     counted: Sequence[nn.Module] | None = frozen
     if distributed.is_sharding(accelerator):
         try:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from accelerate import PartialState
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.models import node_memory
+from rlhf_ppo.models import loading, node_memory
 from tests import conftest
 from tests.distributed import processes
 from tests.distributed.scenarios import make_trainer
@@ -65,6 +68,31 @@ def construct(folder: str, models: str, bf16: bool, **frozen: Any) -> dict[str, 
     }
 
 
+def whole_after_loads(folder: str, models: str) -> list[int]:
+    """Load two reward models, policy and reference; count the whole models in memory after each."""
+    counts: list[int] = []
+    load = loading.load_pretrained
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        gc.collect()
+        found = [each for each in gc.get_objects() if type(each) in (LlamaForCausalLM, LlamaForSequenceClassification)]
+        counts.append(sum(all(map(is_whole, model.parameters())) for model in found))
+        return loaded
+
+    reward = f"{models}/reward_model"
+    given = {"reward_model": [reward, reward], "ref_model": f"{models}/policy", "value_model": None}
+    with patch.object(loading, "load_pretrained", counting):
+        trainer = make_trainer(f"{folder}/run", models, given=given)
+    assert trainer.accelerator.num_processes == 2
+    return counts
+
+
+def is_whole(parameter: torch.Tensor) -> bool:
+    """FSDP2 makes a parameter a `DTensor`; ZeRO-3 leaves it empty; the estimate's copies have no storage."""
+    return type(parameter) is torch.nn.Parameter and parameter.numel() > 0
+
+
 def write(folder: str) -> list[float]:
     """Write into a shared tensor in the second process; return what each process then has."""
     PPOConfig(folder, ddp_backend="gloo", bf16=False, use_cpu=True)
@@ -79,8 +107,6 @@ def write(folder: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
-
     folder = tmp_path_factory.mktemp("large")
     for name, kind in (("policy", LlamaForCausalLM), ("reward", LlamaForSequenceClassification)):
         torch.manual_seed(2)
@@ -113,6 +139,15 @@ def test_two_processes_hold_one_copy_while_models_are_loaded(
     assert first["most"] < shards + 1.1 * whole  # that converts each
     assert first["dtypes"] == second["dtypes"] == {"torch.float32"}
     assert first["sums"] == second["sums"] and first["drawn"] == second["drawn"]
+
+
+@pytest.mark.parametrize(("config", "counts"), [("fsdp2", [1, 2, 2, 3]), ("deepspeed_zero3", [0, 0, 0, 0])])
+def test_a_reward_model_is_sharded_before_the_next_model_is_loaded(
+    config: str, counts: list[int], models: Path, tmp_path: Path
+) -> None:
+    """The value model, a copy of the first, is there from the second load on, the policy from the third."""
+    run = {"folder": str(tmp_path), "models": str(models)}
+    assert processes.run(config, f"{__name__}.whole_after_loads", **run) == [counts, counts]
 
 
 def test_what_a_process_writes_is_its_own(models: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.scale import Shape, accelerator_of, compared, estimated, models_of, ranks, simulate
 from rlhf_ppo.estimate.run import describe_processes, largest_micro_batch
-from rlhf_ppo.estimate.update import Communication, Estimate, Sharding, Workload, estimate_update
+from rlhf_ppo.estimate.update import Communication, Estimate, Sharding, Workload, estimate_update, stored_bytes
 from rlhf_ppo.models.frozen import FrozenPolicy, cast_frozen_weights
 from rlhf_ppo.training.construction import place_frozen
 
@@ -97,6 +97,17 @@ def test_the_host_holds_frozen_weights_in_both_types_while_they_are_converted() 
     assert cast_frozen_weights([frozen], torch.bfloat16) > 0
     halves = sum(value.nbytes for value in reference.parameters() if value.dtype == torch.bfloat16)
     assert host() == before + halves
+
+
+def test_fsdp_has_one_whole_frozen_model_on_the_host() -> None:
+    """The larger of two: each is sharded before the next is loaded."""
+    policy, value_model, reference = models_of(Shape(16, 2, 2, 1, 24, 50))
+    reward = models_of(Shape(16, 2, 2, 1, 24, 50))[1]
+    given = (policy, value_model, [reference, reward], WORKLOAD, 8.0)
+    size_of = {model: stored_bytes(model.parameters()) for model in (policy, value_model, reference, reward)}
+    assert size_of[reward] < size_of[reference]
+    assert estimate_update(*given, Sharding.of(None, False, 4)).host == sum(size_of.values())
+    assert estimate_update(*given, Sharding.of(None, True, 4)).host == sum(size_of.values()) - size_of[reward]
 
 
 def test_what_is_said_of_several_processes() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.loading import keep_label, label_index, load_reward_model, make_value_model, num_labels
-from tests.conftest import tiny_policy, tiny_scorer
+from tests.conftest import tiny_scorer
 from tests.models.test_heads import tiny_classifier
 
 NAMES = {0: "helpful", 1: "1", 2: "harmless"}
@@ -92,6 +92,6 @@ def test_several_labels_and_none_named(tmp_path: Path) -> None:
 
 def test_a_value_model_can_be_made_from_it() -> None:
     reward = keep_label(tiny_scorer(num_labels=3, id2label=NAMES).eval(), "harmless")
-    value_model = make_value_model(tiny_policy(), reward)
+    value_model = make_value_model(reward)
     with torch.no_grad():
         assert value_model.eval()(input_ids=IDS).logits.tolist() == reward(input_ids=IDS).logits.tolist()

@@ -126,7 +126,7 @@ def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:
 
 def test_made_from_the_reward_model_it_is_a_trainable_copy() -> None:
     reward_model = tiny_scorer().to(torch.bfloat16).eval().requires_grad_(False)
-    value_model = make_value_model(tiny_policy(), reward_model)
+    value_model = make_value_model(reward_model)
     assert value_model.training and all(p.requires_grad for p in value_model.parameters())
     assert {p.dtype for p in value_model.parameters()} == {torch.float32}
     for name, parameter in reward_model.named_parameters():
@@ -137,7 +137,7 @@ def test_made_from_the_reward_model_it_is_a_trainable_copy() -> None:
 
 def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
     reward_model = adapted(tiny_scorer(), TaskType.SEQ_CLS)
-    value_model = make_value_model(tiny_policy(), reward_model)
+    value_model = make_value_model(reward_model)
     assert not isinstance(value_model, PeftModel) and isinstance(reward_model, PeftModel)
     assert not any("lora" in name for name, _ in value_model.named_parameters())
     assert torch.allclose(
@@ -146,10 +146,9 @@ def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
     assert not torch.allclose(last_token_score(value_model, IDS, MASK), last_token_score(tiny_scorer(), IDS, MASK))
 
 
-@pytest.mark.parametrize("reward_model", [None, pooling()], ids=["no reward model", "one that pools"])
-def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys(reward_model: Any) -> None:
+def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys() -> None:
     policy = tiny_policy().eval().requires_grad_(False)
-    value_model = make_value_model(policy, reward_model)
+    value_model = make_value_model(policy)
     assert not token_values(value_model, IDS, MASK, last=10).values.any()
     assert torch.equal(states(value_model), states(policy))
     assert all(p.requires_grad for p in value_model.parameters())
@@ -162,7 +161,7 @@ def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys(r
 
 def test_made_from_an_adapted_policy_it_has_the_adapter_merged() -> None:
     policy = adapted(tiny_policy(), TaskType.CAUSAL_LM)
-    value_model = make_value_model(policy, None)
+    value_model = make_value_model(policy)
     assert torch.allclose(states(value_model), states(policy), atol=1e-5)
     assert not torch.allclose(states(value_model), states(tiny_policy()), atol=1e-2)
     assert isinstance(policy, PeftModel) and all(p.requires_grad for p in value_model.parameters())
@@ -175,7 +174,7 @@ def test_an_architecture_without_such_a_class_is_an_error() -> None:
     policy = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2))
     policy.config = OnlyLanguage(vocab_size=32, n_embd=16, n_layer=1, n_head=2)
     with pytest.raises(ValueError, match="no sequence-classification class for GPT2LMHeadModel; pass value_model"):
-        make_value_model(policy, None)
+        make_value_model(policy)
 
 
 def test_value_models_that_pool_are_errors() -> None:
