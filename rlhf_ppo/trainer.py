@@ -369,7 +369,7 @@ class PPOTrainer(TrainerBase):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         if self._driver.is_beginning:
-            return self._driver.begin(resume_from_checkpoint)
+            return self._begin_external_loop(resume_from_checkpoint)
         loop = self._begin_run(resume_from_checkpoint, trial, ignore_keys_for_eval)
         with self._stop.saving(loop.model, trial):
             self._evaluate_on_start()

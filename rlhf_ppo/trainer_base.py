@@ -35,7 +35,6 @@ from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.data.sources import Passes
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation import rollouts as evaluations
 from rlhf_ppo.evaluation.critic_audit import CriticAudit, audit, check_audit, prefixes_of
@@ -150,17 +149,8 @@ class TrainerBase(Trainer):
         self._stop = SignalStop(
             run, self._learning, lambda *given: self._save_checkpoint(*given), lambda: self.scorer.stop()
         )
-        self._driver = StepDriver(
-            run,
-            self._stop,
-            self._learning,
-            open_run=lambda: self._open_run(None, None),
-            call_train=super().train,
-            begin_run=self._begin_external_loop,
-            update=lambda collect: self._take_update(collect),
-            leave_if_stopped=self._leave_if_stopped,
-            finish_run=self._finish_run,
-        )
+        how = (self._open_external_run, self._take_update, self._leave_if_stopped, self._finish_run)
+        self._driver = StepDriver(run, self._stop, *how)
         self._printed = ""  # the latest sample table
         add_console_and_health(self, self.args, self.sizes, self.reward_models)
         self.add_callback(run.signals)
@@ -241,19 +231,30 @@ class TrainerBase(Trainer):
             self.reference.resume(checkpoint, model)
         counted = (epoch, num_skipped, per_epoch)
         given = (trial, ignore_keys, self.state.episode, follows_metric(self.lr_scheduler))
-        passes = Passes(partial(datasets.batches_of_pass, loader, args, run.sizes))
+        passes = datasets.Passes(loader, args, run.sizes)
         run.loop = loop = LoopState(model, passes, checkpoint, *counted, *given)
         self._rollouts.begin(checkpoint, model)
         run.fire("on_train_begin")
         return loop
 
-    def _begin_external_loop(self, checkpoint: str | None) -> nn.Module:
-        """Begin a run for `step`; return the prepared model."""
+    @contextmanager
+    def _open_external_run(self) -> Iterator[nn.Module]:
+        """Set up a run for `step` as `Trainer.train` does, without its loop; yield the prepared model."""
+        with self._open_run(None, None) as checkpoint:
+            self._driver.is_beginning = True
+            try:
+                super().train(checkpoint)
+            finally:
+                self._driver.is_beginning = False
+            yield self._run.loop.model
+
+    def _begin_external_loop(self, checkpoint: str | None) -> TrainOutput:
+        """Begin a run for `step`, in place of Trainer's loop."""
         model = self._begin_run(checkpoint).model
         with self._stop.saving(model, None):
             self._evaluate_on_start()
             self._begin_epoch()
-        return model
+        return TrainOutput(self.state.global_step, 0.0, {})
 
     def _evaluate_on_start(self) -> None:
         if self.args.eval_on_start:

@@ -6,7 +6,7 @@ import csv
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -301,35 +301,3 @@ def separate_prompts(dataset: Any, where_missing: bool = False) -> Any:
         return dataset
     with hide_data_bars():
         return dataset.map(with_explicit_prompt)
-
-
-class Passes:
-    """Batches of each pass over the prompts; the batch after the current one may be read ahead.
-
-    Args:
-        batches_of: Returns the batches of the pass with an index, without so many at its beginning.
-    """
-
-    def __init__(self, batches_of: Callable[[int, int], Iterator[Mapping[str, Any]]]) -> None:
-        self.batches_of = batches_of
-        self._current: tuple[int, Iterator[Mapping[str, Any]]] = (-1, iter(()))
-        self._next: Iterator[Mapping[str, Any]] | None = None  # of the next pass, if it has begun
-
-    def batches(self, epoch: int, num_skipped: int) -> Iterator[Mapping[str, Any]]:
-        """Yield the batches of a pass."""
-        begun, self._next = self._next, None
-        self._current = epoch, begun or self.batches_of(epoch, num_skipped)
-        while (batch := next(self._current[1], None)) is not None:
-            yield batch
-
-    def upcoming(self) -> Mapping[str, Any] | None:
-        """Return the batch after the current one, which may be the first of the next pass; None if that is empty."""
-        epoch, rest = self._current
-        batch = next(rest, None)
-        if batch is not None:
-            self._current = epoch, itertools.chain([batch], rest)
-            return batch
-        rest = self._next or self.batches_of(epoch + 1, 0)
-        if (batch := next(rest, None)) is not None:
-            self._next = itertools.chain([batch], rest)
-        return batch

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from accelerate import skip_first_batches
 from datasets import Dataset
@@ -94,29 +94,50 @@ def explaining_empty_streams(name: str, max_prompt_length: int | None) -> Iterat
         raise ValueError(f"{name}, a stream, has ended without a prompt{longest}") from error
 
 
-def batches_of_pass(
-    loader: DataLoader, args: PPOConfig, sizes: Sizes, epoch: int, num_skipped: int
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the full batches of a pass over the prompts.
+class Passes:
+    """Full batches of each pass over the prompts; the batch after the current one may be read ahead.
 
     Args:
         loader: The prepared loader.
         args: The arguments.
         sizes: Sizes of the run.
-        epoch: Index of the pass.
-        num_skipped: Batches of it that an earlier run has used.
     """
-    if num_skipped > 0:
-        loader = skip_first_batches(loader, num_skipped)
-    if hasattr(loader, "set_epoch"):
-        cast(Any, loader).set_epoch(epoch)
-    batches = iter(loader)
-    with data_order(args, epoch):  # samplers without a generator draw at their start
-        with explaining_empty_streams("train_dataset", args.max_prompt_length):
-            first = list(itertools.islice(batches, 1))
-    for batch in itertools.chain(first, batches):
-        if len(batch["input_ids"]) == num_prompts(sizes, args):  # a stream may end in a part of a batch
+
+    def __init__(self, loader: DataLoader, args: PPOConfig, sizes: Sizes) -> None:
+        self.loader, self.args, self.num_prompts = loader, args, num_prompts(sizes, args)
+        self._current: tuple[int, Iterator[Mapping[str, Any]]] = (-1, iter(()))
+        self._next: Iterator[Mapping[str, Any]] | None = None  # of the next pass, if it has begun
+
+    def batches(self, epoch: int, num_skipped: int) -> Iterator[Mapping[str, Any]]:
+        """Yield the batches of a pass, after the first `num_skipped`, which an earlier run has used."""
+        begun, self._next = self._next, None
+        self._current = epoch, begun or self._read(epoch, num_skipped)
+        while (batch := next(self._current[1], None)) is not None:
             yield batch
+
+    def upcoming(self) -> Mapping[str, Any] | None:
+        """Return the batch after the current one, which may be the first of the next pass; None if that is empty."""
+        epoch, rest = self._current
+        batch = next(rest, None)
+        if batch is not None:
+            self._current = epoch, itertools.chain([batch], rest)
+            return batch
+        rest = self._next or self._read(epoch + 1, 0)
+        if (batch := next(rest, None)) is not None:
+            self._next = itertools.chain([batch], rest)
+        return batch
+
+    def _read(self, epoch: int, num_skipped: int) -> Iterator[Mapping[str, Any]]:
+        loader: Any = skip_first_batches(self.loader, num_skipped) if num_skipped > 0 else self.loader
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        batches = iter(loader)
+        with data_order(self.args, epoch):  # samplers without a generator draw at their start
+            with explaining_empty_streams("train_dataset", self.args.max_prompt_length):
+                first = list(itertools.islice(batches, 1))
+        for batch in itertools.chain(first, batches):
+            if len(batch["input_ids"]) == self.num_prompts:  # a stream may end in a part of a batch
+                yield batch
 
 
 def load_data(

@@ -10,7 +10,6 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.data.prompts import check_lengths
 from rlhf_ppo.data.rollout import Responses, Rollout
@@ -18,7 +17,6 @@ from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.processes.distributed import preserve_rng
 from rlhf_ppo.rewards.scorer import MAX_SCORE, RewardSource, Scores, ScoringBatch
 from rlhf_ppo.training.guards import SignalStop
-from rlhf_ppo.training.learning import InterruptibleLearning
 from rlhf_ppo.training.run_state import RunState
 
 
@@ -46,10 +44,7 @@ class StepDriver:
     Args:
         run: The run.
         stop: Ends the run after a signal.
-        learning: Holds the partial update.
-        open_run: Opens the run's directory; gives the checkpoint to resume from.
-        call_train: Calls `Trainer.train` with a checkpoint; it sets up the run and calls `begin`.
-        begin_run: Prepares model, optimizer and state; returns the prepared model.
+        open_run: Opens the run in its block; gives the prepared model.
         update: Runs one update on the rollout of a function; returns its metrics.
         leave_if_stopped: Leaves the run if a signal ended it.
         finish_run: Logs and saves the rest.
@@ -62,17 +57,12 @@ class StepDriver:
         self,
         run: RunState,
         stop: SignalStop,
-        learning: InterruptibleLearning,
-        *,
-        open_run: Callable[[], AbstractContextManager[str | None]],
-        call_train: Callable[[str | None], Any],
-        begin_run: Callable[[str | None], nn.Module],
+        open_run: Callable[[], AbstractContextManager[nn.Module]],
         update: Callable[[Callable[[], Rollout]], dict[str, float]],
         leave_if_stopped: Callable[[], None],
         finish_run: Callable[[], Any],
     ) -> None:
-        self.run, self.stop, self.learning = run, stop, learning
-        self.open_run, self.call_train, self.begin_run = open_run, call_train, begin_run
+        self.run, self.stop, self.open_run = run, stop, open_run
         self.update, self.leave_if_stopped, self.finish_run = update, leave_if_stopped, finish_run
         self.is_beginning = False
         self._stack = ExitStack()
@@ -138,22 +128,11 @@ class StepDriver:
     def _set_up(self) -> nn.Module:
         """Set up the run in the first call, and finish the partial update of a resumed run."""
         if self._model is None:
-            checkpoint = self._stack.enter_context(self.open_run())
-            self.is_beginning = True
-            try:
-                self.call_train(checkpoint)
-            finally:
-                self.is_beginning = False
-            assert self._model is not None
-            if self.learning.partial is not None:
+            self._model = self._stack.enter_context(self.open_run())
+            self.leave_if_stopped()
+            if self.stop.learning.partial is not None:
                 self._take_update(self._model, _no_rollout)
         return self._model
-
-    def begin(self, checkpoint: str | None) -> TrainOutput:
-        """Begin the run; called in place of Trainer's loop."""
-        self._model = self.begin_run(checkpoint)
-        self.leave_if_stopped()
-        return TrainOutput(self.run.state.global_step, 0.0, {})
 
     def _stop_between_steps(self, model: nn.Module) -> None:
         """End the run if a signal has arrived since the last update."""

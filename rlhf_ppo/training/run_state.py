@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -21,7 +21,6 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.data.prompts import PositionLimit, Prompts, eos_id, pad_id
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.data.sources import Passes
 from rlhf_ppo.generation.stopping import StopStrings, ended
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -30,6 +29,9 @@ from rlhf_ppo.processes.signals import StopOnSignal
 from rlhf_ppo.reporting.metrics import MetricWindow, PhaseTimer
 from rlhf_ppo.rewards.functions import LoggedByFunctions
 from rlhf_ppo.training.guards import DivergenceGuard
+
+if TYPE_CHECKING:
+    from rlhf_ppo.training.datasets import Passes
 
 logger = get_logger(__name__)
 

@@ -73,17 +73,17 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("args.lam if args.lam_critic is None else args.lam_critic", "args.lam"),
     ],
     ("datasets.py", "tests/training/test_hooks.py::test_a_resumed_pass_has_the_same_order"): [
-        ("skip_first_batches(loader, num_skipped)", "skip_first_batches(loader, num_skipped - 1)"),
+        ("skip_first_batches(self.loader, num_skipped)", "skip_first_batches(self.loader, num_skipped - 1)"),
     ],
     (
         "datasets.py",
         "tests/training/test_hooks.py::test_each_pass_has_an_order_of_its_own_that_the_seed_alone_decides",
     ): [
         ("isolated_rng(seed + epoch,", "isolated_rng(seed,"),
-        ("with data_order(args, epoch):", "with data_order(args):"),
-        ("with data_order(args, epoch):", "if True:"),
+        ("with data_order(self.args, epoch):", "with data_order(self.args):"),
+        ("with data_order(self.args, epoch):", "if True:"),
         ("args.seed if args.data_seed is None else args.data_seed", "args.seed"),
-        ("cast(Any, loader).set_epoch(epoch)", "cast(Any, loader).set_epoch(0)"),
+        ("loader.set_epoch(epoch)", "cast(Any, loader).set_epoch(0)"),
     ],
     ("datasets.py", "tests/training/test_hooks.py::test_episodes_epochs_and_tokens_are_counted"): [
         ("math.ceil(num_updates / per_epoch)", "num_updates // per_epoch"),
