@@ -204,50 +204,6 @@ class PPOTrainer(TrainerBase):
         self._check_columns = self._check_data(data_collator, has_callbacks=bool(callbacks))
         self._warn_of_odd_options(models, has_engine=engine is not None)
 
-    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> Callable[..., None]:
-        """Check that rewards find their columns, and that the metric for the best model exists."""
-        run, episodes = self._run, self._episodes
-        collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
-        check_data(run, self.train_dataset, self.eval_dataset, collate)
-        added = () if episodes is None else episodes.columns
-        may_be_added_later = collate is not None or added is None
-        check = column_check({} if may_be_added_later else self.scorer.sources, added or ())
-        check(eval_dataset=self.eval_dataset)
-        if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # an overridden one may return other metrics
-            given = (run.args, self.scorer.names, run.reward_funcs, self.eval_dataset, self.reference is not None)
-            check_best_metric(*given, callbacks_may_log=has_callbacks)
-        return check
-
-    def _warn_of_odd_options(self, models: construction.Models, has_engine: bool) -> None:
-        episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces
-        unread = self.args.chat_template_kwargs is None or episodes is not None
-        checks.warn_of_odd_options(
-            self._run, models, self._policy_loss, self.kl_controller, is_stepped=self._is_stepped,
-            has_engine=has_engine, has_evaluation=self.eval_dataset is not None,
-            has_episodes=episodes is not None and episodes.rollout_func is None,
-            has_chats=unread or may_hold_chats(self.train_dataset, self.eval_dataset),
-            has_optimizer=has_optimizer, has_schedule=has_schedule,
-        )  # fmt: skip
-
-    @property
-    def reward_model(self) -> nn.Module | None:
-        """The first reward model (TRL's attribute)."""
-        return next(iter(self.reward_models), None)
-
-    def register_stateful(self, name: str, part: Stateful) -> None:
-        """Save an object's state in every checkpoint and restore it on resume.
-
-        Args:
-            name: Key of the state in checkpoints.
-            part: An object with `state_dict` and `load_state_dict`. Its state must be the same on all ranks: the main
-                process saves it, and all ranks load it. A new run starts from the object's current state.
-
-        Raises:
-            TypeError: The object lacks a method.
-            ValueError: The name is taken.
-        """
-        self._run.stateful.register(name, part)
-
     # ---- The loop ----
 
     def train(
@@ -282,83 +238,6 @@ class PPOTrainer(TrainerBase):
         self._check_columns(train_dataset=self.train_dataset)
         with self._open_run(trial, resume_from_checkpoint) as checkpoint, hide_library_logs():
             return super().train(checkpoint, trial, ignore_keys_for_eval)
-
-    def step(
-        self,
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        scores: Sequence[float] | Sequence[Tensor] | Tensor,
-        response_masks: Sequence[Tensor] | None = None,
-        sampling_logprobs: Sequence[Tensor] | None = None,
-        ended: Sequence[bool] | Tensor | None = None,
-    ) -> dict[str, float]:
-        """Run one PPO update on responses that you sampled in your own loop.
-
-        Each call is a full update, with logs, checkpoints, events and schedule. The trainer needs no data set and no
-        rewards, but it needs `total_episodes` or `max_steps`. The first call starts the run, or resumes it from
-        `args.resume_from_checkpoint`; `state.global_step` then counts the completed updates. The last call ends the
-        run. A signal ends the run with a checkpoint: during a call at once, between two calls at the next call. If it
-        interrupts an update, the first call of the resumed run finishes that update before its own.
-
-        Args:
-            queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
-                `(C_i,)` each.
-            responses: Token ids of the policy's responses, including the stop token, long `(T_i,)` each.
-            scores: Score of each response, `(B,)`, or a reward for each of its tokens, `(T_i,)` each; NaN excludes a
-                response from learning.
-            response_masks: True on the tokens that the policy wrote, bool `(T_i,)` each; all other tokens, like a
-                tool's, are context. None: the policy wrote all tokens.
-            sampling_logprobs: Log-probability of each response token in the distribution it was sampled from, after
-                temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each. Values of tokens that the policy did
-                not write are ignored. With `importance_sampling_correction` they give the importance weights, like an
-                engine's log-probabilities. None: no correction.
-            ended: Whether each response ended by itself, bool `(B,)`; False where a limit cut it. None: a response
-                ended if its last turn holds the stop token or a stop string.
-
-        Returns:
-            The update's metrics.
-
-        Raises:
-            TypeError: A value is not a tensor of integer ids, no bool mask, or no number. Nothing has changed.
-            ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
-                a vocabulary, a score is infinite, or a log-probability is above 0 or not finite. Nothing has changed.
-            RuntimeError: The run has had all its updates, or `close` has ended it.
-            RunStopped: A signal ended the run.
-        """
-        given = (self._run, queries, responses, scores, response_masks, sampling_logprobs, ended)
-        rows, found = given_responses(*given)
-
-        def collect(model: nn.Module) -> Rollout:
-            model.eval()
-            return self._score_rollout(model, rows, self.tokens.ended(rows), lambda: found)
-
-        return self._driver.step(collect)
-
-    def close(self) -> None:
-        """End a run of `step` before its last update.
-
-        Writes a checkpoint (unless `save_strategy="no"`, or the latest update has one), logs the updates since the
-        last log, fires `on_train_end`, releases `output_dir` and restores the signal handlers. All processes must call
-        it. `with PPOTrainer(...) as trainer:` calls it at the end of the block, also after an error. If one of several
-        processes fails, it only releases `output_dir`.
-
-        Without an open run it does nothing, so you may call it twice. Afterwards `save_model`, `evaluate` and
-        `generate_completions` work as after `train`, `train` starts another run, and `step` raises an error. To
-        continue the run, create a new trainer with `resume_from_checkpoint=True`.
-
-        Raises:
-            DivergenceError: A weight is not finite. `output_dir` is released nevertheless.
-            RunStopped: A signal arrived after the last update; the run ended with a checkpoint.
-        """
-        self._driver.close(saves=True)
-
-    def __enter__(self) -> Self:
-        """Return the trainer; the end of the block calls `close`."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Call `close`; after an error of one of several processes only release `output_dir`."""
-        self._driver.close(saves=kind is None or self.accelerator.num_processes == 1)
 
     def _inner_training_loop(
         self,
@@ -757,3 +636,128 @@ class PPOTrainer(TrainerBase):
                 logits, experience.returns, value_head_of(self.value_model).centers_on(logits.device)
             )
         return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)
+
+    # ---- The external loop ----
+
+    def step(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        scores: Sequence[float] | Sequence[Tensor] | Tensor,
+        response_masks: Sequence[Tensor] | None = None,
+        sampling_logprobs: Sequence[Tensor] | None = None,
+        ended: Sequence[bool] | Tensor | None = None,
+    ) -> dict[str, float]:
+        """Run one PPO update on responses that you sampled in your own loop.
+
+        Each call is a full update, with logs, checkpoints, events and schedule. The trainer needs no data set and no
+        rewards, but it needs `total_episodes` or `max_steps`. The first call starts the run, or resumes it from
+        `args.resume_from_checkpoint`; `state.global_step` then counts the completed updates. The last call ends the
+        run. A signal ends the run with a checkpoint: during a call at once, between two calls at the next call. If it
+        interrupts an update, the first call of the resumed run finishes that update before its own.
+
+        Args:
+            queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
+                `(C_i,)` each.
+            responses: Token ids of the policy's responses, including the stop token, long `(T_i,)` each.
+            scores: Score of each response, `(B,)`, or a reward for each of its tokens, `(T_i,)` each; NaN excludes a
+                response from learning.
+            response_masks: True on the tokens that the policy wrote, bool `(T_i,)` each; all other tokens, like a
+                tool's, are context. None: the policy wrote all tokens.
+            sampling_logprobs: Log-probability of each response token in the distribution it was sampled from, after
+                temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each. Values of tokens that the policy did
+                not write are ignored. With `importance_sampling_correction` they give the importance weights, like an
+                engine's log-probabilities. None: no correction.
+            ended: Whether each response ended by itself, bool `(B,)`; False where a limit cut it. None: a response
+                ended if its last turn holds the stop token or a stop string.
+
+        Returns:
+            The update's metrics.
+
+        Raises:
+            TypeError: A value is not a tensor of integer ids, no bool mask, or no number. Nothing has changed.
+            ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
+                a vocabulary, a score is infinite, or a log-probability is above 0 or not finite. Nothing has changed.
+            RuntimeError: The run has had all its updates, or `close` has ended it.
+            RunStopped: A signal ended the run.
+        """
+        given = (self._run, queries, responses, scores, response_masks, sampling_logprobs, ended)
+        rows, found = given_responses(*given)
+
+        def collect(model: nn.Module) -> Rollout:
+            model.eval()
+            return self._score_rollout(model, rows, self.tokens.ended(rows), lambda: found)
+
+        return self._driver.step(collect)
+
+    def close(self) -> None:
+        """End a run of `step` before its last update.
+
+        Writes a checkpoint (unless `save_strategy="no"`, or the latest update has one), logs the updates since the
+        last log, fires `on_train_end`, releases `output_dir` and restores the signal handlers. All processes must call
+        it. `with PPOTrainer(...) as trainer:` calls it at the end of the block, also after an error. If one of several
+        processes fails, it only releases `output_dir`.
+
+        Without an open run it does nothing, so you may call it twice. Afterwards `save_model`, `evaluate` and
+        `generate_completions` work as after `train`, `train` starts another run, and `step` raises an error. To
+        continue the run, create a new trainer with `resume_from_checkpoint=True`.
+
+        Raises:
+            DivergenceError: A weight is not finite. `output_dir` is released nevertheless.
+            RunStopped: A signal arrived after the last update; the run ended with a checkpoint.
+        """
+        self._driver.close(saves=True)
+
+    def __enter__(self) -> Self:
+        """Return the trainer; the end of the block calls `close`."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Call `close`; after an error of one of several processes only release `output_dir`."""
+        self._driver.close(saves=kind is None or self.accelerator.num_processes == 1)
+
+    # ---- State, and checks of the constructor ----
+
+    def register_stateful(self, name: str, part: Stateful) -> None:
+        """Save an object's state in every checkpoint and restore it on resume.
+
+        Args:
+            name: Key of the state in checkpoints.
+            part: An object with `state_dict` and `load_state_dict`. Its state must be the same on all ranks: the main
+                process saves it, and all ranks load it. A new run starts from the object's current state.
+
+        Raises:
+            TypeError: The object lacks a method.
+            ValueError: The name is taken.
+        """
+        self._run.stateful.register(name, part)
+
+    @property
+    def reward_model(self) -> nn.Module | None:
+        """The first reward model (TRL's attribute)."""
+        return next(iter(self.reward_models), None)
+
+    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> Callable[..., None]:
+        """Check that rewards find their columns, and that the metric for the best model exists."""
+        run, episodes = self._run, self._episodes
+        collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
+        check_data(run, self.train_dataset, self.eval_dataset, collate)
+        added = () if episodes is None else episodes.columns
+        may_be_added_later = collate is not None or added is None
+        check = column_check({} if may_be_added_later else self.scorer.sources, added or ())
+        check(eval_dataset=self.eval_dataset)
+        if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # an overridden one may return other metrics
+            given = (run.args, self.scorer.names, run.reward_funcs, self.eval_dataset, self.reference is not None)
+            check_best_metric(*given, callbacks_may_log=has_callbacks)
+        return check
+
+    def _warn_of_odd_options(self, models: construction.Models, has_engine: bool) -> None:
+        episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces
+        unread = self.args.chat_template_kwargs is None or episodes is not None
+        checks.warn_of_odd_options(
+            self._run, models, self._policy_loss, self.kl_controller, is_stepped=self._is_stepped,
+            has_engine=has_engine, has_evaluation=self.eval_dataset is not None,
+            has_episodes=episodes is not None and episodes.rollout_func is None,
+            has_chats=unread or may_hold_chats(self.train_dataset, self.eval_dataset),
+            has_optimizer=has_optimizer, has_schedule=has_schedule,
+        )  # fmt: skip

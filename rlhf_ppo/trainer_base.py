@@ -41,8 +41,8 @@ from rlhf_ppo.evaluation.critic_audit import CriticAudit, audit, check_audit, pr
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.capabilities import detecting_overflow
-from rlhf_ppo.models.frozen import Reference
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
 from rlhf_ppo.processes.signals import StopOnSignal, Stopped
@@ -144,11 +144,8 @@ class TrainerBase(Trainer):
         run.signals = StopOnSignal(reduce_sum, pending, self.accelerator.num_processes)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
         self._learning = InterruptibleLearning(run, self._critic_only, self._rollout_metrics.keep)
-        own = (self._directory, self._learning)
-        self._checkpoints = saving.CheckpointWriter(run, *own, write_card=lambda: self.create_model_card())
-        self._stop = SignalStop(
-            run, self._learning, lambda *given: self._save_checkpoint(*given), lambda: self.scorer.stop()
-        )
+        self._checkpoints = saving.CheckpointWriter(run, self._directory, self._learning, self.create_model_card)
+        self._stop = SignalStop(run, self._learning, self._save_checkpoint, lambda: self.scorer.stop())
         how = (self._open_external_run, self._take_update, self._leave_if_stopped, self._finish_run)
         self._driver = StepDriver(run, self._stop, *how)
         self._printed = ""  # the latest sample table
@@ -333,12 +330,17 @@ class TrainerBase(Trainer):
         self._report("on_epoch_end")
 
     def _report(self, event: str) -> None:
-        """Fire an event at the end of an update or a pass; log, evaluate and save if due."""
+        """Fire an event at the end of an update or a pass; log, evaluate and save if due.
+
+        Raises:
+            Stopped: A signal ended the run; leave the loop.
+        """
         self._stop.after_event(event)
         if self.state.global_step in (1, self.state.max_steps) and self._has_unlogged_updates():
             self.control.should_log = True  # the first and the last update, whatever `logging_steps` is
         self._log_save_evaluate()
-        self._leave_if_stopped(event)
+        if (number := self._run.signals.stopped) is not None:
+            raise Stopped(number)
 
     def _has_unlogged_updates(self) -> bool:
         return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
@@ -349,21 +351,13 @@ class TrainerBase(Trainer):
         norm: Any = loop.grad_norm
         self._maybe_log_save_evaluate(self._tr_loss, norm, loop.model, *when)
 
-    def _leave_if_stopped(self, event: str | None = None) -> None:
-        """Leave the loop if a signal ended the run during an event; after the loop (None), leave the run.
-
-        Raises:
-            Stopped: A signal ended the run; leave the loop.
-            RunStopped: A signal ended the run; leave it.
-        """
-        if (number := self._run.signals.stopped) is None:
-            return
-        if event is not None:
-            raise Stopped(number)
-        self._run.fire("on_train_end")
-        self._finish_current_push()
-        self.is_in_train = False
-        self._stop.end(number)
+    def _leave_if_stopped(self) -> None:
+        """Leave the run with `RunStopped` if a signal ended it."""
+        if (number := self._run.signals.stopped) is not None:
+            self._run.fire("on_train_end")
+            self._finish_current_push()
+            self.is_in_train = False
+            self._stop.end(number)
 
     def _finish_run(self) -> TrainOutput:
         """Log remaining updates and finish the run; after a signal, leave it."""

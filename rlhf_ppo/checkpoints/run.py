@@ -189,6 +189,14 @@ def parse_resume(resume_from_checkpoint: str | bool | None) -> str | bool:
     return False if resume_from_checkpoint is None else resume_from_checkpoint
 
 
+def no_checkpoint(output_dir: str) -> ValueError:
+    """Return the error for `resume_from_checkpoint=True` without a complete checkpoint."""
+    return ValueError(
+        f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no complete checkpoint; leave it out to "
+        "start a new run"
+    )
+
+
 def check_start(output_dir: str, resume_from_checkpoint: str | bool | None, overwrite: bool) -> None:
     """Check, before anything is loaded, how a run is to start.
 
@@ -211,10 +219,7 @@ def check_start(output_dir: str, resume_from_checkpoint: str | bool | None, over
             "one; leave one of the two out"
         )
     elif wanted is True and not finished_checkpoints(output_dir):
-        raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir={output_dir!r} holds no complete checkpoint; leave it out "
-            "to start a new run"
-        )
+        raise no_checkpoint(output_dir)
     elif isinstance(wanted, str) and not os.path.isdir(wanted):
         raise ValueError(f"resume_from_checkpoint={wanted!r} is not a complete checkpoint: there is no such directory")
 

@@ -29,8 +29,8 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import PositiveShare, Share, check_ranges, option, ranges_of
 from rlhf_ppo.evaluation.critic_audit import CriticAudit, Estimate
 from rlhf_ppo.models.adapters import add_value_adapter, is_adapter_directory
-from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import load_value_model
+from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.reporting.run_log import AUDIT_NAME, SETTINGS_NAME, RunSettings, has_log, training_log
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer

@@ -34,7 +34,7 @@ from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint, start_checkpoint
 from rlhf_ppo.checkpoints.files import DiskFullError, explaining_full_disk, remove_links
-from rlhf_ppo.checkpoints.run import check_start, parse_resume
+from rlhf_ppo.checkpoints.run import check_start, no_checkpoint, parse_resume
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers, quantization_options
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
@@ -44,8 +44,8 @@ from rlhf_ppo.config.presets import RemembersNames
 from rlhf_ppo.config.redaction import RedactsSecrets, redacted
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import is_adapter_directory
-from rlhf_ppo.models.frozen import asks_for_reference
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
+from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
@@ -109,10 +109,7 @@ def resumed_checkpoint(args: Any) -> str | None:
     check_start(args.output_dir, wanted, overwrite=False)
     checkpoint = newest_trl_checkpoint(args.output_dir) if wanted is True else wanted
     if checkpoint is None:
-        raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir={args.output_dir!r} holds no complete checkpoint; leave it "
-            "out to start a new run"
-        )
+        raise no_checkpoint(args.output_dir)
     return str(checkpoint)
 
 

@@ -22,7 +22,7 @@ from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.config.ppo_config import settings_of
 from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
-from rlhf_ppo.models.frozen import asks_for_reference
+from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import as_in_learning, is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import is_fsdp, mixed_precision_dtype, zero_stage
 from rlhf_ppo.terminal.text import print_text, visible_logger

@@ -26,7 +26,7 @@ from rlhf_ppo.config.sizes import Sizes
 from rlhf_ppo.config.unused import RunContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, check_rows
 from rlhf_ppo.evaluation.critic_audit import check_audit
-from rlhf_ppo.models.frozen import Reference
+from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.distributed import get_logger, num_processes, preserve_rng, zero_stage
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR

@@ -30,6 +30,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
+from rlhf_ppo.models import reference as references
 from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.node_memory import cast_once
 from rlhf_ppo.models.unwrapping import as_module, is_peft_model
@@ -183,7 +184,7 @@ class Models:
 
     policy: nn.Module
     value_model: nn.Module
-    reference: frozen_models.Reference | None
+    reference: references.Reference | None
     rewards: Sequence[LoadedRewardModel]
 
     @property
@@ -244,7 +245,7 @@ def assemble_models(
     reference = None
     if needs_reference or given_reference is not None:
         named = (args.ref_adapter_name, peft_config is not None)
-        reference = frozen_models.make_reference(policy, given_reference, *named, args.temperature)
+        reference = references.make_reference(policy, given_reference, *named, args.temperature)
     _set_up_language_models(args, policy, reference)
     loading.prepare_trainable(policy, critic)
     heads.freeze_critic(critic, policy, args.critic_freeze)
@@ -327,9 +328,9 @@ def _fit_head(args: PPOConfig, value_model: nn.Module) -> None:
     heads.fit_head(value_model, ValueHead.asked_for(args), has_fixed_range=args.value_range is not None)
 
 
-def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: frozen_models.Reference | None) -> None:
+def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: references.Reference | None) -> None:
     own_reference = None if reference is None else reference.own_policy
-    frozen_models.check_can_move(args.reference_ema, own_reference, policy)
+    references.check_can_move(args.reference_ema, own_reference, policy)
     for language_model in filter(None, (policy, own_reference)):
         heads.multiply_head_in_float32(language_model, args.lm_head_float32)
     _warn_of_low_precision(policy, args.learning_rate)
@@ -442,7 +443,7 @@ def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:
 def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:
     """Return whether a run needs a reference that was not given: for the KL, or for rewards that compare with it."""
     asked = [opponent_of(function) for function in functions]
-    return frozen_models.asks_for_reference(args) or kl_controller is not None or "reference" in asked
+    return references.asks_for_reference(args) or kl_controller is not None or "reference" in asked
 
 
 def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLController:
@@ -487,7 +488,7 @@ def store_and_place(
             counted = None
     if models.reference is not None and models.reference.model is not None:
         if decay is not None and (own := models.reference.own_policy) is not None:
-            models.reference.ema = frozen_models.EMAReference(decay, own, models.policy)
+            models.reference.ema = references.EMAReference(decay, own, models.policy)
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     return counted
 

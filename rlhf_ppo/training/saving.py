@@ -511,10 +511,7 @@ def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
         return wanted
     found = complete.last_complete_checkpoint(directory)
     if found is None:
-        raise ValueError(
-            f"resume_from_checkpoint=True, but output_dir={directory!r} holds no complete checkpoint; "
-            "leave it out to start a new run"
-        )
+        raise runs.no_checkpoint(directory)
     return found
 
 

@@ -34,7 +34,7 @@ WRITERS = {
 INTO_A_NEW_CHECKPOINT = {
     "checkpoints/state.py": 1,
     "generation/overlap.py": 1,
-    "models/frozen.py": 1,
+    "models/reference.py": 1,
     "processes/distributed.py": 1,
     "training/run_state.py": 1,
     "training/saving.py": 1,  # or into a directory after `remove_links`

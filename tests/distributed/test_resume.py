@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints import why_incomplete
-from rlhf_ppo.models.frozen import MOVED_NAME
+from rlhf_ppo.models.reference import MOVED_NAME
 from tests.distributed import processes, recipes
 from tests.distributed.comparing import assert_same_end, updates
 from tests.distributed.processes import LAUNCHERS

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models.frozen import MOVED_NAME
+from rlhf_ppo.models.reference import MOVED_NAME
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 

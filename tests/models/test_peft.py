@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from rlhf_ppo.models.frozen import Reference
+from rlhf_ppo.models.reference import Reference
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import QUICK, die_and_resume
 

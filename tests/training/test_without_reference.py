@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.penalties import AdaptiveKLController
-from rlhf_ppo.models import frozen as reference
+from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows, tiny_policy

@@ -38,13 +38,13 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("torch.float32 if head.in_float32 else", "torch.bfloat16 if head.in_float32 else"),
     ],
     (
-        "frozen.py",
+        "reference.py",
         "tests/models/test_ema_reference.py::test_after_each_update_it_is_the_recursion_over_the_policies",
     ): [
         (".to(exact), 1 - self.decay)", ".to(exact), self.decay)"),
     ],
     (
-        "frozen.py",
+        "reference.py",
         "tests/models/test_ema_reference.py::test_small_steps_are_not_lost_beside_weights_in_16_bits",
     ): [
         ("self._exact.setdefault(pair.name, share.float())", "share.float()"),
