@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prompts import Prompts
 
 QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -23,6 +25,21 @@ QUICK: dict[str, Any] = {
     "total_episodes": 6,
 }
 """Arguments of a run of three updates, a fifth of a second."""
+
+
+class SeenPrompts(PPOTrainer):
+    """Keeps the prompts of every update."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: list[list[list[int]]] = []
+        self.columns: list[set[str]] = []
+        super().__init__(*args, **kwargs)
+
+    def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
+        pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)
+        self.seen.append([ids[mask].tolist() for ids, mask in pairs])
+        self.columns.append(set(prompts.columns))
+        return super().collect_rollout(model, prompts)
 
 
 class RunDied(Exception):
@@ -130,15 +147,24 @@ def assert_identical(actual: Any, expected: Any, path: str = "run") -> None:
         assert actual == expected or actual is expected, f"{path}: {actual} != {expected}"
 
 
-def die_and_resume(make: Callable[..., PPOTrainer]) -> tuple[PPOTrainer, PPOTrainer]:
+def die_and_resume(
+    make_trainer: Callable[..., Any], folder: Path, arguments: Callable[[], Mapping[str, Any]]
+) -> tuple[Any, Any]:
     """Train once without a stop, and once with a death before the second update and a second start.
 
     Args:
-        make: Takes the name of the output directory and the callbacks; the trainer must save at every step.
+        make_trainer: Makes the trainer.
+        folder: Gets the output directories.
+        arguments: Gives the trainer's arguments beside `QUICK`, with new models at each call.
 
     Returns:
         The resumed trainer and the one that never stopped, whose ends are identical.
     """
+
+    def make(name: str, **callbacks: Any) -> PPOTrainer:
+        saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(folder / name)}
+        return make_trainer(**QUICK | arguments() | saving | callbacks)
+
     whole = make("whole")
     whole.train()
     with pytest.raises(RunDied):

@@ -204,14 +204,6 @@ class ScoredLater(Counter):
         return float(self.count)
 
 
-class Endless:
-    """Has no `reset`."""
-
-    def increment(self) -> int:
-        """Count on."""
-        return 1
-
-
 def test_training_with_an_environment(run: Run) -> None:
     first = [write(("increment", {"step": 2})), write(("increment", {"wrong": 2})), write(text="No")]
     counts: list[Any] = []
@@ -343,28 +335,3 @@ def test_malformed_tool_calls_end_the_episode(run: Run, text: str) -> None:
 
     assert all(all(written) for _, _, written in seen.rows)
     assert seen.metrics["tools/call_frequency"] == 0
-
-
-WRONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "environment without reset": ("reset", {"environment_factory": Endless}),
-    "no_reward_source": ("No reward source", {"environment_factory": Counter, "reward_funcs": None}),
-    "no_reward_source of tools": ("No reward source", {"tools": [multiply], "reward_funcs": None}),
-    "environments without data": ("dict", {"environment_factory": {"a": Scored}, "train_dataset": None}),
-    "environment without a length": (
-        "max_steps",
-        {"environment_factory": Scored, "train_dataset": None, "options": {"max_steps": -1}},
-    ),
-    "neither data nor environment": ("train_dataset", {"train_dataset": None}),
-    "unknown environment": (
-        "among|environment_factory",
-        {"environment_factory": {"a": Scored}, "train_dataset": data({"environment": "b"}, {"environment": "b"})},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_trained(run: Run, case: str) -> None:
-    message, given = WRONG[case]
-    given = {"train_dataset": data({}, {}), "options": None, **given}
-    with pytest.raises((ValueError, TypeError), match=message):
-        run([DONE], given.pop("options"), **given)

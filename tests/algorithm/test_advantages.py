@@ -64,15 +64,6 @@ def test_gae_equals_its_definition_as_a_sum(seed, gamma, lam, cut):
     assert_matches(result, expected, values, mask)
 
 
-def test_a_cut_response_goes_on_with_its_bootstrap_value():
-    """D17: row 0 ended (0 after its last token), row 1 was cut where the value model still expected 4."""
-    rewards, values, mask = np.zeros((2, 2)), np.array([[1.0, 1.0], [1.0, np.nan]]), np.array([[1, 1], [1, 0]], bool)
-    advantages, returns = run(rewards, values, mask, gamma=0.5, lam=0.5, bootstrap=[0.0, 4.0])
-    # Row 0: d2 = -1, d1 = 0.5 - 1 = -0.5, A1 = -0.5 - 0.25. Row 1: 0.5 * 4 - 1.
-    assert advantages.tolist() == [[-0.75, -1.0], [1.0, 0.0]]
-    assert returns.tolist() == [[0.25, 0.0], [2.0, 0.0]]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_outside_the_mask_are_passed_over_wherever_they_stand(seed):
     rng = np.random.default_rng(seed)

@@ -140,16 +140,6 @@ def test_explained_variance():
     assert_equal(explained_variance(VALUES, RETURNS, MASK), 0.5344507)
 
 
-def test_the_same_from_start_to_end():
-    """Nothing between the stages is rounded to make them fit: 0.224 + vf_coef 0.1 * 0.124 = 0.2364."""
-    *_, returns, whitened = chain()
-    logprobs = LOGPROBS + torch.tensor([[0.4054651, 0.4054651, -0.6931472], [-0.6931472, 0.0953102, 0.0]])
-    values = torch.tensor([[0.45, 0.90, 0.50], [-0.70, -0.55, NAN]])
-    policy = clipped_policy_loss(logprobs, LOGPROBS, whitened, cliprange=0.2)
-    value = clipped_value_loss(values, VALUES, returns, cliprange_value=0.2)
-    assert_equal(token_mean(policy.loss + 0.1 * value.loss, MASK, num_tokens=5), 0.2364)
-
-
 def test_whiten_rewards_keeps_their_mean():
     """Rewards 0.14, -0.10, 1.40, 0.02, -0.50: sum 0.96, mean 0.192.
 

@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
@@ -126,37 +125,6 @@ def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
 # ---- a PAD beyond the vocabulary ----
 
 
-def test_a_pad_token_beyond_the_vocabulary_changes_no_number(tmp_path):
-    """The same run, once with an added [PAD] that no model has an embedding for, once with a PAD inside."""
-    ends = []
-    for pad_token in ("[PAD]", "<pad>"):
-        tokenizer = make_tokenizer(pad_token=None)
-        tokenizer.add_special_tokens({"pad_token": pad_token})
-        policy = tiny_policy(pad_token_id=None)
-        trainer = PPOTrainer(
-            trl_arguments(tmp_path / str(tokenizer.pad_token_id), seed=7),
-            tokenizer,
-            policy,
-            None,
-            tiny_scorer(pad_token_id=None),
-            Dataset.from_list(prompt_rows(12)),
-            tiny_scorer(pad_token_id=None),
-            DataCollatorWithPadding(tokenizer),
-        )
-        trainer.train()
-        ends.append((tokenizer.pad_token_id, policy.state_dict(), trainer.state.log_history))
-
-    (outside, beyond, beyond_log), (inside, within, within_log) = ends
-    assert (outside, inside) == (32, 0)
-    for name, value in within.items():
-        assert torch.equal(beyond[name], value), name
-    metrics = [key for key in within_log[0] if key.startswith(("objective/", "policy/", "loss/", "val/"))]
-    assert len(metrics) > 10
-    assert [[entry.get(key) for key in metrics] for entry in beyond_log] == [
-        [entry.get(key) for key in metrics] for entry in within_log
-    ]
-
-
 def test_a_policy_saved_with_a_pad_token_beyond_its_vocabulary_loads(tmp_path):
     """Trainer copies the tokenizer's PAD into the configuration; an embedding layer refuses such a padding_idx."""
     tokenizer = make_tokenizer(pad_token=None)
@@ -173,21 +141,6 @@ def test_a_policy_saved_with_a_pad_token_beyond_its_vocabulary_loads(tmp_path):
         saved = AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(saved(ids).logits, trainer.policy_model.eval()(ids).logits)
         assert AutoTokenizer.from_pretrained(folder).pad_token_id == 32
-
-
-# ---- what a data set and its collator may look like ----
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_side_on_which_a_collator_pads_changes_nothing(make_trainer, side):
-    ends = []
-    for collator in (None, DataCollatorWithPadding(make_tokenizer(padding_side=side))):
-        trainer = make_trainer(data_collator=collator, reward_model=tiny_scorer(), **QUICK)
-        trainer.train()
-        ends.append(trainer.policy_model.state_dict())
-
-    for name, value in ends[0].items():
-        assert torch.equal(ends[1][name], value), name
 
 
 # ---- any sequence-classification model ----

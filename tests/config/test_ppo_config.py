@@ -237,8 +237,6 @@ def test_what_contradicts_each_other_is_named(given: dict[str, Any], message: st
 def test_inherited_sizes_are_checked(name: str):
     with pytest.raises(ValueError, match=f"{name}=0 must be finite and at least 1"):
         make(**{name: 0})
-    with pytest.raises(TypeError, match=f"{name}='8' is not int"):
-        make(**{name: "8"})
 
 
 def test_values_assigned_later_are_checked_when_the_trainer_starts():
@@ -385,15 +383,6 @@ def test_no_metric_where_nothing_is_compared_and_the_users_own_is_kept():
     assert PPOConfig().metric_for_best_model is None
     args = PPOConfig(save_strategy="best", eval_strategy="steps", metric_for_best_model="kl", greater_is_better=False)
     assert (args.metric_for_best_model, args.greater_is_better) == ("kl", False)
-
-
-@pytest.mark.parametrize(
-    "name", ["learning_rate", "weight_decay", "adam_epsilon", "adam_beta1", "adam_beta2", "max_grad_norm"]
-)
-@pytest.mark.parametrize("value", [NAN, INF, -1.0])
-def test_numbers_of_the_optimizer_are_finite_and_not_negative(name: str, value: float):
-    with pytest.raises(ValueError, match=f"^{name}={value!r} must be "):
-        make(**{name: value})
 
 
 def test_values_are_not_clipped_with_none_nor_inf(tmp_path: Path):

@@ -272,11 +272,8 @@ def test_too_many_skipped_updates_in_a_row_stop(make_trainer: MakeTrainer) -> No
 
 
 def test_a_resumed_run_goes_on_counting(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def make(name: str, **given: Any) -> PPOTrainer:
-        run = {**RUN, **SAVING, "save_total_limit": None, "on_divergence": "skip"}
-        return make_trainer(**run, output_dir=str(tmp_path / name), reward_funcs=giving(math.nan, 1), **given)
-
-    resumed, _ = die_and_resume(make)
+    run = {**RUN, "on_divergence": "skip", "reward_funcs": giving(math.nan, 1)}
+    resumed, _ = die_and_resume(make_trainer, tmp_path, lambda: run)
     assert resumed.state.log_history[-2]["guard/skipped_rows"] == 1
 
 

@@ -28,7 +28,7 @@ from rlhf_ppo.models.policy_and_value import response_values
 from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import count_w4, tiny_scorer
 from tests.models.architectures import REFUSED, UNTESTED, families, has_classifier, tiny_model
-from tests.runs import QUICK, die_and_resume, history, record_rollouts
+from tests.runs import die_and_resume, history, record_rollouts
 
 FAST = [
     "gpt2", "phimoe", "falcon", "deepseek_v3",  # learned positions; random routing; dropout of its own; MLA
@@ -206,15 +206,13 @@ def test_classifiers_that_cannot_read_every_text_are_refused(family: str, make_t
 def test_models_that_are_saved_under_other_names_go_on(family: str, make_trainer: Any, tmp_path: Path) -> None:
     """transformers saves experts one by one that it holds in one tensor, and has old names for parts."""
 
-    def trainer(name: str, **changes: Any) -> PPOTrainer:
+    def arguments() -> dict[str, Any]:
+        own = has_classifier(family)
+        critic = tiny_model(family, AutoModelForSequenceClassification) if own else tiny_scorer()
         rows = [{"input_ids": row} for row in ROWS]
-        given = {"model": tiny_model(family), "train_dataset": rows, "save_strategy": "steps", "save_steps": 1}
-        return make_trainer(**QUICK, **given, **changes, output_dir=str(tmp_path / name), value_model=critic())
+        return {"model": tiny_model(family), "value_model": critic, "train_dataset": rows}
 
-    def critic() -> Any:
-        return tiny_model(family, AutoModelForSequenceClassification) if has_classifier(family) else tiny_scorer()
-
-    die_and_resume(trainer)
+    die_and_resume(make_trainer, tmp_path, arguments)
 
 
 @pytest.mark.parametrize("family", cases(["qwen3_5"], ["gemma3"]))

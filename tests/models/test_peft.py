@@ -313,12 +313,11 @@ def test_what_is_saved_is_an_adapter_that_loads_and_merges(make_trainer: MakeTra
     ids=["new adapter", "trained adapter", "named adapters", "value adapter", "both adapters", "one base"],
 )
 def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer, tmp_path: Path, policy: Any):
-    def make(name: str, **kwargs: Any) -> Any:
+    def arguments() -> Any:
         torch.manual_seed(11)
-        checkpoints = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        return make_trainer(**policy(), **checkpoints, **QUICK, **kwargs)
+        return policy()
 
-    resumed, whole = die_and_resume(make)
+    resumed, whole = die_and_resume(make_trainer, tmp_path, arguments)
     assert torch.equal(logits(resumed.policy_model), logits(whole.policy_model))
 
 

@@ -50,10 +50,7 @@ def test_a_run_that_died_and_was_resumed_ends_bit_for_bit_like_one_that_did_not(
 ) -> None:
     """With an evaluation after each update, in bf16."""
 
-    def make(folder: str, **given: Any) -> Any:
-        return make_device_trainer(output_dir=str(tmp_path / folder), **EACH, **RUNS[name], **given)
-
-    _, whole = die_and_resume(make)
+    _, whole = die_and_resume(make_device_trainer, tmp_path, lambda: EACH | RUNS[name])
     log = whole.state.log_history
     assert [entry["step"] for entry in log if "eval_score" in entry] == [1, 2, 3]
     assert all(value.device.type == "cuda" for value in whole.model.parameters())

@@ -186,11 +186,7 @@ def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trainer: 
 
 
 def test_a_reward_that_is_drawn_is_resumed_exactly(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def make(name: str, **given: Any) -> PPOTrainer:
-        saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        return make_trainer(**QUICK, **saving, reward_funcs=noise, **given)
-
-    resumed, _ = die_and_resume(make)
+    resumed, _ = die_and_resume(make_trainer, tmp_path, lambda: {"reward_funcs": noise})
     scores = [entry["objective/scores"] for entry in resumed.state.log_history if "loss" in entry]
     assert len(set(scores)) == 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import threading
 from collections.abc import Callable
@@ -13,12 +12,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from numpy.testing import assert_allclose
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.checkpoints import last_complete_checkpoint
-from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.recorded_update import RecordingTrainer, number_of_tokens, share_of_w4, stopping_policy
@@ -33,11 +30,6 @@ EOS = 1
 def marks_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
     """A reward for each token: 0.5 for an even id, a hundredth of it for an odd one."""
     return [[0.5 if token % 2 == 0 else token / 100 for token in ids] for ids in completion_ids]
-
-
-def every_third(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """No score for responses that begin with an id that 3 divides."""
-    return [None if ids[0] % 3 == 0 else float(ids[0]) for ids in completion_ids]
 
 
 # ---- Sums ----
@@ -124,61 +116,6 @@ def test_evaluation_clips_in_deviations_of_training_and_leaves_the_moments_alone
     assert metrics["eval_rewards/numbers/mean"] == pytest.approx(15.0)
     assert trainer.score_moments.state_dict() == moments
     assert all(abs(entry["objective/scores"]) <= 0.5 for entry in trainer.state.log_history if "loss" in entry)
-
-
-# ---- Responses that nothing scored ----
-
-
-def gradients(trainer: Any, experience: Experience) -> dict[str, Tensor]:
-    trainer.model.zero_grad()
-    PPOTrainer.compute_loss(trainer, trainer.model, experience).backward()
-    return {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
-
-
-@pytest.mark.parametrize("settings", [{}, {"whiten_rewards": True}, {"score_scaling": True, "score_clip": 1.0}])
-def test_what_nothing_scored_might_as_well_not_be_there(settings: dict[str, Any], make_trainer: MakeTrainer) -> None:
-    def run() -> Any:
-        one_batch = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 1, "total_episodes": 12}
-        return make_trainer(
-            RecordingTrainer, model=stopping_policy(), ref_model=tiny_policy(seed=5), reward_funcs=every_third,
-            num_mini_batches=1, num_ppo_epochs=1, learning_rate=0.0, **one_batch, **settings,
-        )  # fmt: skip
-
-    trainer = run()
-    trainer.train()
-    rollout, whole = trainer.rollout, trainer.experience
-    logged = trainer.state.log_history[0]
-    scored = (~rollout.scores.isnan()).nonzero().flatten()
-    assert 0 < len(scored) < len(rollout)
-    small: Rollout = dataclasses.replace(rollout[scored], scores_by_source={})
-    fresh = run()
-    part = fresh.estimate_advantages(small)
-    for name in ("advantages", "returns"):
-        mask = part.loss_mask
-        assert_allclose(getattr(whole, name)[scored][mask], getattr(part, name)[mask], rtol=1e-5, atol=1e-6)
-    for key in ("objective/scores", "val/explained_variance"):
-        assert logged[key] == pytest.approx(fresh._run.metrics[key], rel=1e-5, abs=1e-6), key
-    expected = gradients(fresh, part)
-    for name, gradient in gradients(trainer, whole).items():
-        assert_allclose(gradient, expected[name], rtol=1e-4, atol=5e-7, err_msg=name)
-    ratios = trainer.ratios
-    assert logged["val/ratio"] == pytest.approx(1.0, abs=1e-5) and len(ratios) == 1
-
-
-def test_how_a_mini_batch_with_unscored_rows_is_cut_changes_nothing(make_trainer: MakeTrainer) -> None:
-    def run(rows: int) -> PPOTrainer:
-        trainer = make_trainer(
-            model=stopping_policy(), reward_funcs=every_third, per_device_train_batch_size=rows,
-            gradient_accumulation_steps=12 // rows, total_episodes=12, num_mini_batches=2, optimizers=(None, None),
-        )  # fmt: skip
-        trainer.train()
-        return trainer
-
-    whole, single = run(12), run(1)  # alone in a micro-batch, an unscored row has no ratio
-    entry, expected = single.state.log_history[0], whole.state.log_history[0]
-    for key in ("loss/policy_avg", "loss/value_avg", "val/ratio", "policy/entropy_avg", "objective/scores", "loss"):
-        assert entry[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
-    assert np.isfinite(entry["val/ratio_var"])
 
 
 # ---- At the same time ----

@@ -115,16 +115,7 @@ def test_each_head_begins_as_the_models_own(make_trainer: MakeTrainer, given: di
 def test_a_resumed_run_ends_bit_for_bit_alike(
     make_trainer: MakeTrainer, loss: str, models: str, tmp_path: Path
 ) -> None:
-    def make(name: str, **given: Any) -> Any:
-        run = (
-            RUN
-            | LOSSES[loss]
-            | MASKS
-            | {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        )
-        return make_trainer(**run | MODELS[models]() | given)
-
-    die_and_resume(make)
+    die_and_resume(make_trainer, tmp_path, lambda: RUN | LOSSES[loss] | MASKS | MODELS[models]())
 
 
 @pytest.mark.parametrize("loss", ["mse", "hl_gauss"])

@@ -27,7 +27,6 @@ from tests.runs import (
     InOnePass,
     RunDied,
     assert_identical,
-    die_and_resume,
     end_of_run,
     history,
     parameters,
@@ -281,14 +280,6 @@ def test_frozen_parameters_of_the_value_model_stay_without_gradient_and_optimize
     stated = {id(each) for each in trainer.optimizer.state}
     for name, each in trainer.model.named_parameters():
         assert (id(each) in stated) is (name not in frozen), name
-
-
-@pytest.mark.usefixtures("plain_runs")
-def test_a_run_with_more_epochs_of_a_half_frozen_critic_resumes_bit_for_bit(
-    make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
-    options = WARM | {"critic_freeze": "attention", "num_critic_epochs": 3, "save_strategy": "steps", "save_steps": 1}
-    die_and_resume(lambda name, **given: make_trainer(**options | {"output_dir": str(tmp_path / name)} | given))
 
 
 @pytest.mark.parametrize(

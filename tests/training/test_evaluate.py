@@ -15,7 +15,7 @@ from datasets import Dataset
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.metrics import EVALUATED
 from tests.conftest import prompt_rows, tiny_policy
-from tests.runs import QUICK, RecordingTrainer, assert_identical, die_and_resume, end_of_run, history
+from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history
 
 MakeTrainer = Callable[..., PPOTrainer]
 FIVE_ROWS = Dataset.from_list([{**row, "number": index} for index, row in enumerate(prompt_rows(5, seed=1))])
@@ -152,17 +152,6 @@ def test_the_best_model_is_the_one_that_stops(
     assert [log["objective/raw_scores"] for log in trainer.state.log_history if "loss" in log] == [50.0, 50.0]
 
 
-def test_a_resumed_run_evaluates_in_the_same_unit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def make(name: str, **arguments: Any) -> PPOTrainer:
-        saving = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        scaled = {"score_normalization": True, "missing_eos_penalty": 1.0, "score_clip": 2.0}
-        return make_trainer(
-            **QUICK, **saving, **scaled, eval_dataset=FIVE_ROWS, eval_strategy="steps", eval_steps=1, **arguments
-        )
-
-    die_and_resume(make)
-
-
 def test_same_numbers_each_time_before_and_after_other_draws(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS)
     first = scores(trainer.evaluate())
@@ -238,14 +227,6 @@ def test_a_wrong_data_set_is_named(make_trainer: MakeTrainer) -> None:
         trainer.evaluate()
     with pytest.raises(ValueError, match="row 1 of eval_dataset is empty"):
         trainer.evaluate(Dataset.from_dict({"input_ids": [[5], []]}))
-    with pytest.raises(ValueError, match="row 0 of eval_dataset ends in the EOS token"):
-        make_trainer(**QUICK, eval_dataset=Dataset.from_dict({"prompt": ["w5 <eos>"]}))
-
-
-def test_metric_that_evaluation_does_not_give(make_trainer: MakeTrainer) -> None:
-    evaluated = {"eval_dataset": FIVE_ROWS, "eval_strategy": "steps", "eval_steps": 1}
-    with pytest.raises(ValueError, match=r"metric_for_best_model='accuracy' is not a metric of evaluation, .*'score'"):
-        make_trainer(**QUICK, **evaluated, metric_for_best_model="accuracy")
 
 
 def test_evaluation_leaves_the_models_in_training_mode_as_they_were(make_trainer: MakeTrainer) -> None:

@@ -12,26 +12,13 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, record_rollouts
+from tests.runs import QUICK, SeenPrompts, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
 
 
 # ---- The order of the prompts ----
-
-
-class SeenPrompts(PPOTrainer):
-    """Keeps the first token of every prompt, in the order of the rollouts."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.seen: list[int] = []
-        super().__init__(*args, **kwargs)
-
-    def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
-        self.seen += prompts.input_ids[:, -1].tolist()
-        return super().collect_rollout(model, prompts)
 
 
 TOKENS = list(range(3, 15))
@@ -44,7 +31,8 @@ def passes(make_trainer: MakeTrainer, resume: bool | str = False, **overrides: A
     small = {"model": tiny_policy(num_hidden_layers=1), "value_model": tiny_scorer(num_hidden_layers=1)}
     trainer = make_trainer(SeenPrompts, train_dataset=dataset, **small, **{**run, "per_device_train_batch_size": 4})
     trainer.train(resume_from_checkpoint=resume)
-    return [trainer.seen[start : start + len(TOKENS)] for start in range(0, len(trainer.seen), len(TOKENS))]
+    seen = [ids[0] for prompts in trainer.seen for ids in prompts]
+    return [seen[start : start + len(TOKENS)] for start in range(0, len(seen), len(TOKENS))]
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import needs_continuous, prompt_rows
-from tests.runs import QUICK, DieAt, RunDied, die_and_resume, history
+from tests.runs import QUICK, die_and_resume, history
 
 MakeTrainer = Callable[..., Any]
 
@@ -87,15 +87,9 @@ def test_it_resumes_bit_for_bit_and_another_number_begins_a_new_pass(
     rows: dict[str, Any] = {"train_dataset": Dataset.from_list(prompt_rows(7)), "num_generations": 2}
     sizes: dict[str, Any] = {"per_device_train_batch_size": 4, "total_episodes": 16}
 
-    def make(name: str, **arguments: Any) -> PPOTrainer:
-        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        return make_trainer(**QUICK | sizes | rows | saving | arguments)
-
-    die_and_resume(make)
-    with pytest.raises(RunDied):
-        make("other", callbacks=[DieAt("on_step_begin", 1)]).train()
-    other = make("other", num_generations=4)
-    other.train(resume_from_checkpoint=True)
+    whole = die_and_resume(make_trainer, tmp_path, lambda: sizes | rows)[1]
+    other = make_trainer(**QUICK | sizes | rows | {"num_generations": 4, "output_dir": str(tmp_path / "other")})
+    other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-1")
     assert "num_generations has changed since" in caplog.text
     assert len(history(other)) == 5 and other._run.progress.epoch == 1 and other._run.progress.batches_in_epoch == 3
 

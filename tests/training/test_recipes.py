@@ -224,35 +224,17 @@ def test_a_kl_that_is_never_reached_changes_nothing(make_trainer: MakeTrainer) -
 
 
 STATEFUL: dict[str, Any] = {
-    **{
-        "kl_coef": 0.5,
-        "kl_target": 0.01,
-        "kl_horizon": 6,
-        "kl_stop": 1e-3,
-        "num_ppo_epochs": 3,
-        "learning_rate": 0.05,
-    },
-    **{
-        "score_normalization": True,
-        "value_head_init": "normal",
-        "value_model": None,
-        "critic_learning_rate": 0.1,
-        "critic_warmup_steps": 2,
-        "lam_critic": 0.9,
-        "cliprange_high": 0.3,
-        "reference_ema": 0.9,
-    },
+    **{"kl_coef": 0.5, "kl_target": 0.01, "kl_horizon": 6, "kl_stop": 1e-3, "num_ppo_epochs": 3},
+    **{"learning_rate": 0.05, "score_normalization": True, "value_head_init": "normal", "value_model": None},
+    **{"critic_learning_rate": 0.1, "critic_warmup_steps": 2, "lam_critic": 0.9, "cliprange_high": 0.3},
+    "reference_ema": 0.9,
     **{"num_generations": 2, "positive_nll_coef": 0.1, "ptx_coef": 0.5},
     "ptx_dataset": [{"text": f"w{number} w2 w3"} for number in range(5)],
 }
 
 
 def test_recipes_resume_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def make(name: str, **arguments: Any) -> PPOTrainer:
-        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        return make_trainer(**QUICK | STATEFUL | saving, ref_model=tiny_policy(seed=5), **arguments)
-
-    resumed, whole = die_and_resume(make)
+    resumed, whole = die_and_resume(make_trainer, tmp_path, lambda: STATEFUL | {"ref_model": tiny_policy(seed=5)})
     assert_identical(*(dict(trainer.reference.own_policy.state_dict()) for trainer in (resumed, whole)))
     assert resumed._ptx.num_drawn == whole._ptx.num_drawn and whole._ptx.num_drawn % 5
     assert resumed.kl_controller.coef != 0.5 and resumed.score_moments.moments.count == 6

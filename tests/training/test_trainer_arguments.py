@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from rlhf_ppo import PPOTrainer, trainer_base
-from rlhf_ppo.data.prompts import Prompts
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, assert_identical, end_of_run, history, logged, parameters
+from tests.runs import QUICK, SeenPrompts, assert_identical, end_of_run, history, logged, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 EVALUATED: dict[str, Any] = {
@@ -46,21 +45,6 @@ def steps_with(trainer: PPOTrainer, key: str) -> list[int]:
 def checkpoints(trainer: PPOTrainer) -> list[int]:
     folders = Path(cast(str, trainer.args.output_dir)).glob("checkpoint-*")
     return sorted(int(folder.name.split("-")[1]) for folder in folders)
-
-
-class SeenPrompts(PPOTrainer):
-    """Keeps the prompts of every update."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.seen: list[list[list[int]]] = []
-        self.columns: list[set[str]] = []
-        super().__init__(*args, **kwargs)
-
-    def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
-        pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)
-        self.seen.append([ids[mask].tolist() for ids, mask in pairs])
-        self.columns.append(set(prompts.columns))
-        return super().collect_rollout(model, prompts)
 
 
 def flat(batches: list[list[list[int]]]) -> list[list[int]]:

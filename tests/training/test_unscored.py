@@ -72,7 +72,9 @@ def first_step(make_trainer: MakeTrainer, kind: type[RecordingTrainer], **overri
 
 
 @pytest.mark.parametrize(
-    "overrides", [{}, {"whiten_rewards": True, "missing_eos_penalty": 1.0}], ids=["plain", "whiten"]
+    "overrides",
+    [{}, {"whiten_rewards": True, "missing_eos_penalty": 1.0}, {"score_scaling": True, "score_clip": 1.0}],
+    ids=["plain", "whiten", "scaling"],
 )
 def test_the_gradient_is_that_of_the_batch_without_the_row(make_trainer: MakeTrainer, overrides: Any) -> None:
     (ours, ours_at), (other, other_at) = (first_step(make_trainer, kind, **overrides) for kind in (Unscored, Absent))

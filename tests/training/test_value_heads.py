@@ -140,11 +140,7 @@ def test_a_running_range_covers_all_returns_and_starts_from_the_values_0(make_tr
 def test_a_resumed_run_ends_bit_for_bit_alike(
     make_trainer: MakeTrainer, options: dict[str, Any], models: str, tmp_path: Path
 ) -> None:
-    def make(name: str, **given: Any) -> Any:
-        run = QUICK | options | {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / name)}
-        return make_trainer(**run | MODELS[models]() | given)
-
-    resumed, whole = die_and_resume(make)
+    resumed, whole = die_and_resume(make_trainer, tmp_path, lambda: options | MODELS[models]())
     assert value_head_of(resumed.value_model) == value_head_of(whole.value_model)
 
 

@@ -17,7 +17,7 @@ from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows, tiny_policy
-from tests.runs import QUICK, die_and_resume, history, parameters, record_rollouts
+from tests.runs import QUICK, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
 LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
@@ -96,11 +96,3 @@ def test_models_cannot_be_compared_by_a_kl_that_is_not_there(make_trainer: MakeT
         make_trainer(**QUICK, kl_coef=0.0, **how)
     metrics = make_trainer(**QUICK, kl_coef=0.0, eval_dataset=held_out).evaluate()
     assert "eval_kl" not in metrics and "eval_score" in metrics
-
-
-def test_such_a_run_resumes_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def make(name: str, **arguments: Any) -> PPOTrainer:
-        how: dict[str, Any] = {"kl_coef": 0.0, "save_strategy": "steps", "save_steps": 1}
-        return make_trainer(**QUICK, **how, output_dir=str(tmp_path / name), **arguments)
-
-    die_and_resume(make)
