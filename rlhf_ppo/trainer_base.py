@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl
-from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, TrainOutput
+from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, PredictionOutput, TrainOutput
 
 from rlhf_ppo.algorithm.masked import RunningMoments
 from rlhf_ppo.algorithm.penalties import KLController
@@ -33,7 +33,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.hints import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
-from rlhf_ppo.data.prompts import Prompts, num_rows
+from rlhf_ppo.data.prompts import Prompts, check_rows, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation import rollouts as evaluations
@@ -580,6 +580,24 @@ class TrainerBase(Trainer):
             check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Like `evaluate` with a data set, but nothing is logged.
+
+        Args:
+            test_dataset: Prompts in any format of `train_dataset`.
+            ignore_keys: Ignored; for compatibility with Trainer.
+            metric_key_prefix: Prefix of each key.
+
+        Returns:
+            The metrics of `evaluate`, as `metrics`; `predictions` and `label_ids` are None. `generate_completions`
+            returns responses.
+        """
+        check_rows(test_dataset, "test_dataset", None if self._preparation.encoder is None else list)
+        prepared = self._preparation.prepared(test_dataset, "test_dataset")
+        return super().predict(prepared, ignore_keys, metric_key_prefix)
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False

@@ -38,7 +38,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
-from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.models.adapters import is_adapter_directory, naming_adapter
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signature_in_file
@@ -166,7 +166,8 @@ def _empty_model(
         if (peft_config := get_peft_config(model_args)) is not None:
             from peft import get_peft_model
 
-            get_peft_model(model, peft_config)
+            with naming_adapter("lora_target_modules", model):
+                get_peft_model(model, peft_config)
     return model
 
 

@@ -32,6 +32,7 @@ from rlhf_ppo.models.adapters import add_value_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import load_value_model
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.reporting.run_log import AUDIT_NAME, SETTINGS_NAME, RunSettings, has_log, training_log
+from rlhf_ppo.terminal.console import hide_model_bars, use_console
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
@@ -279,7 +280,12 @@ class CriticArguments(DefaultBf16, TrainingArguments):
     metric_for_best_model: str | None = option("eval_loss", "Metric by which the weights are chosen.")
 
     def __post_init__(self) -> None:
-        """Keep the last weights if nothing is measured or saved in between."""
+        """Keep the last weights if nothing is measured or saved in between; refuse what a critic's loss cannot use."""
+        if self.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor:g}: a critic learns returns, which are "
+                "no labels; leave it out"
+            )
         if "no" in (self.eval_strategy, self.save_strategy):
             self.load_best_model_at_end = False
         super().__post_init__()
@@ -312,14 +318,14 @@ def train_critic(argv: Sequence[str] | None = None) -> CriticTrainer:
             )
         checkpoint = resumed_checkpoint(args)
         trainer = critic_trainer(script_args, args, model_args)
-    with running(program, trainer):
+    with running(program, trainer), hide_model_bars():
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(args.output_dir)
         trainer.save_state()
         held_out = trainer.explained_variance()
     print_text(
         f"The critic is in {args.output_dir}. It explains {held_out:.3g} of the variance of held-out returns (1: all "
-        "of it, 0: none). Use it as value_model, or with rlhf_ppo.decoding."
+        "of it, below 0: less than their mean). Use it as value_model, or with rlhf_ppo.decoding."
     )
     return trainer
 
@@ -354,4 +360,7 @@ def critic_trainer(
     if (peft_config := get_peft_config(model_args)) is not None:
         model = add_value_adapter(model, peft_config)
     tokenizer = load_tokenizer(path, script_args.trust_remote_code, "model_name_or_path")
-    return CriticTrainer(model, args, train, test, processing_class=tokenizer)
+    trainer = CriticTrainer(model, args, train, test, processing_class=tokenizer)
+    args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
+    use_console(trainer, "line")
+    return trainer

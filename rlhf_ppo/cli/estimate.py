@@ -270,13 +270,14 @@ def show(
     measured = measure_rates(args.device, dtype) if None in rates else (0, 0)
     flops, bandwidth = (given or own for given, own in zip(rates, measured, strict=True))
     seconds, num_updates = estimate.seconds(flops, bandwidth), sizes.num_total_batches
+    episodes = num_updates * sizes.batch_size  # every update has a full batch
     Console().print(table)
     print_text(f"Not counted in memory: {MEMORY_NOT_COUNTED}.")
     print_text(
         f"One update: {sizes.batch_size} episodes of {prompt_length} + {args.response_length} tokens; on each device "
         f"{rate(estimate.flops)}FLOP and {rate(estimate.decoded)}B read in generation: at least {seconds:.2g} s at "
         f"{rate(flops)}FLOP/s and {rate(bandwidth)}B/s. Not counted in time: {NOT_COUNTED}.\n"
-        f"All {num_updates} updates, {sizes.total_episodes} episodes: {duration(seconds * num_updates)} or more."
+        f"All {num_updates} updates, {episodes} episodes: {duration(seconds * num_updates)} or more."
     )
     if besides := describe_processes(estimate, seconds, memory):
         print_text(besides)

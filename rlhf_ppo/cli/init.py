@@ -251,6 +251,7 @@ def written(
         args=args,
         file=visible(args.file, one_line=True),
         time=f"Expected time on this machine: {describe_time(proposal.minutes)}.",
+        notes=proposal.notes,
         names=names,
         data=data,
         bf16=bf16,

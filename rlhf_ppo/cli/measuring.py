@@ -230,16 +230,15 @@ def _passes(config: Any, device: torch.device) -> tuple[float, float]:
 def seconds_of(function: Callable[[], None], device: torch.device) -> float:
     """Return the least seconds of five calls, after one that warms up.
 
-    On a CPU that other programs use too, these are the seconds of this process alone.
+    On a CPU these are the seconds that this thread computes, which other programs hardly lengthen.
     """
-    seconds = []
+    clock, seconds = time.perf_counter if device.type == "cuda" else time.thread_time, []
     for _ in range(6):
-        start, cpu = time.perf_counter(), time.process_time()
+        start = clock()
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken = time.perf_counter() - start
-        seconds.append(taken if device.type == "cuda" else min(taken, time.process_time() - cpu))
+        seconds.append(clock() - start)
     return min(seconds[1:])
 
 
@@ -267,7 +266,7 @@ MIN_UPDATES, MAX_UPDATES = 20, 200
 MIN_STEPS = 50
 """Optimizer steps of SFT and of a reward model, if the data suffice."""
 SHORTENED, SMALLEST_BATCH = 32, 16
-"""Tokens of a response, and episodes of an update, that are not made fewer to save time."""
+"""Tokens of a response, and episodes of an update, that are not made fewer to save time; see `propose`."""
 SHARES = {"sft": 0.15, "reward": 0.2, "judge_reward": 0.2}
 """Largest shares of the time for the steps before PPO."""
 
@@ -288,7 +287,7 @@ class Proposal:
 
 
 def propose(machine: Machine, data: Mapping[str, Data], num_held_out: int, minutes: float) -> Proposal:
-    """Propose the options of a pipeline.
+    """Propose the options of a pipeline; to save time, at most half of the data's responses become too long.
 
     Args:
         machine: The model on this machine.
@@ -298,7 +297,9 @@ def propose(machine: Machine, data: Mapping[str, Data], num_held_out: int, minut
     """
     notes: dict[str, list[str]] = {}
     seconds = 60 * minutes
-    response = _response_length(machine, data)
+    source = data.get("reward") or data.get("sft")
+    answers = [] if source is None else [length + 1 for length in source.responses]  # with EOS
+    response = _response_length(machine, answers, data["ppo"].prompts)
     needed = machine.parameters * BYTES_PER_PARAMETER
     has_room = 4 * needed < machine.memory
     sections: dict[str, dict[str, Any]] = {"common": {"gradient_checkpointing": False} if has_room else {}}
@@ -308,18 +309,21 @@ def propose(machine: Machine, data: Mapping[str, Data], num_held_out: int, minut
             wanted = SHARES[name] * seconds
             sections[name], took[name] = _training(name, data[name], machine, wanted, notes)
     longest, batch = response, min(BATCH, _power(len(data["ppo"].rows)))
+    shortest = min(longest, max(SHORTENED, _rounded_up(quantile(answers, 0.5), 4) if answers else 0))
     while True:
         judge_seconds = SECONDS_TO_START + _answering(machine, response, num_held_out)
         left = seconds - sum(took.values()) - judge_seconds - SECONDS_TO_START
         sections["ppo"], each = _ppo(data["ppo"], machine, response, batch, left)
-        if each <= left or (response <= SHORTENED and batch <= SMALLEST_BATCH):
+        if each <= left or (response == shortest and batch <= SMALLEST_BATCH):
             break
-        if response > SHORTENED:
-            response = max(SHORTENED, response // 2)
+        if response > shortest:
+            response = max(shortest, response // 2)
         else:
             batch //= 2
-    if response < longest:
-        _note(notes, "ppo", f"responses end after {response} tokens, not {longest}, to save time (--minutes).")
+    cut = sum(length > response for length in answers) / max(len(answers), 1)
+    if response < longest or cut > 0.1:
+        why = f", not {longest}, to save time (--minutes)" if response < longest else ""
+        _note(notes, "ppo", f"responses end after {response} tokens{why}; {cut:.0%} of those in the data are longer.")
     if room := sections["ppo"].get("max_prompt_length"):
         share = sum(length > room for length in data["ppo"].prompts) / len(data["ppo"].prompts)
         _note(notes, "ppo", f"{share:.0%} of the prompts are longer than {room} tokens and are left out.")
@@ -342,11 +346,9 @@ def learning_rate(at_a_billion: float, parameters: int) -> float:
     return round(rate / digit) * digit
 
 
-def _response_length(machine: Machine, data: Mapping[str, Data]) -> int:
+def _response_length(machine: Machine, answers: Sequence[int], prompts: Sequence[int]) -> int:
     """Return a length that nine of ten responses of the data do not exceed and that fits into the model."""
-    source = data.get("reward") or data.get("sft")
-    length = 128 if source is None else quantile(source.responses, 0.9) + 1
-    prompts = data["ppo"].prompts
+    length = quantile(answers, 0.9) if answers else 128
     room = (machine.positions or 10**9) - quantile(prompts, 0.95)
     largest = min(MAX_RESPONSE, max(room, (machine.positions or 10**9) // 2))
     return max(4, min(_rounded_up(length, 4), largest))

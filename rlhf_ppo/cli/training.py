@@ -39,7 +39,7 @@ from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_tr
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import logging_interval
-from rlhf_ppo.config.inherited import default_bf16
+from rlhf_ppo.config.inherited import resolved_bf16
 from rlhf_ppo.config.presets import RemembersNames
 from rlhf_ppo.config.redaction import RedactsSecrets, redacted
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
@@ -72,9 +72,9 @@ class DefaultBf16(RemembersNames, RedactsSecrets):
     """Base of TRL's configurations with the default of `bf16` of `PPOConfig`: on if the device supports it."""
 
     def __post_init__(self) -> None:
-        """Set `bf16`, which TRL switches on everywhere."""
+        """Set `bf16`, which TRL switches on everywhere, or check it."""
         args: Any = self
-        args.bf16 = default_bf16(args) if args.bf16 is None else args.bf16
+        args.bf16 = resolved_bf16(args)
         with hide_library_warnings():
             super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
 

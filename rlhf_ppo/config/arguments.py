@@ -115,8 +115,8 @@ class EngineArguments:
             )
         if self.generation_engine == "vllm" and not is_vllm_available():
             raise ValueError(
-                "generation_engine='vllm' needs vLLM, which is not installed; `pip install trl[vllm]`, or set "
-                "generation_engine to 'continuous' or 'transformers'"
+                "generation_engine='vllm' needs vLLM, which is not installed; `pip install \"rlhf-ppo[vllm]\"`, or "
+                "set generation_engine to 'continuous' or 'transformers'"
             )
 
 

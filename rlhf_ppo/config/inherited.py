@@ -321,6 +321,20 @@ def default_bf16(args: TrainingArguments) -> bool:
     return False
 
 
+def resolved_bf16(args: TrainingArguments) -> bool:
+    """Return `bf16`, or its default if it is None.
+
+    Raises:
+        ValueError: It is on, and the device does not support it.
+    """
+    if args.bf16 is True and not (args.use_cpu or is_torch_bf16_gpu_available() or is_torch_xla_available()):
+        raise ValueError(
+            "bf16=True needs a GPU that computes in bf16, and there is none; leave it out, or add use_cpu=True to "
+            "compute in bf16 on the CPU"
+        )
+    return default_bf16(args) if args.bf16 is None else args.bf16
+
+
 def _pip(*packages: str) -> str:
     return f"`pip install {' '.join(packages)}`, or report to 'none'"
 

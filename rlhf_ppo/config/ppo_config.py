@@ -252,8 +252,7 @@ class PPOConfig(
         """Resolve defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self.derived_values: dict[str, Any] = {}
         self.resolve_preset()
-        if self.bf16 is None:
-            self.bf16 = inherited.default_bf16(self)
+        self.bf16 = inherited.resolved_bf16(self)
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio

@@ -425,7 +425,8 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows")
     if isinstance(dataset, datasets.Dataset):
-        (check_columns or partial(prompt_column, name=name))(dataset.column_names)
+        columns: Any = dataset.column_names
+        (check_columns or partial(prompt_column, name=name))(columns)
     else:
         try:
             first = dataset[0]
@@ -436,6 +437,10 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
             ) from error
         if not isinstance(first, Mapping):
             raise TypeError(no_row(first, 0, name))
+        columns = first
+    for column in ("image", "images"):  # TRL's names
+        if column in columns:
+            logger.warning(f"{name} has the column {column!r}: the policy reads text only, and never sees it.")
 
 
 def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:

@@ -226,7 +226,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
 
     _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else probe(policy, probe_ids(policy))
-    with _naming("peft_config"), hide_library_warnings():
+    with naming_adapter("peft_config", policy), hide_library_warnings():
         adapted = get_peft_model(policy, peft_config, adapter_name=name or "default")
     check_adapter(adapted, "model")
     if base_serves_others:
@@ -255,7 +255,7 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    with _naming("value_peft_config"), hide_library_warnings():
+    with naming_adapter("value_peft_config", value_model), hide_library_warnings():
         adapted = get_peft_model(value_model, config)
     check_adapter(adapted, "value_model")
     return adapted
@@ -388,12 +388,14 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
 
 
 @contextmanager
-def _naming(argument: str) -> Iterator[None]:
-    """Name the argument in PEFT's errors about a configuration that does not fit the model."""
+def naming_adapter(argument: str, model: nn.Module) -> Iterator[None]:
+    """Name the argument, and the modules of the model, in PEFT's errors about a configuration that does not fit it."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{argument} does not fit the model: {error}") from error
+        weights = {name: getattr(module, "weight", None) for name, module in model.named_modules()}
+        matrices = {name.rpartition(".")[2] for name, weight in weights.items() if getattr(weight, "ndim", 0) == 2}
+        raise ValueError(f"{argument} does not fit the model, which has {sorted(matrices)}: {error}") from error
 
 
 def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> None:

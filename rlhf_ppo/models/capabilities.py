@@ -131,12 +131,13 @@ def shared_vocabulary(
     largest = max(token_id for token_id in tokenizer.get_vocab().values() if token_id != pad)
     if pad >= policy.size:
         logger.info(f"The PAD token {pad} lies outside the policy's vocabulary; it is masked and never embedded.")
-    for name, size in sizes.items():
+    for name, size in sorted(sizes.items()):  # a reward model before the value model that is a copy of it
         if size <= min(largest, policy.size - 1):
+            is_reward = name.startswith("reward")
             raise ValueError(
-                f"{name} has {size} token ids, but processing_class makes ids up to {largest}: it was trained with "
-                "another tokenizer; call model.resize_token_embeddings(len(tokenizer)), or pass a reward model's "
-                "tokenizer as reward_processing_classes"
+                f"{name} has {size} token ids, but processing_class makes ids up to {largest}: if you added tokens, "
+                f"call resize_token_embeddings(len(tokenizer)) of {name}; if it was trained with another tokenizer, "
+                + ("pass that as reward_processing_classes" if is_reward else "use a model with the policy's tokens")
             )
     limited_by = min(sizes, key=lambda name: sizes[name])
     if stop is not None and stop >= sizes[limited_by]:

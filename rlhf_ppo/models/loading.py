@@ -61,7 +61,11 @@ def made(model: Any, argument: str, trial: Any = None) -> Any:
         return model
     num_arguments = number_of_arguments(model)
     if num_arguments > 1:
-        raise TypeError(f"{argument} is a function of {num_arguments} arguments; it may take the trial, or nothing")
+        name = getattr(model, "__name__", type(model).__name__)
+        raise TypeError(
+            f"{argument} is {name}, called with {num_arguments} arguments: pass a model, a path, or a function that "
+            "takes the trial or nothing"
+        )
     result = model(trial) if num_arguments else model()
     if not isinstance(result, nn.Module | str | os.PathLike):
         raise TypeError(f"{argument} is a function that returned {result!r}, neither a model nor a path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,7 +160,11 @@ def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | No
         others = (key for key in logged if key not in PANELS and not key.startswith("health/"))
         return [key for key in PANELS if key in logged] + sorted(others)
     if missing := [key for key in metrics if key not in logged]:
-        raise ValueError(f"metrics={missing} were logged by no run together with {x!r}; logged: {sorted(logged)}")
+        near = difflib.get_close_matches(missing[0], logged, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"metrics={missing} were logged by no run together with {x!r}{hint}; logged: {sorted(logged)}"
+        )
     if not metrics:
         raise ValueError("there is nothing to draw: metrics=[]; None draws all")
     return list(metrics)

@@ -30,7 +30,7 @@ KL_PER_TOKEN_LARGE = 0.5
 """KL to the reference, nats per token, above which a policy has moved far from it."""
 KL_SMALL = 0.2
 """KL to the reference, nats per response, below which a judge can hardly see a difference."""
-FEW_UPDATES = 50
+FEW_UPDATES, FEW_PROMPTS = 50, 100
 FEW_ENDED = 0.5
 """Share of responses that end by themselves."""
 ENTROPY_COLLAPSED = 0.3
@@ -343,6 +343,8 @@ def _of_judge(outcome: Outcome, judged: _Judged) -> Iterator[_Found]:
         enough = round((1.96 * 0.5 / max(margin, 1e-9)) ** 2, -1)
         if judged.num_prompts < enough <= 2000:
             yield "", f"Judge more prompts: about {enough:.0f} would decide a win rate of {percent(rates.mean)}."
+        elif judged.num_prompts < FEW_PROMPTS:
+            yield "", f"Judge more prompts: {judged.num_prompts} are too few; take at least {FEW_PROMPTS}."
         else:
             yield "", "Train longer (total_episodes), or with a larger learning_rate."
     elif len(rates.rates) == 1:

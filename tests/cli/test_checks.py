@@ -167,7 +167,11 @@ FILES: dict[str, list[Any]] = {
         ("reward", {"dataset_name": "gaps.jsonl"}, "the column `chosen` of row 10 holds nothing"),
         ("reward", {"dataset_name": "talks.jsonl"}, "the column `chosen` holds conversations"),
         ("reward", {"dataset_name": "long.jsonl", "max_length": 16}, "the shortest has 41: raise max_length"),
-        ("reward", {"use_peft": True, "lora_target_modules": "nope"}, "Target modules nope not found"),
+        (
+            "reward",
+            {"use_peft": True, "lora_target_modules": "nope"},
+            "lora_target_modules does not fit the model, which has ['down_proj', ",
+        ),
         ("ppo", {"dataset_name": "gaps.jsonl"}, "has a prompt of type NoneType"),
         ("ppo", {"dataset_name": "asked.jsonl"}, "is a conversation, and the tokenizer has no chat template"),
         ("ppo", {"dataset_name": "long.jsonl", "max_prompt_length": 16}, "are longer than max_prompt_length=16"),

@@ -136,4 +136,4 @@ def test_no_data_is_read_where_length_and_number_are_given(capsys: Any) -> None:
     )
     logits = 4 * 4 * 32
     assert (seven.generation - logits) / (nine.generation - logits) == (7 + 4) / (9 + 4)
-    assert "of 7 + 4 tokens" in (printed := capsys.readouterr().out) and "All 3 updates, 10 episodes" in printed
+    assert "of 7 + 4 tokens" in (printed := capsys.readouterr().out) and "All 3 updates, 12 episodes" in printed

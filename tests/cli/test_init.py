@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -188,13 +189,23 @@ def test_a_slower_machine_gets_fewer_updates_in_the_same_time() -> None:
 
 
 def test_responses_and_batches_are_smaller_where_twenty_updates_would_take_too_long() -> None:
-    long = DATA | {"reward": data(4000, 10, 199, 2)}
+    lengths = [20] * 60 + [199] * 40
+    long = DATA | {"reward": replace(DATA["reward"], responses=lengths)}
     assert propose(MACHINE, long, 4, 15).sections["ppo"]["response_length"] == 200
     found = propose(SLOW, long, 4, 3)
 
     assert found.sections["ppo"]["response_length"] == found.sections["judge"]["max_new_tokens"] == 32
     assert found.sections["ppo"]["total_episodes"] <= 25 * 16
-    assert found.notes == {"responses end after 32 tokens, not 200, to save time (--minutes).": ["ppo"]}
+    note = "responses end after 32 tokens, not 200, to save time (--minutes); 40% of those in the data are longer."
+    assert found.notes == {note: ["ppo"]}
+
+
+def test_responses_never_become_shorter_than_most_of_the_data() -> None:
+    lengths = [99] * 60 + [331] * 40
+    found = propose(SLOW, DATA | {"reward": replace(DATA["reward"], responses=lengths)}, 4, 3)
+
+    assert found.sections["ppo"]["response_length"] == found.sections["judge"]["max_new_tokens"] == 100
+    assert found.sections["ppo"]["total_episodes"] == 20 * 16
 
 
 def test_few_prompts_and_little_memory_make_small_batches() -> None:
@@ -217,11 +228,24 @@ def test_what_does_not_fit_into_the_model_is_named() -> None:
     assert found.notes == {
         "100% of the rows are longer than 512 tokens and are cut.": ["sft"],
         "100% of the prompts are longer than 256 tokens and are left out.": ["ppo"],
+        "responses end after 256 tokens; 100% of those in the data are longer.": ["ppo"],
     }
 
 
-def test_other_programs_do_not_slow_the_measurement() -> None:
-    assert seconds_of(lambda: time.sleep(0.02), torch.device("cpu")) < 0.01
+def spin() -> None:
+    start = time.thread_time()
+    while time.thread_time() - start < 0.02:
+        pass
+
+
+def other_thread_spins() -> None:
+    (thread := Thread(target=spin)).start()
+    thread.join()
+
+
+@pytest.mark.parametrize("function", [lambda: time.sleep(0.02), other_thread_spins])
+def test_other_programs_do_not_slow_the_measurement(function: Callable[[], None]) -> None:
+    assert seconds_of(function, torch.device("cpu")) < 0.01
 
 
 @pytest.mark.parametrize("text", ["yes", "a: b", "# c", 'd "e" {f}', "007", "plain/path.jsonl"])

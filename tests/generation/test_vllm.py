@@ -52,7 +52,7 @@ def make_vllm_args(make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> Make
 
 
 def test_without_vllm_it_is_an_error_at_once(make_args: MakeArgs) -> None:
-    with pytest.raises(ValueError, match=r"generation_engine='vllm' needs vLLM.*`pip install trl\[vllm\]`, or set"):
+    with pytest.raises(ValueError, match=r"'vllm' needs vLLM.*`pip install \"rlhf-ppo\[vllm\]\"`, or set"):
         make_args(generation_engine="vllm")
 
 

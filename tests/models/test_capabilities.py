@@ -212,6 +212,13 @@ def test_a_model_that_lacks_an_id_of_the_tokenizer_is_an_error(make_trainer: Mak
         make_trainer(**family(**{name: 31}))
 
 
+def test_a_reward_model_is_named_and_not_the_value_model_that_is_a_copy_of_it(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"^reward_model has 31 .*pass that as reward_processing_classes"):
+        make_trainer(**family(reward_model=31) | {"value_model": None})
+    with pytest.raises(ValueError, match=r"^value_model has 31 .*use a model with the policy's tokens"):
+        make_trainer(**family(value_model=31))
+
+
 def test_a_model_with_another_tokenizer_limits_nothing(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**family(reward_model=32), reward_processing_classes=make_tokenizer())
     assert trainer._run.vocabulary.limited_by == "value_model"

@@ -29,7 +29,7 @@ MakeRun = Callable[..., RecordedRun]
 def make_run(tmp_path: Path) -> MakeRun:
     def make(
         rate: float | None = None, accuracy: RewardAccuracy | None = GOOD, seed: int = 0, step: int = 100,
-        opponent: str = "out/sft", judge: str = "out/judge_reward", half: float = 0.05, **last: float,
+        opponent: str = "out/sft", judge: str = "out/judge_reward", half: float = 0.05, wins: int = 60, **last: float,
     ) -> RecordedRun:  # fmt: skip
         folder, reward = tmp_path / f"ppo-seed{seed}", tmp_path / "reward"
         (folder / "judged").mkdir(parents=True), reward.mkdir(exist_ok=True)
@@ -44,7 +44,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         if accuracy is not None:
             accuracy.save(reward)
         if rate is not None:
-            judged = {"win_rate": rate, "interval": [rate - half, rate + half], "wins": 60, "losses": 40, "ties": 0}
+            judged = {"win_rate": rate, "interval": [rate - half, rate + half], "wins": wins, "losses": 40, "ties": 0}
             options = {"opponent": opponent, "judge_model": judge}
             path = folder / "judged" / "win_rate.json"
             path.write_text(json.dumps({**judged, "failed": 0, "options": options}))
@@ -69,6 +69,11 @@ def test_the_interval_decides(make_run: MakeRun) -> None:
         assert json.loads(json.dumps(found.as_json()))["accuracy"]["num_pairs"] == 200
     unjudged = verdict_of([make_run(seed=9)])
     assert unjudged.outcome == "not judged" and unjudged.win_rate is None and "rlhf-ppo judge" in unjudged.next
+
+
+@pytest.mark.parametrize(("wins", "step"), [(10, "50 are too few"), (60, "Train longer")])
+def test_few_prompts_are_no_reason_to_train_longer(wins: int, step: str, make_run: MakeRun) -> None:
+    assert step in verdict_of([make_run(0.5, half=0.2, wins=wins)]).next
 
 
 def test_seeds_widen_the_interval(make_run: MakeRun) -> None:

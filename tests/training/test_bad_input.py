@@ -93,6 +93,13 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         lambda: {"processing_class": _without_eos(), "stop_token": None, "missing_eos_score": -1.0},
         ValueError, "missing_eos_score=-1.0 needs something that ends a response; set stop_token_id, stop_strings",
     ),
+    "a tokenizer as the model": (
+        lambda: {"model": make_tokenizer()}, TypeError, r"model is \w+, called with \d+ arguments: pass a model"
+    ),
+    "an adapter of another model": (
+        lambda: {"peft_config": lora(target_modules=["c_attn"])},
+        ValueError, r"peft_config does not fit the model, which has \['down_proj', .*c_attn",
+    ),
     "a value model of another tokenizer": (
         lambda: {"value_model": tiny_scorer(vocab_size=20)}, ValueError, "value_model has 20 token ids"
     ),
@@ -207,6 +214,15 @@ def test_construction_fails_with_the_reason(case: str, make_trainer: MakeTrainer
     make, error, message = BAD[case]
     with pytest.raises(error, match=f"(?s){message}"):
         make_trainer(**QUICK | make())
+
+
+@pytest.mark.parametrize("form", [list, Dataset.from_list])
+def test_who_passes_images_hears_that_the_policy_sees_none(
+    form: Callable[[Any], Any], make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "w4 w5", "images": ["cat.png"]}] * 4
+    make_trainer(**QUICK, train_dataset=form(rows))
+    assert "train_dataset has the column 'images': the policy reads text only" in caplog.text
 
 
 @pytest.mark.parametrize("lasts", [None, 1])

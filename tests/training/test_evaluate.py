@@ -44,6 +44,19 @@ def test_every_row_counts_once_also_in_a_part_of_a_batch(batch_size: int, make_t
     assert trainer.args.dataloader_drop_last is True  # training still leaves out a part of a batch
 
 
+def test_predict_gives_the_figures_of_evaluate(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers)
+    metrics = trainer.evaluate()
+    expected = {f"test_{name}": metrics[f"eval_{name}"] for name in (*EVALUATED.values(), "rewards/numbers/std")}
+    logged = len(trainer.state.log_history)
+    for rows in (FIVE_ROWS, FIVE_ROWS.to_list()):
+        output = trainer.predict(rows)
+        assert expected.items() <= output.metrics.items() and output.metrics["test_score"] == 2.0
+        assert output.predictions is None and len(trainer.state.log_history) == logged
+    with pytest.raises(ValueError, match="test_dataset"):
+        trainer.predict([{"question": "w4"}])
+
+
 def by_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
     """Reward: something for each token."""
     return [[token % 5 / 10 for token in ids] for ids in completion_ids]
