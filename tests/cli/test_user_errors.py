@@ -343,7 +343,7 @@ MISTAKES = [
     ("plot", "torn_run", "torn_run/trainer_state.json"),
     ("plot", "odd_run", "odd_run/trainer_state.json"),
     ("plot", "run --metrics no/such", "metrics=['no/such'] were logged by no run"),
-    ("plot", "run --metrics objective/score", "(did you mean 'objective/scores'?)"),
+    ("plot", "run --metrics objective/kls", "(did you mean 'objective/kl'?)"),
     ("plot", "run --output curves.nonsense", "output='curves.nonsense' must end in .png"),
     ("plot", "run --output bare", "output='bare' must end in .png"),
     ("report", "run --output bare", "output='bare' is a directory; name a file in it, such as 'bare/report.html'"),
