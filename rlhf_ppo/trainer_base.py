@@ -33,7 +33,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.hints import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
-from rlhf_ppo.data.prompts import Prompts, check_rows, num_rows
+from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation import rollouts as evaluations
@@ -581,9 +581,7 @@ class TrainerBase(Trainer):
             eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
 
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Like `evaluate` with a data set, but nothing is logged.
 
         Args:
@@ -595,13 +593,11 @@ class TrainerBase(Trainer):
             The metrics of `evaluate`, as `metrics`; `predictions` and `label_ids` are None. `generate_completions`
             returns responses.
         """
-        check_rows(test_dataset, "test_dataset", None if self._preparation.encoder is None else list)
-        prepared = self._preparation.prepared(test_dataset, "test_dataset")
-        return super().predict(prepared, ignore_keys, metric_key_prefix)
+        return super().predict(
+            self._preparation.prepared(test_dataset, "test_dataset"), ignore_keys, metric_key_prefix
+        )
 
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Evaluate during training, and step a schedule that follows a metric.
 
         Raises:

@@ -166,7 +166,7 @@ def _empty_model(
         if (peft_config := get_peft_config(model_args)) is not None:
             from peft import get_peft_model
 
-            with naming_adapter("lora_target_modules", model):
+            with naming_adapter("the adapter of lora_r and lora_target_modules", model):
                 get_peft_model(model, peft_config)
     return model
 
