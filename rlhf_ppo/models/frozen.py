@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
 )
 from rlhf_ppo.processes.distributed import get_logger
-
-if TYPE_CHECKING:
-    pass
 
 
 class Offload:

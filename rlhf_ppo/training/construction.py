@@ -65,7 +65,7 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
         _give_trained_one_type(model, accelerator)
 
 
-def early_accelerator(trainer: Any, args: PPOConfig) -> Accelerator | None:
+def early_accelerator(trainer: Trainer, args: PPOConfig) -> Accelerator | None:
     """Create the accelerator before Trainer's constructor if FSDP is to shard reward models as they are loaded.
 
     Args:
@@ -74,9 +74,9 @@ def early_accelerator(trainer: Any, args: PPOConfig) -> Accelerator | None:
     """
     if not _uses_fsdp(args) or not torch.distributed.is_initialized():
         return None
-    trainer.args, trainer.model = args, None  # which Trainer reads
+    vars(trainer).update(args=args, model=None)  # which this method reads
     trainer.create_accelerator_and_postprocess()
-    trainer.create_accelerator_and_postprocess = lambda: None  # Trainer's constructor keeps this one
+    vars(trainer).update(create_accelerator_and_postprocess=lambda: None)  # Trainer's constructor keeps this one
     _keep_sums_in_float32(trainer.accelerator)
     return trainer.accelerator
 
