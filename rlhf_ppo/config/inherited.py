@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import huggingface_hub
 import torch.utils.checkpoint
+import transformers.training_args
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
@@ -327,7 +328,9 @@ def resolved_bf16(args: TrainingArguments) -> bool:
     Raises:
         ValueError: It is on, and the device does not support it.
     """
-    if args.bf16 is True and not (args.use_cpu or is_torch_bf16_gpu_available() or is_torch_xla_available()):
+    of_transformers: Any = transformers.training_args  # whose own check follows
+    has_bf16 = of_transformers.is_torch_bf16_gpu_available() or is_torch_xla_available()
+    if args.bf16 is True and not (args.use_cpu or has_bf16):
         raise ValueError(
             "bf16=True needs a GPU that computes in bf16, and there is none; leave it out, or add use_cpu=True to "
             "compute in bf16 on the CPU"
