@@ -361,6 +361,5 @@ def critic_trainer(
         model = add_value_adapter(model, peft_config)
     tokenizer = load_tokenizer(path, script_args.trust_remote_code, "model_name_or_path")
     trainer = CriticTrainer(model, args, train, test, processing_class=tokenizer)
-    args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
     use_console(trainer, "line")
     return trainer

@@ -77,6 +77,7 @@ class DefaultBf16(RemembersNames, RedactsSecrets):
         args.bf16 = resolved_bf16(args)
         with hide_library_warnings():
             super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
+        args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # torch warns otherwise
 
 
 @dataclass(repr=False)
@@ -416,7 +417,6 @@ def _trl_trainer(
         raise ValueError(
             f"model_name_or_path={path!r} could not be loaded: its weights are damaged ({error})"
         ) from error
-    args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
     use_console(trainer, "line")
     trainer.add_callback(_LogsShortRuns())
     return trainer
