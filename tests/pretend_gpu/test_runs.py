@@ -12,9 +12,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trl.trainer.model_config import ModelConfig
-from trl.trainer.sft_config import SFTConfig
 
-from rlhf_ppo.cli.training import sft_trainer
+from rlhf_ppo.cli.training import SFTArguments, sft_trainer
 from rlhf_ppo.estimate import run as estimate_run
 from rlhf_ppo.evaluation.win_rate import Answering, respond
 from rlhf_ppo.rewards.judges import PreferenceReward
@@ -120,7 +119,7 @@ def test_answers_are_those_of_the_cpu() -> None:
 def test_sft_learns_on_the_device(tmp_path: Path) -> None:
     tiny_policy().save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    args = SFTConfig(
+    args = SFTArguments(
         output_dir=str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2,
         logging_steps=1, bf16=True, report_to="none", save_strategy="no", gradient_checkpointing=False,
         disable_tqdm=True,
