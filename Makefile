@@ -93,7 +93,7 @@ PRETENDED := PRETEND_CUDA=1 PYTHONPATH=$(CURDIR)/tests/pretend_gpu/device COVERA
 COMPILE_ONCE := from deepspeed.ops.op_builder.cpu import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)
 test-pretend-gpu: install ## The GPU path on a device that computes on the CPU and refuses what CUDA refuses
 	rm -rf .coverage && mkdir .coverage
-	rm -f $(VENV)/pretended-gpu/*/lock # of a compilation that was killed, for which torch would wait
+	rm -f $(VENV)/pretended-gpu/*/lock # torch waits for the lock of a killed compilation
 	$(PRETENDED) $(PYTHON) -c "$(COMPILE_ONCE)"
 	$(PRETENDED) $(PYTEST) --dist worksteal -m "" tests/gpu tests/pretend_gpu
 	$(PYTHON) tests/pretend_gpu/branches.py .coverage

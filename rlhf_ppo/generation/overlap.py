@@ -206,10 +206,10 @@ class SamplesAhead:
         self.running = self.version = None
 
     def save(self, directory: str) -> None:
-        """Write into a checkpoint what a resumed run needs to sample the next rollout again."""
+        """Write the state of the next rollout into a checkpoint."""
 
     def load(self, checkpoint: str, policy: nn.Module) -> None:
-        """Take what `save` has written, if it is there.
+        """Read the file of `save`, if the checkpoint has it.
 
         Args:
             checkpoint: The checkpoint's directory.

@@ -318,14 +318,14 @@ class VLLMEngine:
             Stopped: A signal has come, and the call can be left.
         """
         self.send_weights(policy)
-        self._adopt(policy, config)
+        self._set_sampling(policy, config)
         with self._failing_together(), self._same_random_numbers():
             with interruptible() if self.can_be_left else nullcontext():
                 _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
         return _stacked(ids, logprobs, prompts, config)
 
     def send_weights(self, policy: nn.Module) -> None:
-        """Send the policy's weights if they have changed, once the server has answered; every rank calls this."""
+        """Send the policy's weights if they have changed, after the answer to `ask`; every rank calls this."""
         if self._is_current and not self._sleeps:
             return
         with self._failing_together(), preserve_base(policy):  # TRL's adapter merges, sends and unmerges
@@ -347,7 +347,7 @@ class VLLMEngine:
             A function that every rank calls once: it waits, and returns the responses and the seconds that the server
             took. It raises as `sample` does.
         """
-        self._adopt(policy, config)
+        self._set_sampling(policy, config)
         vllm, rows = self.vllm, gather_object(prompt_rows(prompts))
         how = {name: getattr(vllm, name) for name in ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")}
         how |= {"max_tokens": vllm.max_completion_length, "logprobs": vllm.logprobs}
@@ -363,7 +363,7 @@ class VLLMEngine:
                 self._wait()
                 if self._asked is not None:
                     found, seconds = self._asked.result()
-                    given = [(found["completion_ids"], found["logprobs"], seconds)]
+                    given, self._asked = [(found["completion_ids"], found["logprobs"], seconds)], None
             ids, logprobs, seconds = broadcast_object_list(given)[0]
             first = vllm.accelerator.process_index * len(prompts.input_ids)
             own = slice(first, first + len(prompts.input_ids))
@@ -373,11 +373,11 @@ class VLLMEngine:
         return answer
 
     def _wait(self) -> None:
-        """Wait until the server has answered what it was asked."""
+        """Wait until the server has answered the request of `ask`."""
         while self._asked is not None and not wait([self._asked], SECONDS_BETWEEN_SIGNALS).done:
             raise_if_stopped()
 
-    def _adopt(self, policy: nn.Module, config: GenerationConfig) -> None:
+    def _set_sampling(self, policy: nn.Module, config: GenerationConfig) -> None:
         """Give TRL's adapter the sampling distribution, which it reads at each call."""
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)

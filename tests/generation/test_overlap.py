@@ -38,7 +38,7 @@ from tests.faults import conftest as faults
 from tests.faults.conftest import make_saving
 from tests.generation import workers
 from tests.oracles import Llama, log_softmax, weights_of
-from tests.runs import assert_identical, end_of_run, logged, record_rollouts
+from tests.runs import KeepsWeights, assert_identical, end_of_run, logged, record_rollouts
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
 quick_workers = workers.quick_workers
@@ -51,16 +51,13 @@ RUN: dict[str, Any] = {
 STOPS = {6: "w3", 8: "w5", 10: "w7"}
 
 
-class KeepsWeights(TrainerCallback):
-    """Keeps the policy before each update, and whether the worker had a rollout to sample during its last step."""
+class WatchesWorker(KeepsWeights):
+    """Notes too whether the worker had a rollout to sample during each update's last step."""
 
     def __init__(self) -> None:
-        self.policies: list[Any] = []
+        super().__init__()
         self.worked: dict[int, bool] = {}
         self.trainer: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.policies.append(copy.deepcopy(model.policy))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.worked[state.global_step] = self.trainer._rollouts.ahead.running is not None
@@ -89,7 +86,7 @@ def logprobs_in_numpy(policy: Any, rollout: Rollout) -> Any:
 def test_a_rollout_is_sampled_with_the_weights_before_the_last_update(engine: str, tmp_path: Path) -> None:
     """Sampled again here with these weights; prompts come as without overlap, also those of the next pass."""
     ends = [*STOPS.values()] if engine == "transformers" else None
-    trainer = make(tmp_path / "ahead", kept := KeepsWeights(), generation_engine=engine, stop_strings=ends)
+    trainer = make(tmp_path / "ahead", kept := WatchesWorker(), generation_engine=engine, stop_strings=ends)
     rollouts, kept.trainer = record_rollouts(trainer), trainer
     trainer.train()
     plain = make(tmp_path / "plain", generation_overlap=0)

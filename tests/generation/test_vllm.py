@@ -37,7 +37,7 @@ from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, Stopped
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.ports import free_port
-from tests.runs import logged, record_rollouts
+from tests.runs import KeepsWeights, logged, record_rollouts
 
 pytestmark = needs_vllm_of_trl
 
@@ -596,16 +596,6 @@ def make_ahead(make_trainer: Any, url: str, output_dir: Any, *callbacks: Any, **
     return make_trainer(output_dir=str(output_dir), **{**ahead, **run, **given})
 
 
-class KeepsWeights(TrainerCallback):
-    """Keeps the policy before each update."""
-
-    def __init__(self) -> None:
-        self.kept: list[dict[str, Tensor]] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.kept.append({name: weight.clone() for name, weight in model.policy.named_parameters()})
-
-
 def test_a_server_samples_each_rollout_with_the_weights_before_the_last_update(
     make_vllm_args: Any, make_trainer: Any, server: Any, tmp_path: Any
 ) -> None:
@@ -618,7 +608,9 @@ def test_a_server_samples_each_rollout_with_the_weights_before_the_last_update(
     rollouts = [rollout for rollout in recorded if len(rollout.responses) == 2]  # an evaluation has one
 
     def version(weights: dict[str, Tensor]) -> int:
-        found = [all(torch.equal(weights[name], kept[name]) for name in kept) for kept in keeps.kept]
+        found = [
+            all(torch.equal(weights[name], kept) for name, kept in each.named_parameters()) for each in keeps.policies
+        ]
         return found.index(True) if any(found) else len(found)
 
     order = [
@@ -639,7 +631,7 @@ def test_a_server_samples_each_rollout_with_the_weights_before_the_last_update(
         assert rollout.sampling_logprobs.tolist() == [[-0.5, -0.25]] * 2
 
 
-def test_new_weights_wait_for_the_answer_to_what_was_asked_before(make_vllm_args: MakeArgs, server: Any) -> None:
+def test_new_weights_wait_for_the_answer_to_an_earlier_request(make_vllm_args: MakeArgs, server: Any) -> None:
     url, handler = server
     engine, args = connected(make_vllm_args, url, vllm_server_timeout=60)
     policy, config, answer = tiny_policy(), sampling_config(args, 1), handler.do_POST

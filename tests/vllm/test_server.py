@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -12,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation import vllm
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.stopping import response_mask
 from tests.ports import free_port
-from tests.runs import logged, record_rollouts
+from tests.runs import KeepsWeights, logged, record_rollouts
 from tests.vllm.episodes import check_episodes
 from tests.vllm.launching import Server, launched, serving
 from tests.vllm.training import (
@@ -78,13 +76,8 @@ def test_episodes_of_several_turns(server: Server, saved: Path, tmp_path: Path) 
 def test_the_next_rollout_is_sampled_while_the_models_learn(server: Server, saved: Path, tmp_path: Path) -> None:
     """vLLM's log-probabilities are those of the weights before the last update."""
     trainer = make_served(server, saved, tmp_path, generation_overlap=1, temperature=0.7)
-    rollouts, before = record_rollouts(trainer), []
-
-    class KeepsWeights(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            before.append(copy.deepcopy(model.policy))
-
-    trainer.add_callback(KeepsWeights())
+    rollouts, before = record_rollouts(trainer), (keeps := KeepsWeights()).policies
+    trainer.add_callback(keeps)
     trainer.train()
     assert logged(trainer, "generation/lag") == [0, 1, 1] and len(rollouts) == 3
     for update, rollout in enumerate(rollouts):
