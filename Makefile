@@ -12,7 +12,7 @@ PYTHON := $(VENV)/bin/python
 WORKERS ?= 2
 # Each file in one process, so that its fixtures are made once, in the order of tests/conftest.py: the longest first.
 # A worker that crashed is not replaced: xdist would wait for its other tests for ever.
-PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20
+PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations $(or $(DURATIONS),20)
 ONE_PROCESS := not learning and not slow and not distributed and not vllm
 FAST := $(ONE_PROCESS) and not thorough
 # Tests of what only this package, Python, torch and the operating system decide.

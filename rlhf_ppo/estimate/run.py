@@ -323,13 +323,13 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     Returns:
         FLOP/s of matrix multiplication, and bytes/s of reading memory; the best of three.
     """
-    size = 8192 if device.type == "cuda" else 768
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    size, seconds = 384, 0.0
+    while seconds < 5e-4:  # a product that takes so long is large enough to show the rate
+        size *= 2
+        matrix = torch.ones(size, size, device=device, dtype=dtype)
+        seconds = _best_seconds(functools.partial(torch.matmul, matrix, matrix), device)
     numbers = torch.ones(2**26 if device.type == "cuda" else 2**24, device=device)
-    return (
-        2 * size**3 / _best_seconds(lambda: matrix @ matrix, device),
-        numbers.nbytes / _best_seconds(numbers.sum, device),
-    )
+    return 2 * size**3 / seconds, numbers.nbytes / _best_seconds(numbers.sum, device)
 
 
 def _best_seconds(function: Callable[[], Any], device: torch.device) -> float:

@@ -81,15 +81,16 @@ def test_all_rows_are_generated_at_once_unless_memory_is_small(
     assert make_device_trainer(**given)._estimate.generation_rows == 2
 
 
-def test_a_device_is_measured_with_larger_sums_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take a CPU minutes, and here nothing is computed."""
+def test_a_device_is_waited_for_when_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product grows until it takes half a millisecond."""
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: done.append("waited"))
     assert estimate_run._best_seconds(lambda: done.append("computed"), torch.device("cuda")) > 0
     assert done == ["computed", "waited"] * 4
-    monkeypatch.setattr(estimate_run, "_best_seconds", lambda *given: 1.0)
+    seconds = iter([1e-4, 1e-3, 1.0])
+    monkeypatch.setattr(estimate_run, "_best_seconds", lambda *given: next(seconds))
     rates = estimate_run.measure_rates(torch.device("cuda"), torch.bfloat16)
-    assert rates == (2 * 8192**3, 4 * 2**26)
+    assert rates == (2 * 1536**3 / 1e-3, 4 * 2**26)
 
 
 @pytest.mark.parametrize(

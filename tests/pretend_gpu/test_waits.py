@@ -13,7 +13,7 @@ from tests.gpu.conftest import MakeTrainer, device, make_device_trainer  # noqa:
 EXPECTED = {
     "generate": {
         "generation/sampling.py:check_beside": 3,
-        "generation/protocol.py:sample_with": 1,
+        "generation/protocol.py:checked": 1,
         "generation/stopping.py:join_responses": 1,
         "generation/transformers_engine.py:_repeats": 1,
     },
