@@ -508,7 +508,7 @@ class PPOTrainer(TrainerBase):
             return 0.0
         losses = list[Tensor]()
         of_texts = 0.0 if self._ptx is None else self._ptx.learn(model, statistics, self._forward_context)
-        parts = learning.weighted_micro_batches(minibatch, num_tokens, self._unwrapped(model).packs_rows, run)
+        parts = learning.weighted_micro_batches(minibatch, num_tokens, self._run.unwrapped(model).packs_rows, run)
         for part, is_last in self._learning.micro_batches(parts):
             with learning.accumulate(self.accelerator, model, is_last, self.args):
                 loss, (output, policy, value) = self._backward(model, part, num_tokens)
@@ -545,7 +545,7 @@ class PPOTrainer(TrainerBase):
             of_values = model(*part.batch, only="value_model", places=part.places)
             value = self._value_loss(of_values, part)
         term = learning.value_term(value, part, num_tokens, self.args)
-        term = term + learning.zero_of_policy(model, self._unwrapped(model).policy) if freezes_policy else term
+        term = term + learning.zero_of_policy(model, self._run.unwrapped(model).policy) if freezes_policy else term
         loss = policy_share + learning.backward(self.accelerator, term)
         return loss, (PolicyAndValueOutput(*of_policy, *of_values), policy, value)
 

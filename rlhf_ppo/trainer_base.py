@@ -151,7 +151,7 @@ class TrainerBase(Trainer):
         self._printed = ""  # the latest sample table
         add_console_and_health(self, self.args, self.sizes, self.reward_models)
         self.add_callback(run.signals)
-        set_up_engine(self.accelerator, self._unwrapped(self.model))
+        set_up_engine(self.accelerator, self._run.unwrapped(self.model))
 
     @property
     def state(self) -> PPOTrainerState:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -171,8 +171,10 @@ class TrainerBase(Trainer):
     def control(self, control: TrainerControl) -> None:
         self._run.control = control
 
-    def _unwrapped(self, model: nn.Module) -> PolicyAndValue:
-        return self._run.unwrapped(model)
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, unless FSDP needed it to load the reward models."""
+        if "accelerator" not in vars(self):
+            super().create_accelerator_and_postprocess()
 
     def _pending(self) -> str:
         run, is_partial = self._run, self._learning.partial is not None
@@ -202,7 +204,7 @@ class TrainerBase(Trainer):
         run, args = self._run, self.args
         set_seed(args.seed, device_specific=True)
         run.streams.seed(args.seed)
-        drop_foreign_padding(self._unwrapped(self.model).policy)
+        drop_foreign_padding(self._run.unwrapped(self.model).policy)
         self._engine.policy_changed()
         self.accelerator.free_memory()
         self.sizes = run.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
@@ -223,7 +225,7 @@ class TrainerBase(Trainer):
         health = health_settings(self.callback_handler.callbacks)
         self._directory.note(self._get_output_dir(trial), self.state.log_history, made_of, health)
         run.stateful.start(checkpoint)
-        saving.load_range(self._unwrapped(self.model).value_model, checkpoint)
+        saving.load_range(self._run.unwrapped(self.model).value_model, checkpoint)
         if checkpoint is not None and self.reference is not None:
             self.reference.resume(checkpoint, model)
         counted = (epoch, num_skipped, per_epoch)
@@ -394,8 +396,8 @@ class TrainerBase(Trainer):
             Gradient norm before clipping.
         """
         run, args, accelerator = self._run, self.args, self.accelerator
-        self._critic_only.drop_policy_gradients(self._unwrapped(model).policy)
-        norms = gradient_norms(accelerator, self._unwrapped(model))
+        self._critic_only.drop_policy_gradients(self._run.unwrapped(model).policy)
+        norms = gradient_norms(accelerator, self._run.unwrapped(model))
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
@@ -499,7 +501,7 @@ class TrainerBase(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = as_module(self.model_wrapped)
-        with saving.without_frozen(engine, self._unwrapped(self.model), self.is_deepspeed_enabled):
+        with saving.without_frozen(engine, self._run.unwrapped(self.model), self.is_deepspeed_enabled):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -527,20 +529,20 @@ class TrainerBase(Trainer):
         self._checkpoints.save_model(output_dir, _internal_call, write)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        self._checkpoints.save_files(output_dir, self._unwrapped(self.model), self.processing_class, state_dict)
+        self._checkpoints.save_files(output_dir, self._run.unwrapped(self.model), self.processing_class, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            saving.load_models(self._unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
+            saving.load_models(self._run.unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
         check_optimizer(self.optimizer, checkpoint)
-        policy = self._unwrapped(self.model).policy
+        policy = self._run.unwrapped(self.model).policy
         loading = saving.loading_without_policy_state(checkpoint, policy) if self.is_fsdp_enabled else nullcontext()
         with explaining_load_error(checkpoint, "its optimizer.pt or scheduler.pt"), loading:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -548,7 +550,7 @@ class TrainerBase(Trainer):
         saving.apply_own_optimization(*own, checkpoint, self.optimizer, self._get_learning_rate)
 
     def _load_best_model(self) -> None:
-        saving.load_range(self._unwrapped(self.model).value_model, best := self._checkpoints.checked_best())
+        saving.load_range(self._run.unwrapped(self.model).value_model, best := self._checkpoints.checked_best())
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
@@ -889,7 +891,7 @@ class TrainerBase(Trainer):
         super()._init_training_state(*counted, resume_from_checkpoint, trial)
         run, num_prompts = self._run, num_rows(self.train_dataset) or 0
         reference = None if self.reference is None else self.reference.model
-        made_of = (self._unwrapped(self.model), reference, self.reward_models, self.train_dataset)
+        made_of = (self._run.unwrapped(self.model), reference, self.reward_models, self.train_dataset)
         fingerprint = partial(saving.run_fingerprint, run, *made_of)
         saving.resume(
             run, resume_from_checkpoint, self._learning, num_prompts, num_update_steps_per_epoch, fingerprint

@@ -76,7 +76,6 @@ def early_accelerator(trainer: Trainer, args: PPOConfig) -> Accelerator | None:
         return None
     vars(trainer).update(args=args, model=None)  # which this method reads
     trainer.create_accelerator_and_postprocess()
-    vars(trainer).update(create_accelerator_and_postprocess=lambda: None)  # Trainer's constructor keeps this one
     _keep_sums_in_float32(trainer.accelerator)
     return trainer.accelerator
 

@@ -110,7 +110,7 @@ def test_gradients_of_both_models(tmp_path: Path, level: str, attention: str, lo
     rollouts = record_rollouts(trainer)
     trainer.train()
 
-    assert trainer._unwrapped(trainer.model).packs_rows == (attention == "sdpa")
+    assert trainer._run.unwrapped(trainer.model).packs_rows == (attention == "sdpa")
     expected = expected_gradients(*kept, rollouts[0], level)
     after = dict(trainer.model.named_parameters())
     moved = {name: (before[name] - value).detach().double() for name, value in after.items() if value.requires_grad}

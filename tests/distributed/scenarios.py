@@ -174,7 +174,7 @@ def train_over_one_base(output_dir: str, models: str, **arguments: Any) -> dict[
     torch.manual_seed(0)  # of the adapters
     given = {"value_model": None, **lora()}
     result = train_with_checkpoints(output_dir, models, trainer_class=Kept, given=given, **arguments)
-    wrapper = kept[0]._unwrapped(kept[0].model)
+    wrapper = kept[0]._run.unwrapped(kept[0].model)
     policy, value_model = wrapper.policy, wrapper.value_model
     held = {value.data_ptr() for value in wrapper.parameters()}
     return result | {
@@ -294,7 +294,7 @@ def one_step(
         parameters=whole_parameters(trainer),
         table=table.to_dict("list"),
         chunks=chunks,
-        gathered_by_the_way=len(getattr(trainer._unwrapped(trainer.model), "_external_params", ())),
+        gathered_by_the_way=len(getattr(trainer._run.unwrapped(trainer.model), "_external_params", ())),
     )
 
 

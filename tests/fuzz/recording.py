@@ -206,7 +206,7 @@ class Recorder(PPOTrainer):
 
     def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
         real = [ids[mask].tolist() for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
-        weights = weights_of(self._unwrapped(model))
+        weights = weights_of(self._run.unwrapped(model))
         vars(self).setdefault("updates", []).append(SeenUpdate(real, weights))
         engine: Any = self._engine
         engine.is_kept = True
@@ -259,13 +259,13 @@ class Snapshots(TrainerCallback):
             self._copy(args)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        step, model = self.trainer.updates[-1].steps[-1], self.trainer._unwrapped(self.trainer.model)
+        step, model = self.trainer.updates[-1].steps[-1], self.trainer._run.unwrapped(self.trainer.model)
         step.before = weights_of(model)
         gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         step.gradients = {name: value.double().numpy().copy() for name, value in gradients.items()}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.updates[-1].steps[-1].after = weights_of(self.trainer._unwrapped(self.trainer.model))
+        self.trainer.updates[-1].steps[-1].after = weights_of(self.trainer._run.unwrapped(self.trainer.model))
         if self.waits and state.global_step == self.update:
             self.waits = False
             self._copy(args)

@@ -27,7 +27,7 @@ def test_rows_stay_packed_in_bf16_and_the_ratio_starts_at_1(make_device_trainer:
     )
     trainer.train()
     first = trainer.state.log_history[0]
-    assert trainer._unwrapped(trainer.model).packs_rows
+    assert trainer._run.unwrapped(trainer.model).packs_rows
     assert first["objective/kl"] == pytest.approx(0, abs=1e-6)
     assert first["val/ratio"] == pytest.approx(1, abs=1e-3)
 
