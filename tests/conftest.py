@@ -159,6 +159,10 @@ CASES_IN_TEST = {
 }
 
 
+MAX_CASES = int(os.environ.get("MAX_CASES", "1000"))
+"""How many cases of each test run; `make test-oldest` runs the first three."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark whole runs and further cases as thorough, long runs as slow, before `-m` chooses; long files come first."""
@@ -166,7 +170,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = item.nodeid.removeprefix("tests/").partition("[")[0]
         seen[name] += 1
-        is_further_case = name in CASES_IN_CHECK and seen[name] > CASES_IN_CHECK[name]
+        is_further_case = seen[name] > CASES_IN_CHECK.get(name, MAX_CASES)
         if is_further_case or name.partition("::")[0] in WHOLE_RUNS:
             item.add_marker(pytest.mark.thorough)
         elif seen[name] > CASES_IN_TEST.get(name, seen[name]) or name.partition("::")[0] in LONG_RUNS:

@@ -28,7 +28,7 @@ from tests.generation import workers
 from tests.runs import assert_identical, end_of_run, history, parameters
 
 quick_workers = workers.quick_workers
-SEED, NUM_CONFIGURATIONS = int(os.environ.get("SEED", "1")), int(os.environ.get("NUM_CONFIGURATIONS", "20"))
+SEED, NUM_CONFIGURATIONS = int(os.environ.get("SEED", "1")), int(os.environ.get("NUM_CONFIGURATIONS", "12"))
 GIVEN: Configuration | None = json.loads(os.environ.get("CONFIGURATION") or "null")
 MOST_REFUSED = 20
 
