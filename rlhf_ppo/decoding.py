@@ -6,7 +6,7 @@ Save the critic with `save_critic=True`; load it with `AutoModelForSequenceClass
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,7 +107,7 @@ def best_of_n(
         policy: A causal language model.
         critic: The value model, over the policy's tokens.
         tokenizer: The policy's tokenizer.
-        prompts: Texts or conversations.
+        prompts: Texts, conversations, or rows with `input_ids`, `prompt` or `text`.
         n: Responses to each prompt.
         sampling: Settings of the generation.
         weighted: Whether to add up the values of equal answers. Values are shifted by the prompt's smallest one if
@@ -147,7 +147,7 @@ def value_guided_search(
         policy: A causal language model.
         critic: The value model, over the policy's tokens.
         tokenizer: The policy's tokenizer.
-        prompts: Texts or conversations.
+        prompts: Texts, conversations, or rows with `input_ids`, `prompt` or `text`.
         width: Blocks sampled for each prompt in a round; a multiple of `keep`.
         block: Tokens of a block.
         sampling: Settings of the generation.
@@ -198,7 +198,8 @@ class _Search:
     ) -> None:
         check_critic_head(critic, "critic")
         encode = PromptEncoder(tokenizer, "prompts", None)
-        self.prompts = [encode({"prompt": prompt}, row)["input_ids"] for row, prompt in enumerate(prompts)]
+        given = (each if isinstance(each, Mapping) else {"prompt": each} for each in prompts)
+        self.prompts = [encode(each, row)["input_ids"] for row, each in enumerate(given)]
         self.policy, self.critic, self.tokenizer, self.how = policy, critic, tokenizer, how
         eos: Any = tokenizer.eos_token_id
         self.stop: int | None = eos if how.stop_token_id is None else how.stop_token_id

@@ -14,7 +14,16 @@ from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.cli.checks import Problems, parse
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.training import load_tokenizer
-from rlhf_ppo.config.validation import AtLeastOne, PositiveShare, Seed, Temperature, check_ranges, option, ranges_of
+from rlhf_ppo.config.validation import (
+    AtLeastOne,
+    Count,
+    PositiveShare,
+    Seed,
+    Temperature,
+    check_ranges,
+    option,
+    ranges_of,
+)
 from rlhf_ppo.data.prompts import prompt_column
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.decoding import Decoded, Sampling, best_of_n, value_guided_search
@@ -34,7 +43,7 @@ class GenerateArguments:
 
     model: str = option("", "Directory or hub name of the policy.")
     critic: str = option("", "Directory or hub name of the critic, such as RUN/critic of a run with save_critic.")
-    dataset_name: str = option("", "Prompts: a file, a directory or a hub name with the column `prompt`.")
+    dataset_name: str = option("", "Prompts: a file, a directory or a hub name with `prompt`, `text` or `input_ids`.")
     split: str = option("train", "Split of the dataset.")
     num_prompts: AtLeastOne = option(256, "Number of prompts, from the first.")
     n: AtLeastOne = option(8, "Best of n: responses sampled for each prompt, of which the critic chooses one.")
@@ -45,7 +54,9 @@ class GenerateArguments:
     block: AtLeastOne = option(8, "Value-guided search: tokens of a block.")
     max_new_tokens: AtLeastOne = option(128, "Maximum length of a response, in tokens.")
     temperature: Temperature = option(0.7, "Sampling temperature; use that of training.")
+    top_k: Count = option(0, "Sample from the top_k most likely tokens. 0: from all.")
     top_p: PositiveShare = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
+    stop_token_id: Count | None = option(None, "Id of the token that ends a response; None: the tokenizer's EOS.")
     batch_size: AtLeastOne = option(64, "Rows in a batch.")
     seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
@@ -82,7 +93,7 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
         prompts = _prompts(options)
         found = decode(options, prompts)
         rows = zip(prompts, found.texts, found.chosen, strict=True)
-        lines = [json.dumps({"prompt": each, "response": text, "value": best.value}) for each, text, best in rows]
+        lines = [json.dumps({**prompt, "response": text, "value": best.value}) for prompt, text, best in rows]
         write_text(Path(options.output), "\n".join(lines) + "\n")
     print_text(
         f"{len(prompts)} responses are in {options.output}: {found.num_sampled_tokens} tokens sampled, "
@@ -92,20 +103,27 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     return found
 
 
-def _prompts(options: GenerateArguments) -> list[Any]:
+def _prompts(options: GenerateArguments) -> list[dict[str, Any]]:
+    """Return the first prompts of the data set, as rows with `prompt`, or with `input_ids` and their mask."""
     rows = choose_split(load_splits(options.dataset_name), options.split, "split")
     rows = rows.select(range(min(options.num_prompts, len(rows))))
-    return list(rows[prompt_column(rows.column_names, "dataset_name")])
+    column = prompt_column(rows.column_names, "dataset_name")
+    if column == "input_ids":
+        return list(rows.select_columns([name for name in rows.column_names if name in (column, "attention_mask")]))
+    return [{"prompt": prompt} for prompt in rows[column]]
 
 
-def decode(options: GenerateArguments, prompts: Sequence[Any]) -> Decoded:
+def decode(options: GenerateArguments, prompts: Sequence[dict[str, Any]]) -> Decoded:
     """Load policy and critic, and choose a response to each prompt."""
     settings = {"trust_remote_code": options.trust_remote_code}
     tokenizer = load_tokenizer(options.model, options.trust_remote_code, "model")
     device = PartialState().device
     policy: Any = load_pretrained(AutoModelForCausalLM, options.model, "model", dtype="auto", **settings)
     critic = load_value_model(options.critic, "critic", **settings)
-    how = Sampling(options.max_new_tokens, options.temperature, top_p=options.top_p, batch_size=options.batch_size)
+    how = Sampling(
+        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.stop_token_id,
+        options.batch_size,
+    )  # fmt: skip
     set_seed(options.seed)
     policy, critic = policy.to(device), critic.to(device)
     if options.width is not None:

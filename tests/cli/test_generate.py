@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli.main import main
-from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
+from tests.conftest import WORDS, save_models, tiny_policy, tiny_scorer, write_rows
 
 
 @pytest.fixture
@@ -30,6 +30,24 @@ def test_it_writes_a_response_and_its_value_for_each_prompt(words: list[str], ho
     first = Path(words[-1]).read_text()
     main(["generate", *words, "--max_new_tokens", "6", "--num_prompts", "2", *how])
     assert Path(words[-1]).read_text() == first, "a seed gives the same responses"
+
+
+def test_token_ids_are_read_and_any_token_may_end_a_response(words: list[str]) -> None:
+    """Greedy responses (`top_k=1`): the second token, named as the stop token, ends the first response."""
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    rows = [
+        {"input_ids": [0, 5, 8], "attention_mask": [0, 1, 1]},
+        {"input_ids": [6, 8, 9], "attention_mask": [1, 1, 1]},
+    ]
+    write_rows(Path(given["--dataset_name"]), rows)
+    main(["generate", *words, "--max_new_tokens", "6", "--top_k", "1", "--n", "1"])
+    first = [json.loads(line) for line in Path(words[-1]).read_text().splitlines()]
+    assert [row["input_ids"] for row in first] == [row["input_ids"] for row in rows]
+    tokens = first[0]["response"].split()
+    stop = WORDS.index(tokens[1]) + 3
+    main(["generate", *words, "--max_new_tokens", "6", "--top_k", "1", "--n", "1", "--stop_token_id", str(stop)])
+    stopped = json.loads(Path(words[-1]).read_text().splitlines()[0])["response"].split()
+    assert stopped == tokens[: tokens.index(tokens[1]) + 1]
 
 
 def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
