@@ -160,7 +160,7 @@ CASES_IN_TEST = {
 
 
 MAX_CASES = int(os.environ.get("MAX_CASES", "1000"))
-"""How many cases of each test run; `make test-oldest` runs the first three."""
+"""How many cases of each test run; `make test-oldest` runs the first two."""
 
 
 @pytest.hookimpl(tryfirst=True)
