@@ -66,8 +66,8 @@ def test_it_learns(config: str, models: Path, tmp_path: Path) -> None:
         "models": str(models), "per_device_train_batch_size": 16, "num_ppo_epochs": 4, "num_mini_batches": 1,
         "bf16": True, "kl_coef": 0.0, "lr_scheduler_type": "constant",
     }  # fmt: skip
-    whole = {"output_dir": str(tmp_path / "whole"), "learning_rate": 2e-2, "max_steps": 11}
-    adapters = {"output_dir": str(tmp_path / "LoRA"), "learning_rate": 0.1, "max_steps": 18, "adapters": True}
+    whole = {"output_dir": str(tmp_path / "whole"), "learning_rate": 2e-2, "max_steps": 13}
+    adapters = {"output_dir": str(tmp_path / "LoRA"), "learning_rate": 6e-2, "max_steps": 26, "adapters": True}
     for report in launch(config, ("train", run | whole), ("train", run | adapters)):
         scores = [entry["objective/scores"] for entry in updates(report["log"])]
         assert sum(scores[:3]) / 3 < 0.08 and sum(scores[-3:]) / 3 > 0.4, scores
