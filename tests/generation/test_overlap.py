@@ -125,20 +125,27 @@ def test_a_rollout_is_sampled_with_the_weights_before_the_last_update(engine: st
     assert kept.worked == {update: update < 5 for update in range(6)}
 
 
-def test_jobs_are_of_an_update_and_a_rank_and_weights_wait_for_the_worker(tmp_path: Path) -> None:
+def prompts_of_length(length: int) -> Prompts:
+    return Prompts(torch.full((2, length), 5), torch.ones(2, length, dtype=torch.bool), {})
+
+
+def test_jobs_are_of_an_update_and_a_rank(tmp_path: Path) -> None:
+    rollouts, prompts = make(tmp_path / "run")._rollouts, prompts_of_length(3)
+    with patch.object(PPOConfig, "process_index", 1):
+        of_rank_1 = rollouts._job(prompts, 1)
+    assert len({rollouts._job(prompts, 0).seed, rollouts._job(prompts, 1).seed, of_rank_1.seed}) == 3
+    with pytest.raises(ValueError, match="the longest prompt"):
+        rollouts._job(prompts_of_length(61), 1)
+
+
+def test_weights_wait_for_the_worker(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run")
     ahead, policy, other = trainer._rollouts.ahead, tiny_policy(), tiny_policy(seed=1)
-    prompts, longer = (Prompts(torch.full((2, n), 5), torch.ones(2, n, dtype=torch.bool), {}) for n in (3, 61))
     assert ahead is not None
 
     def job(update: int) -> overlap.Job:
-        return trainer._rollouts._job(prompts, update)
+        return trainer._rollouts._job(prompts_of_length(3), update)
 
-    with patch.object(PPOConfig, "process_index", 1):
-        of_rank_1 = job(1)
-    assert len({job(0).seed, job(1).seed, of_rank_1.seed}) == 3
-    with pytest.raises(ValueError, match="the longest prompt"):
-        trainer._rollouts._job(longer, 1)
     with trainer._rollouts.in_use():
         ahead.begin()
         ahead.hand_over(policy, 0)

@@ -5,13 +5,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("record.extend(ids, False)", "record.extend(ids, True)"),
         ("ended=torch.tensor([record.ended for record in records], device=device)", "ended=None"),
     ],
-    (
-        "overlap.py",
-        "tests/generation/test_overlap.py::test_jobs_are_of_an_update_and_a_rank_and_weights_wait_for_the_worker",
-    ): [
-        ("or not self.running.is_same(job)", ""),
-        ('memory, once the worker rests."""\n        self._finish()', 'memory."""'),
-    ],
     ("caches.py", "tests/agents/test_kept_caches.py"): [
         ("row[:, : max(columns - start, 0)]", "row[:, -max(columns - start, 0) :]"),
         ("if number > fewest:", "if number > fewest + 1:"),

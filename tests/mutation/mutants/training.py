@@ -28,10 +28,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("advantages.masked_fill(agreed, 0.0)", "advantages"),
         ("lowest_share(-spread, mask", "lowest_share(spread, mask"),
     ],
-    (
-        "rollouts.py",
-        "tests/generation/test_overlap.py::test_jobs_are_of_an_update_and_a_rank_and_weights_wait_for_the_worker",
-    ): [
+    ("rollouts.py", "tests/generation/test_overlap.py::test_jobs_are_of_an_update_and_a_rank"): [
         ("run.args.seed, update, run.args.process_index)", "run.args.seed, update, 0)"),
         ("run.args.seed, update, run.args.process_index)", "run.args.seed, 0, run.args.process_index)"),
         ("check_lengths(prompts.input_ids.shape[1], run.args.response_length, self.longest_sequence)", "pass"),
