@@ -172,7 +172,7 @@ class TrainerBase(Trainer):
         self._run.control = control
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, unless FSDP needed it to load the reward models."""
+        """Create the accelerator; keep the one that `early_accelerator` created."""
         if "accelerator" not in vars(self):
             super().create_accelerator_and_postprocess()
 

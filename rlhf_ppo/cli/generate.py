@@ -104,13 +104,14 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
 
 
 def _prompts(options: GenerateArguments) -> list[dict[str, Any]]:
-    """Return the first prompts of the data set, as rows with `prompt`, or with `input_ids` and their mask."""
+    """Return the first prompts of the data set: rows with `prompt`, or with `input_ids` and what describes them."""
     rows = choose_split(load_splits(options.dataset_name), options.split, "split")
     rows = rows.select(range(min(options.num_prompts, len(rows))))
     column = prompt_column(rows.column_names, "dataset_name")
-    if column == "input_ids":
-        return list(rows.select_columns([name for name in rows.column_names if name in (column, "attention_mask")]))
-    return [{"prompt": prompt} for prompt in rows[column]]
+    if column != "input_ids":
+        return [{"prompt": prompt} for prompt in rows[column]]
+    kept = {"input_ids", "attention_mask", "prompt"}.intersection(rows.column_names)
+    return list(rows.select_columns(sorted(kept)))
 
 
 def decode(options: GenerateArguments, prompts: Sequence[dict[str, Any]]) -> Decoded:

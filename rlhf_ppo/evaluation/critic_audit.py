@@ -336,8 +336,8 @@ def findings(figures: Mapping[str, Estimate], std_of_values: float, std_of_retur
             found.append(f"The values are a token off: the {side} token's value fits the returns better.")
     if knows_nothing:
         found.append(
-            "The values do not predict the returns: the critic has learned too little, its values belong to other "
-            "tokens or another reward, or the audit has too few prompts to tell."
+            "The values do not predict the returns: the critic has learned too little, its values are of other tokens "
+            "or another reward, or the audit has too few prompts to tell."
         )
     elif not found and get("gain_over_prompt").high < 0:
         found.append("The critic is worse than the mean return of the prompt.")

@@ -36,13 +36,13 @@ def test_token_ids_are_read_and_any_token_may_end_a_response(words: list[str]) -
     """Greedy responses (`top_k=1`): the second token, named as the stop token, ends the first response."""
     given = dict(zip(words[::2], words[1::2], strict=True))
     rows = [
-        {"input_ids": [0, 5, 8], "attention_mask": [0, 1, 1]},
-        {"input_ids": [6, 8, 9], "attention_mask": [1, 1, 1]},
+        {"input_ids": [0, 5, 8], "attention_mask": [0, 1, 1], "prompt": "w2 w5"},
+        {"input_ids": [6, 8, 9], "attention_mask": [1, 1, 1], "prompt": "w3 w5 w6"},
     ]
     write_rows(Path(given["--dataset_name"]), rows)
     main(["generate", *words, "--max_new_tokens", "6", "--top_k", "1", "--n", "1"])
     first = [json.loads(line) for line in Path(words[-1]).read_text().splitlines()]
-    assert [row["input_ids"] for row in first] == [row["input_ids"] for row in rows]
+    assert [{name: row[name] for name in rows[0]} for row in first] == rows
     tokens = first[0]["response"].split()
     stop = WORDS.index(tokens[1]) + 3
     main(["generate", *words, "--max_new_tokens", "6", "--top_k", "1", "--n", "1", "--stop_token_id", str(stop)])

@@ -489,10 +489,10 @@ def recorders() -> Environments:
     return Environments({"one": Recorder, "other": Other}, timeout=60.0)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(CALLS, min_size=25, max_size=25), st.lists(CALLS, min_size=25, max_size=25))
 def test_only_offered_tools_are_ever_called(recorders: Environments, first: list[Any], second: list[Any]) -> None:
-    """5,000 calls: 100 examples of two episodes of 25 calls."""
+    """10,000 calls: 200 examples of two episodes of 25 calls."""
     recorders.release()
     one, other = recorders.start([{"environment": "one"}, {"environment": "other"}])
 
