@@ -6,6 +6,7 @@ python benchmarks/first_hour.py ../shared/data runs/first_hour goemotions # one
 
 from __future__ import annotations
 
+import argparse
 import csv
 import itertools
 import json
@@ -81,9 +82,17 @@ def _questions(message: dict[str, Any], before: tuple[str, ...]) -> Iterator[tup
 SOURCES = {"goemotions": ("goemotions", goemotions), "oasst": ("oasst_100_trees", oasst)}
 
 
-def main(data: str, place: str, *names: str) -> None:
+def main() -> None:
     """Make the files of each data set, and run `init` and `pipeline` on them with the stories model."""
-    for name in names or SOURCES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="the folder that holds the data sets and stories260K")
+    parser.add_argument("place", help="the folder that the runs are written into")
+    parser.add_argument("names", nargs="*", metavar="data_set", help=f"one of {', '.join(SOURCES)}; by default all")
+    arguments = parser.parse_args()
+    data, place, names = arguments.data, arguments.place, arguments.names or list(SOURCES)
+    if unknown := sorted(set(names) - set(SOURCES)):
+        parser.error(f"unknown data set {unknown[0]!r}: choose from {', '.join(SOURCES)}")
+    for name in names:
         folder, make = SOURCES[name]
         here = Path(place, name)
         here.mkdir(parents=True)
@@ -109,4 +118,4 @@ def run(place: Path, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -7,6 +7,7 @@ tiny test models on the CPU, with text prompts and a reward function.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import json
@@ -164,7 +165,11 @@ ROWS: dict[str, Callable[[Path], object]] = {
 
 def main() -> None:
     """Print the table."""
-    checkouts = [Path(name).resolve() for name in sys.argv[1:]] or [Path(__file__).parents[1]]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0] + ".")
+    parser.add_argument("checkouts", nargs="*", type=Path, help="a column for each; by default this one")
+    checkouts = [path.resolve() for path in parser.parse_args().checkouts] or [Path(__file__).parents[1]]
+    if absent := [str(path) for path in checkouts if not (path / "rlhf_ppo").is_dir()]:
+        parser.error(f"no folder rlhf_ppo in {', '.join(absent)}")
     print("| |", " | ".join(checkout.name for checkout in checkouts), "|")
     print("|---" * (len(checkouts) + 1) + "|")
     for name, count in ROWS.items():

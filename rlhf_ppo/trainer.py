@@ -28,10 +28,10 @@ from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.evaluation.rollouts import check_best_metric
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.stopping import join_responses
+from rlhf_ppo.models.heads import cover_returns, of_own_heads, value_head_of
 from rlhf_ppo.models.logprobs import ResponseLogprobs
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
 from rlhf_ppo.models.unwrapping import configuration_kept
-from rlhf_ppo.models.value_heads import cover_returns, of_own_heads, value_head_of
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics

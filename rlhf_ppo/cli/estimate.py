@@ -35,10 +35,9 @@ from rlhf_ppo.estimate.run import (
 )
 from rlhf_ppo.estimate.update import Estimate, NoStorage, Sharding
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
-from rlhf_ppo.models.heads import multiply_head_in_float32
+from rlhf_ppo.models.heads import ValueHead, multiply_head_in_float32
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.reference import asks_for_reference
-from rlhf_ppo.models.value_heads import ValueHead
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
 from rlhf_ppo.terminal.console import hide_library_warnings

@@ -16,12 +16,14 @@ from transformers.trainer_utils import number_of_arguments
 
 from rlhf_ppo.models.adapters import adapter_kind, base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.heads import (
+    ValueHead,
     check_critic_head,
     check_one_label,
     empty_classifier,
     head_of_scorer,
     reads_last_token,
     replace_head,
+    saved_value_head,
     scalar_head,
 )
 from rlhf_ppo.models.node_memory import load_once, make_once
@@ -37,7 +39,6 @@ from rlhf_ppo.models.unwrapping import (
     probe_ids,
     transformers_model,
 )
-from rlhf_ppo.models.value_heads import ValueHead, saved_value_head
 from rlhf_ppo.terminal.console import hide_model_bars
 
 

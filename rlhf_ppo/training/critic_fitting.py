@@ -14,10 +14,10 @@ from transformers import Trainer, TrainingArguments
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.data.prompts import left_padded
+from rlhf_ppo.models.heads import ValueHead, of_own_heads, value_head_of
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import response_values
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
-from rlhf_ppo.models.value_heads import ValueHead, of_own_heads, value_head_of
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR, find_completions, read_completions
 
 Example = dict[str, Any]

@@ -25,10 +25,10 @@ from rlhf_ppo.generation.overlap import Job, SamplesAhead
 from rlhf_ppo.generation.sampling import naming_the_model
 from rlhf_ppo.generation.stopping import join_responses
 from rlhf_ppo.generation.transformers_engine import sampling_config
+from rlhf_ppo.models.heads import of_own_heads
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, gathered
-from rlhf_ppo.models.value_heads import of_own_heads
 from rlhf_ppo.processes.distributed import derive_seed, isolated_rng, raise_on_all_ranks, zero_stage
 from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting import metrics

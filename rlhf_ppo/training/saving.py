@@ -26,9 +26,9 @@ from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.models.adapters import load_adapter_weights
+from rlhf_ppo.models.heads import ValueHead, load_value_range, value_head_of
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
-from rlhf_ppo.models.value_heads import ValueHead, load_value_range, value_head_of
 from rlhf_ppo.processes.distributed import get_logger, is_fsdp, is_sharding, raise_on_all_ranks, zero_stage
 from rlhf_ppo.reporting.completion_files import write_completions
 from rlhf_ppo.reporting.metrics import MetricWindow

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from transformers import AutoModelForSequenceClassification, TrainingArguments
 
 from rlhf_ppo.decoding import values_of
-from rlhf_ppo.models.value_heads import value_head_of
+from rlhf_ppo.models.heads import value_head_of
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.reporting.report import write_report
 from rlhf_ppo.training.critic_fitting import CriticTrainer, collate, examples_of

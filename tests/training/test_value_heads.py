@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.decoding import values_of
+from rlhf_ppo.models.heads import ValueHead, cover_returns, value_head_of
 from rlhf_ppo.models.loading import load_value_model
 from rlhf_ppo.models.unwrapping import transformers_model
-from rlhf_ppo.models.value_heads import ValueHead, cover_returns, value_head_of
 from tests import oracles
 from tests.conftest import tiny_scorer
 from tests.oracles import Llama

@@ -1,24 +1,20 @@
 """Mutants of the room `models`."""
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
-    ("value_heads.py", "tests/training/test_value_heads.py"): [
+    ("heads.py", "tests/training/test_value_heads.py"): [
         ("outputs.softmax(-1) @", "outputs @"),
         ("low + width * (index + 0.5)", "low + width * index"),
         ("returns.float().masked_fill(~mask, -torch.inf)", "returns.float()"),
         ("if not is_new and low <= first else", "if low <= first else"),
         ("saved.write_to(transformers_model(model).config)", "pass"),
         ("min(first, low)", "first"),
-    ],
-    ("heads.py", "tests/training/test_value_heads.py"): [
         ("has_fixed_range and own.centers != wanted.centers", "False"),
         ("nn.init.zeros_(parameter)", "pass"),
     ],
-    ("value_heads.py", "tests/training/test_critic_ensemble.py"): [
+    ("heads.py", "tests/training/test_critic_ensemble.py"): [
         ("values.mean(-1), logits, values", "values[..., 0], logits, values"),
         (":, own]", ":, own * 0]"),
         ("config.value_heads = self.num_heads", "config.own_heads = self.num_heads"),
-    ],
-    ("heads.py", "tests/training/test_critic_ensemble.py"): [
         ("if own.num_bins == wanted.num_bins:\n        replace_head", "if False:\n        replace_head"),
         ("if own.num_heads not in (1, wanted.num_heads):", "if False:"),
     ],
