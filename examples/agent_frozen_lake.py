@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 WORDS = ["<pad>", "</s>", *MOVES, "what", "?", *map(str, range(64))]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_ppo.compat.trl import batch_generation, forward, generate
     from rlhf_ppo.config import PPOConfig
-    from rlhf_ppo.generation.stopping import truncate_response
+    from rlhf_ppo.generation.sampling import truncate_response
     from rlhf_ppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ _MODULES = {
     "batch_generation": "rlhf_ppo.compat.trl",
     "forward": "rlhf_ppo.compat.trl",
     "generate": "rlhf_ppo.compat.trl",
-    "truncate_response": "rlhf_ppo.generation.stopping",
+    "truncate_response": "rlhf_ppo.generation.sampling",
 }
 
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     """Import torch and transformers with the first name that needs them: `rlhf-ppo --help` needs none."""
     if name not in _MODULES:
         message = f"module 'rlhf_ppo' has no attribute {name!r}"
-        if name[:1] != "_" and name in (hints := import_module("rlhf_ppo.config.hints").IMPORT_HINTS):
+        if name[:1] != "_" and name in (hints := import_module("rlhf_ppo.config.validation").IMPORT_HINTS):
             raise ImportError(f"{message}: {hints[name]}")  # `from rlhf_ppo import` hides an AttributeError's message
         raise AttributeError(message)
     return getattr(import_module(_MODULES[name]), name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.data.prompts import PromptEncoder, Prompts
-from rlhf_ppo.generation.stopping import join_responses
+from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models.heads import check_critic_head
 from rlhf_ppo.models.policy_and_value import response_values

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
+from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, token_rewards
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
     ValueLoss,
@@ -21,16 +22,14 @@ from rlhf_ppo.algorithm.losses import (
     hl_gauss_value_loss,
 )
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_whiten
-from rlhf_ppo.algorithm.penalties import KLController, check_coefficient, token_rewards
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, may_hold_chats, num_rows
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.evaluation.rollouts import check_best_metric
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
-from rlhf_ppo.generation.stopping import join_responses
+from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models.heads import cover_returns, of_own_heads, value_head_of
-from rlhf_ppo.models.logprobs import ResponseLogprobs
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseValues
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs, ResponseValues
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.processes.signals import raise_if_stopped

@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl
 from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, PredictionOutput, TrainOutput
 
+from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments
-from rlhf_ppo.algorithm.penalties import KLController
 from rlhf_ppo.checkpoints.complete import check_optimizer, explaining_load_error, optimizer_name
 from rlhf_ppo.checkpoints.state import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.hints import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
+from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 from transformers import DataCollatorWithPadding, GenerationConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models import fused, logprobs
+from rlhf_ppo.models import fused, policy_and_value
 from tests import oracles, recorded_update
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.recorded_update import (
@@ -122,7 +122,7 @@ def test_the_first_update_equals_numpy(run_update: Callable[..., Update], varian
 def test_numbers_do_not_depend_on_how_the_vocabulary_is_chunked(
     run_update: Callable[..., Update], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 3 * 32)  # three tokens at a time
+    monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", 3 * 32)  # three tokens at a time
     check_update(run_update())
 
 

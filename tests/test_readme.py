@@ -21,9 +21,9 @@ from trl.trainer.sft_config import SFTConfig
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.aitraining import LLMCommand
 from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
+from rlhf_ppo.cli.commands import GenerateArguments
 from rlhf_ppo.cli.critic import CriticScriptArguments
 from rlhf_ppo.cli.estimate import EstimateArguments
-from rlhf_ppo.cli.generate import GenerateArguments
 from rlhf_ppo.cli.judge import JudgeArguments
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS

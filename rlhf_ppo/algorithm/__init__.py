@@ -1,14 +1,21 @@
 """The mathematics of PPO from human feedback, as pure tensor functions.
 
-In the order of the computation: `penalties` turns scores into token rewards, `advantages` computes advantages and
-returns from them, `masked` whitens them over the real tokens of all ranks, and `losses` computes the losses. This
-package imports only torch and itself.
+In the order of the computation: `advantages` turns scores into token rewards, and these into advantages and returns;
+`masked` whitens them over the real tokens of all ranks, and `losses` computes the losses. This package imports only
+torch and itself.
 
 All functions compute in float32. Masks are True on real tokens; other values, including NaN and inf, do not affect any
 result.
 """
 
-from rlhf_ppo.algorithm.advantages import gae
+from rlhf_ppo.algorithm.advantages import (
+    clip_scores,
+    gae,
+    kl_estimate,
+    penalize_missing_eos,
+    replace_missing_eos,
+    token_rewards,
+)
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
     ValueLoss,
@@ -20,13 +27,6 @@ from rlhf_ppo.algorithm.losses import (
     token_mean,
 )
 from rlhf_ppo.algorithm.masked import masked_mean, masked_var, masked_whiten, zero_outside
-from rlhf_ppo.algorithm.penalties import (
-    clip_scores,
-    kl_estimate,
-    penalize_missing_eos,
-    replace_missing_eos,
-    token_rewards,
-)
 
 __all__ = [
     "PolicyLoss",

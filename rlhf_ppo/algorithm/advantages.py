@@ -1,11 +1,244 @@
-"""Generalized advantage estimation."""
+"""From scores to advantages: KL penalty and its coefficient, missing stop token, token rewards, and GAE."""
 
 from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rlhf_ppo.algorithm.masked import zero_outside
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate `KL(policy || reference)` per token from the sampled token.
+
+    With `d = logprob - ref_logprob` of the sampled token:
+
+        k1 = d                       may be negative
+        k3 = exp(-d) - 1 + d         never negative, with lower variance while the policies are close
+
+    Both are unbiased estimates of the KL (J. Schulman, *Approximating KL Divergence*, 2020,
+    joschu.net/blog/kl-approx.html). In the reward, only k1 gives the policy gradient of the KL; that of k3 is biased
+    (*A Comedy of Estimators*, 2512.21852).
+
+    Args:
+        logprobs: Log-probabilities of the sampled tokens under the sampling policy, nats, `(B, T)`.
+        ref_logprobs: The same under the reference, nats, `(B, T)`.
+        estimator: "k1" or "k3".
+
+    Returns:
+        Nats, float32 `(B, T)`; meaningless outside the response mask, which `token_rewards` applies.
+
+    Raises:
+        ValueError: Any other estimator.
+    """
+    log_ratio = logprobs.float() - ref_logprobs.float()
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k3":
+        # expm1: near d = 0, as at the start, k3 is about d^2 / 2, which exp(-d) - 1 would lose to rounding.
+        return torch.expm1(-log_ratio) + log_ratio
+    raise ValueError(
+        f"kl_estimator={estimator!r} is unknown; use 'k1' (the log-ratio, whose gradient in the reward is unbiased) "
+        "or 'k3' (never negative, lower variance)"
+    )
+
+
+def penalize_missing_eos(scores: Tensor, ended: Tensor, penalty: float | None) -> Tensor:
+    """Subtract a penalty from the score of every response that did not end: `score - penalty * [not ended]`.
+
+    A softer form of the *EOS trick* (N+ implementation details, 2403.17031, section 7), which replaces the score.
+
+    Args:
+        scores: `(B,)`, in the reward's unit.
+        ended: Whether the response has a stop token or string, bool `(B,)`.
+        penalty: Positive, in the reward's unit; None does not change the scores.
+
+    Returns:
+        float32 `(B,)`.
+    """
+    scores = scores.float()
+    return scores if penalty is None else torch.where(ended, scores, scores - penalty)
+
+
+def clip_scores(scores: Tensor, score_clip: float | None) -> Tensor:
+    """Clip scores: `clip(score, -score_clip, score_clip)`.
+
+    Args:
+        scores: `(B,)`, in the reward's unit; NaN stays NaN.
+        score_clip: Positive, in the reward's unit; None does not change the scores.
+
+    Returns:
+        float32 `(B,)`.
+    """
+    scores = scores.float()
+    return scores if score_clip is None else scores.clamp(-score_clip, score_clip)
+
+
+def replace_missing_eos(scores: Tensor, ended: Tensor, replacement: float | None) -> Tensor:
+    """Replace the score of every response that did not end: `score if ended else replacement`.
+
+    The *EOS trick* of the N+ implementation details, 2403.17031, section 7.
+
+    Args:
+        scores: `(B,)`, in the reward's unit; NaN, a missing score, stays NaN.
+        ended: Whether the response has a stop token or string, bool `(B,)`.
+        replacement: In the reward's unit; None does not change the scores.
+
+    Returns:
+        float32 `(B,)`.
+    """
+    scores = scores.float()
+    return scores if replacement is None else torch.where(ended | scores.isnan(), scores, replacement)
+
+
+def token_rewards(
+    kl: Tensor | None, scores: Tensor, response_mask: Tensor, kl_coef: float, token_scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute token rewards: minus the KL penalty, plus token scores, plus the score at the last real token.
+
+        non_score_reward_t = -kl_coef * kl_t
+        reward_t = non_score_reward_t + token_score_t + score * [t is the response's last real token]
+
+    Ziegler et al., 1909.08593, section 2 (eq. 2), spread over tokens as in 2403.17031, section 7.
+
+    Args:
+        kl: KL estimate per token, nats, `(B, T)`; None for no penalty.
+        scores: Scores after the missing-EOS penalty, `(B,)`, in the reward's unit.
+        response_mask: True on real tokens, the stop token included, bool `(B, T)`.
+        kl_coef: Reward per nat.
+        token_scores: Scores of single tokens, `(B, T)`, in the reward's unit, or None.
+
+    Returns:
+        `(non_score_reward, rewards)`, float32 `(B, T)`, 0 outside the mask.
+
+    Raises:
+        ValueError: A response has no real token.
+    """
+    empty = ~response_mask.any(dim=1)
+    if empty.any():
+        raise ValueError(
+            f"response_mask has no real token in row {int(empty.nonzero()[0])}; every response needs at least one, "
+            "the stop token if nothing else"
+        )
+    if kl is None:
+        non_score_reward = torch.zeros_like(response_mask, dtype=torch.float32)
+    else:
+        non_score_reward = zero_outside(-kl_coef * kl.float(), response_mask)
+    num_tokens_left = response_mask.flip(1).cumsum(dim=1).flip(1)
+    is_last = response_mask & (num_tokens_left == 1)
+    rewards = non_score_reward + zero_outside(scores[:, None].expand_as(is_last), is_last)
+    return non_score_reward, rewards if token_scores is None else rewards + zero_outside(token_scores, response_mask)
+
+
+class KLController(Protocol):
+    """Interface of a controller that sets the coefficient of the KL penalty for each update."""
+
+    @property
+    def coef(self) -> float:
+        """Reward per nat for the next update, finite and at least 0; a plain attribute suffices."""
+        ...
+
+    def update(self, mean_kl: float, num_episodes: int) -> None:
+        """Set `coef` for the next update.
+
+        Args:
+            mean_kl: KL per response, summed over its tokens, averaged over the episodes of all ranks, nats.
+            num_episodes: Number of episodes of the update, on all ranks.
+        """
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state for a checkpoint: tensors, numbers, strings, lists and dicts of these."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a result of `state_dict`."""
+        ...
+
+
+class HasKLCoefficient(Protocol):
+    """Arguments with a KL coefficient."""
+
+    kl_coef: float
+
+
+class FixedKLController:
+    """Controller that returns the coefficient of the arguments.
+
+    Args:
+        args: Arguments with `kl_coef`, reward per nat.
+    """
+
+    def __init__(self, args: HasKLCoefficient) -> None:
+        self._args = args
+
+    @property
+    def coef(self) -> float:
+        """Reward per nat."""
+        return self._args.kl_coef
+
+    def update(self, mean_kl: float, num_episodes: int) -> None:
+        """Do nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state: a resumed run uses its own arguments."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+class AdaptiveKLController:
+    """Controller that adapts the coefficient until the KL per response equals the target.
+
+        coef <- coef (1 + clip(KL / target - 1, -0.2, 0.2) min(n / horizon, 1))
+
+    after each update of n episodes. Ziegler et al., 1909.08593, section 2.2, whose updates are shorter than the
+    horizon; the limit of one horizon keeps the factor between 0.8 and 1.2, and the coefficient positive.
+
+    Args:
+        coef: Reward per nat of the first update; positive.
+        target: KL per response, summed over its tokens, nats; positive.
+        horizon: Number of episodes, at least 1; a smaller horizon adapts faster.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        self.coef, self.target, self.horizon = coef, target, horizon
+
+    def update(self, mean_kl: float, num_episodes: int) -> None:
+        """Change the coefficient by at most a fifth, times the episodes' share of the horizon; ignore a KL of NaN."""
+        if math.isnan(mean_kl):
+            return
+        error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
+        moved = self.coef * (1 + error * min(num_episodes, self.horizon) / self.horizon)
+        self.coef = min(max(moved, sys.float_info.min), sys.float_info.max)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient; target and horizon come from the arguments."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the coefficient."""
+        self.coef = state["coef"]
+
+
+def check_coefficient(controller: KLController) -> None:
+    """Check that a controller's coefficient is finite and not negative.
+
+    Raises:
+        ValueError: It is negative, which would reward divergence, or not finite.
+    """
+    coef = float(controller.coef)
+    if not 0 <= coef < math.inf:
+        raise ValueError(
+            f"kl_controller: {type(controller).__name__}.coef={coef} must be finite and at least 0, or the penalty "
+            "would reward divergence; bound it in the controller's update()"
+        )
 
 
 def gae(

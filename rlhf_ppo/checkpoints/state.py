@@ -24,10 +24,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, replacing, write_json
-from rlhf_ppo.config.redaction import is_secret
 from rlhf_ppo.config.validation import Interval, check_range, check_type
 from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.processes.distributed import isolated_rng
+from rlhf_ppo.terminal.text import is_secret
 
 PROGRESS_NAME = "ppo_state.json"
 _COUNT = Interval(0, 2.0**63)

@@ -31,12 +31,11 @@ from rlhf_ppo.compat.environments import REWARD_MODEL, json_object, make_environ
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
-from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.terminal.text import cell, visible_logger
+from rlhf_ppo.terminal.text import cell, redacted, visible_logger
 from rlhf_ppo.training.checks import check_output_dir
 
 __all__ = ["AutoTrainProject", "LLMTrainingParams"]

@@ -21,7 +21,7 @@ from rlhf_ppo.cli.arguments import PPOScriptArguments
 from rlhf_ppo.cli.training import has_reward_model, loading_settings, policy_tokenizer
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.config.validation import AtLeastOne, Interval, check_ranges, option, ranges_of
 from rlhf_ppo.estimate.run import (
     MEMORY_NOT_COUNTED,

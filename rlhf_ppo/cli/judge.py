@@ -18,7 +18,6 @@ from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.cli.errors import Problems, user_errors
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer
-from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.evaluation.rollouts import print_table
@@ -41,7 +40,7 @@ from rlhf_ppo.rewards.judges import (
 )
 from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward
 from rlhf_ppo.rewards.reward_model import Answer
-from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.terminal.text import print_text, redacted
 
 
 def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> WinRate | None:

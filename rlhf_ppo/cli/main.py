@@ -1,4 +1,7 @@
-"""The program `rlhf-ppo` and its short commands: configs, demo, plot and report."""
+"""The program `rlhf-ppo`, its short commands, from configs to report, and the short help of all commands.
+
+The short help imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,39 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import yaml
+from rich.console import Console
+from rich.table import Table
 
 from rlhf_ppo.cli.errors import CommandParser, fail, user_errors
-from rlhf_ppo.config.redaction import redact_in_place, redact_traceback, restore_hidden_words
-from rlhf_ppo.terminal.text import cell, escape_library_messages, print_text
+from rlhf_ppo.cli.options import JudgeArguments, LLMCommand
+from rlhf_ppo.compat.params import UNAVAILABLE, LLMTrainingParams
+from rlhf_ppo.terminal.text import (
+    cell,
+    escape_library_messages,
+    print_text,
+    redact_in_place,
+    redact_traceback,
+    restore_hidden_words,
+)
 
 COMMANDS = {
     "demo": ("rlhf_ppo.cli.main", "Run all steps with a toy model, in minutes on two cores."),
     "init": ("rlhf_ppo.cli.init", "Measure data, model and machine; write a commented file for `pipeline`."),
-    "pipeline": ("rlhf_ppo.cli.pipeline", "Run SFT, reward model, PPO, judge and report from one file."),
+    "pipeline": ("rlhf_ppo.cli.main", "Run SFT, reward model, PPO, judge and report from one file."),
     "train": ("rlhf_ppo.cli.commands", "Train a policy with PPO, with the options of TRL's script."),
     "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
     "reward": ("rlhf_ppo.cli.commands", "Train a reward model on preference pairs (TRL's RewardTrainer)."),
     "estimate": ("rlhf_ppo.cli.commands", "Estimate memory and time of `train` with the same options."),
     "critic": ("rlhf_ppo.cli.critic", "Audit the critic of a run."),
     "critic train": ("rlhf_ppo.cli.critic", "Train a critic on the kept completions of runs."),
-    "generate": ("rlhf_ppo.cli.generate", "Generate responses, of which a critic chooses the best."),
+    "generate": ("rlhf_ppo.cli.commands", "Generate responses, of which a critic chooses the best."),
     "judge": ("rlhf_ppo.cli.judge", "Measure how often a judge prefers one model over another."),
     "eval": ("rlhf_ppo.cli.judge", "The same as judge."),
     "plot": ("rlhf_ppo.cli.main", "Draw the metrics of runs into a picture."),
@@ -76,8 +93,6 @@ def main(argv: list[str] | None = None) -> None:
     if command not in COMMANDS:
         fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
     if {"-h", "--help"} & {*options}:
-        from rlhf_ppo.cli.help import page_of, print_page
-
         if (page := page_of(command)) is not None:
             print_page(command, page)
             return
@@ -211,7 +226,7 @@ def demo(argv: Sequence[str] | None = None, program: str = "rlhf-ppo demo") -> N
         "output_dir", type=Path, nargs="?", default=Path("demo_output"), help="Directory of the results."
     )
     output_dir = parser.parse_args(argv).output_dir
-    from rlhf_ppo.demo.run import run_demo
+    from rlhf_ppo.cli.demo import run_demo
     from rlhf_ppo.training.checks import check_output_dir
 
     with user_errors(program):
@@ -221,6 +236,29 @@ def demo(argv: Sequence[str] | None = None, program: str = "rlhf-ppo demo") -> N
     warnings.simplefilter("ignore", FutureWarning)  # between libraries
     if not run_demo(output_dir).is_clear:
         sys.exit(1)
+
+
+# ---- pipeline ----
+
+
+def pipeline(argv: Sequence[str] | None = None) -> None:
+    """Run the remaining steps of a file.
+
+    Args:
+        argv: The file, and `--dry_run`. None takes the program's own.
+
+    Raises:
+        SystemExit: The file or an option of a step is wrong, before anything is run; or a step has failed.
+    """
+    parser = CommandParser(prog="rlhf-ppo pipeline", description="Run the remaining steps of a file.")
+    parser.add_argument("file", help="YAML with a section for each step; `rlhf-ppo init` writes it.")
+    parser.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="Check everything, print the remaining steps, and exit."
+    )
+    args = parser.parse_args(argv)
+    from rlhf_ppo.cli.pipeline import check_and_run
+
+    check_and_run(args.file, args.dry_run)
 
 
 # ---- plot ----
@@ -313,3 +351,177 @@ def report_parser() -> CommandParser:
     )  # fmt: skip
     parser.add_argument("--watch", action="store_true", help="Rewrite it while a run lasts; the page reloads itself.")
     return parser
+
+
+# ---- Short help ----
+
+
+class Option(NamedTuple):
+    """An option in the short help.
+
+    Attributes:
+        name: Name of the dataclass field.
+        help: One sentence.
+        default: Its default; None is not shown.
+        value: Placeholder of the value; "" derives it from the default.
+    """
+
+    name: str
+    help: str
+    default: Any = None
+    value: str = ""
+
+
+class Page(NamedTuple):
+    """Short help of a command.
+
+    Attributes:
+        summary: One sentence.
+        groups: Title: options.
+        examples: Command lines.
+        more: Sentence about the options that are not shown.
+    """
+
+    summary: str
+    groups: Mapping[str, Iterable[Option]]
+    examples: Sequence[str]
+    more: str = "--help-all lists all options. --config FILE reads options from a YAML file."
+
+
+PAGES = Path(__file__).with_name("help.yaml")
+"""The pages of the commands whose options are fields of classes that import torch."""
+
+_PLACEHOLDERS = {bool: "", int: "N", float: "X"}
+
+
+def _sections(titles: Mapping[str, str], *dataclasses: type) -> dict[str, list[Option]]:
+    """Group the fields of dataclasses into sections.
+
+    Args:
+        titles: First option of each section: its title.
+        dataclasses: Their fields, in order; unsupported ones are left out.
+    """
+    groups: dict[str, list[Option]] = {}
+    title = ""
+    hints = {name: hint for dataclass in dataclasses for name, hint in get_type_hints(dataclass).items()}
+    for each in (each for dataclass in dataclasses for each in fields(dataclass)):
+        title = titles.get(each.name, title)
+        if each.name in UNAVAILABLE or each.metadata["help"].startswith("Not available"):
+            continue
+        default = None if each.default in (MISSING, "default") else each.default
+        placeholder = _placeholder(hints[each.name])
+        groups.setdefault(title, []).append(Option(each.name, each.metadata["help"], default, placeholder))
+    return groups
+
+
+def _placeholder(annotation: Any) -> str:
+    """Return the placeholder of a value, from its type; "" for a switch."""
+    kind = annotation if get_origin(annotation) is Literal else next(iter(get_args(annotation)), annotation)
+    return "|".join(get_args(kind)) if get_origin(kind) is Literal else _PLACEHOLDERS.get(kind, "TEXT")
+
+
+def _judge() -> Page:
+    titles = {
+        "dataset_name": "Prompts",
+        "model": "Compared responses",
+        "judge_model": "Judge",
+        "max_new_tokens": "Generation",
+        "output_dir": "Output",
+    }
+    return Page(
+        "Measure how often a judge prefers one model's responses over another's.",
+        _sections(titles, JudgeArguments),
+        (
+            "rlhf-ppo judge --model runs/ppo --opponent runs/sft --judge_model runs/judge_reward "
+            "--dataset_name held_out.jsonl",
+            "rlhf-ppo judge --model runs/ppo --opponent_column reference --judge_model gpt-4o-mini "
+            "--dataset_name held_out.jsonl --num_prompts 100",
+        ),
+        "--config FILE reads options from a YAML file.",
+    )
+
+
+def _llm() -> Page:
+    titles = {
+        "train": "Command",
+        "model": "Model and data",
+        "lr": "Optimization",
+        "peft": "Adapters",
+        "log": "Logs, checkpoints and hub",
+        "model_ref": "PPO",
+    }
+    return Page(
+        "Train with the options of `aitraining llm`: --trainer ppo, reward or sft.",
+        _sections(titles, LLMCommand, LLMTrainingParams),
+        (
+            "rlhf-ppo llm --train --trainer sft --model models/base --data-path texts.jsonl --project-name runs/sft",
+            "rlhf-ppo llm --train --trainer ppo --model runs/sft --rl-reward-model-path runs/reward "
+            "--data-path prompts.jsonl --project-name runs/ppo",
+        ),
+        "Options of AITraining that are missing here are errors that name an alternative.",
+    )
+
+
+def page_of(command: str) -> Page | None:
+    """Return the short help of a command; None if its parser prints its help."""
+    if command in ("judge", "eval", "llm"):
+        return _llm() if command == "llm" else _judge()
+    page = yaml.safe_load(PAGES.read_text(encoding="utf-8")).get(command)
+    if page is None:
+        return None
+    groups = page.pop("groups").items()
+    return Page(
+        groups={title: [Option(name, **each) for name, each in group.items()] for title, group in groups}, **page
+    )
+
+
+def print_page(command: str, page: Page) -> None:
+    """Print the short help of a command.
+
+    Args:
+        command: Name of the command.
+        page: Its help.
+    """
+    console = Console(highlight=False)
+    console.print(cell(f"usage: rlhf-ppo {command} [options]\n\n{page.summary}"))
+    dash = "-" if command == "llm" else "_"
+    for title, options in page.groups.items():
+        console.print(cell(f"\n{title}", "bold"))
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True, min_width=24)
+        table.add_column()
+        for option in options:
+            table.add_row(_left(option, dash), cell(option.help).append(_default(option.default), style="dim"))
+        console.print(table)
+    console.print(cell("\nExamples", "bold"))
+    for example in page.examples:
+        print_command(console, example)
+    console.print(cell(f"\n{page.more}"))
+
+
+def _left(option: Option, dash: str) -> Any:
+    value = option.value or _PLACEHOLDERS.get(type(option.default), "TEXT")
+    return cell(f"  --{option.name.replace('_', dash)}", "cyan").append(f" {value}".rstrip(), style="none")
+
+
+def _default(default: Any) -> str:
+    if default is None or default is False:
+        return ""
+    return f" [default: {'on' if default is True else default}]"
+
+
+def print_command(console: Console, command: str) -> None:
+    r"""Print a command line that can be copied: lines break between options, with a `\` at the end.
+
+    Args:
+        console: The terminal.
+        command: The command line.
+    """
+    lines, line = [], ""
+    for part in command.replace(" --", "\n--").split("\n"):
+        if line and len(line) + len(part) + 5 > console.width:
+            lines, line = [*lines, f"{line} \\"], f"    {part}"
+        else:
+            line = f"{line} {part}" if line else f"  {part}"
+    for each in [*lines, line]:
+        console.print(cell(each), soft_wrap=True)

@@ -3,46 +3,404 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import itertools
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from rlhf_ppo.cli.errors import CommandParser, Problems, user_errors
-from rlhf_ppo.config.redaction import redact_words
-from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.checkpoints.complete import last_complete_checkpoint, newest_trl_checkpoint
+from rlhf_ppo.checkpoints.files import write_json
+from rlhf_ppo.checkpoints.run import finished_checkpoints, locked
+from rlhf_ppo.cli.errors import Problems, user_errors
+from rlhf_ppo.cli.steps import (
+    TRAINING,
+    Entry,
+    Pipeline,
+    Step,
+    hash_of_all,
+    hashes_of,
+    read_pipeline,
+    read_record,
+    why_incomplete,
+    write_record,
+)
+from rlhf_ppo.processes.signals import discard_closed_terminal
+from rlhf_ppo.reporting.judgements import SeedWinRates, read_win_rate
+from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
+from rlhf_ppo.terminal.text import hide_from_ps, print_text, redact_words
 
-if TYPE_CHECKING:  # these import torch
-    from rlhf_ppo.pipeline.running import Plan
-    from rlhf_ppo.pipeline.steps import Pipeline, Step
+_PR_SET_PDEATHSIG = 1
+_PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+REPLACED = "replaced"
+"""The directory in the pipeline's where results are kept that no step reads any more."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done with a step.
+
+    Attributes:
+        action: "keep" a finished step; "continue" one that is not, from its newest checkpoint if it has one; begin
+            "anew" where what is there was made of other models, data or options.
+        reason: Why a step that was started before is run again; empty if it was interrupted.
+        depends: Earlier steps that are run again: if one writes something else, so is this.
+    """
+
+    action: Literal["keep", "continue", "anew"]
+    reason: str = ""
+    depends: tuple[str, ...] = ()
+
+
+def planned(pipeline: Pipeline) -> dict[str, Plan]:
+    """Return what the next start does with each step, by its name.
+
+    Args:
+        pipeline: The steps.
+
+    Raises:
+        OSError: The record cannot be opened.
+        ValueError: The record is damaged, or a finished step has other options or data now.
+    """
+    record, plans = read_record(pipeline.output_dir), dict[str, Plan]()
+    for step in pipeline.steps:
+        plan = _plan(step, record.get(step.name), _now(step, pipeline, record))
+        again = tuple(name for name in pipeline.inputs_of(step) if plans[name].action != "keep" or plans[name].depends)
+        plans[step.name] = replace(plan, depends=again)
+    return plans
+
+
+def _now(step: Step, pipeline: Pipeline, record: Mapping[str, Entry]) -> Entry:
+    """Return what a step would be started with now; a model that is not finished yet is left out."""
+    outputs = {name: record[name].output for name in pipeline.inputs_of(step) if name in record}
+    inputs = {name: hash_of_all(output) for name, output in outputs.items() if output is not None}
+    return Entry(step.recorded_options(), pipeline.files_of(step), inputs)
+
+
+def _plan(step: Step, before: Entry | None, now: Entry) -> Plan:
+    if before is None:
+        return Plan("continue")
+    changes = before.changes(now)
+    if inputs := before.changed_inputs(now):
+        return Plan("anew", f"{' and '.join(inputs)} wrote something else since")
+    if before.output is None:
+        return Plan("continue", f"it was interrupted, and {changes}" if changes else "")
+    missing = why_incomplete(before.output)
+    if missing is not None:
+        return Plan("anew", f"{missing}, and {changes}") if changes else Plan("continue", missing)
+    if not changes:
+        return Plan("keep")
+    if step.kind == "report":
+        return Plan("continue", changes)
+    kept = _free(step.output_dir.with_name(f"{step.output_dir.name}-before"))
+    raise ValueError(
+        f"{step.name} was finished with other options or data: {changes}; restore them, name another output_dir, or "
+        f"run it again: `{shlex.join(['mv', str(step.output_dir), str(kept)])}` keeps its result, and steps that read "
+        "it run again too"
+    )
+
+
+def _free(path: Path) -> Path:
+    """Return the first of `path`, `path-2`, `path-3`... that is not there."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], others) if not os.path.lexists(each))
+
+
+def run_pipeline(
+    pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], object] = print_text
+) -> int:
+    """Run the steps that are left, each in a process of its own.
+
+    A step is finished if its process has ended well and its output is still there as it was written. Others are run: a
+    training step continues from its newest complete checkpoint; without one, and for judge and report, it begins. A
+    step begins anew if an earlier step has written another model since; its old result is moved to `replaced`. After
+    the last one the judge's win rates are printed and kept, those of all seeds together.
+
+    Args:
+        pipeline: The steps.
+        start: Runs Python with these arguments and returns its exit code.
+        say: Prints a line.
+
+    Returns:
+        The exit code of the step that failed, 128 and the signal's number where a signal came, or 0.
+
+    Raises:
+        InUseError: The pipeline's directory has another one that runs.
+        OSError: There is no room, or no right, to write the record.
+        ValueError: A step is finished, but with other options or data than now; or the record is damaged; or the judge
+            gave no verdict.
+    """
+    pipeline.output_dir.mkdir(parents=True, exist_ok=True)
+    with locked(str(pipeline.output_dir)), _signals_noted() as noted:
+        planned(pipeline)  # raises before anything is run
+        return _run_steps(pipeline, start, say, noted)
+
+
+def _run_steps(
+    pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], object], noted: Sequence[int]
+) -> int:
+    record = read_record(pipeline.output_dir)
+    for step in pipeline.steps:
+        now = _now(step, pipeline, record)
+        plan = _plan(step, record.get(step.name), now)
+        if plan.action == "keep":
+            say(f"{step.name}: finished before, in {step.output_dir}")
+            continue
+        if noted:
+            say(f"{signal.Signals(noted[0]).name}: the pipeline has ended before {step.name}; {_AGAIN}")
+            return 128 + noted[0]
+        if plan.reason:
+            say(f"{step.name} {'begins anew' if plan.action == 'anew' else 'is run again'}: {plan.reason}")
+        words = [*_prepare(step, plan, pipeline.output_dir, say), *step.argv()]
+        record[step.name] = now
+        write_record(pipeline.output_dir, record)
+        launch = pipeline.launch if step.kind in TRAINING else ()
+        say(f"{step.name}: {shlex.join(redact_words(['rlhf-ppo', step.command, *words]))}")
+        if code := start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words]):
+            say(f"{step.name} has ended with exit code {code}; {_AGAIN}")
+            return code
+        record[step.name] = replace(now, output=_written(step))
+        write_record(pipeline.output_dir, record)
+    rates = keep_win_rates(pipeline)
+    verdict = keep_verdict(pipeline)
+    if verdict:
+        say("\n".join(verdict.lines()))
+    if rates and (verdict is None or len(rates.rates) > 1):  # the verdict has that of one seed
+        say("\n".join(rates.lines()))
+    say(f"All steps are finished: {', '.join(step.name for step in pipeline.steps)}, in {pipeline.output_dir}")
+    return 0
+
+
+_AGAIN = "the same command continues"
+
+
+def _written(step: Step) -> dict[str, str]:
+    """Return the hashes of what a step has written.
+
+    Raises:
+        ValueError: It has written nothing, or the judge gave no verdict.
+    """
+    files = list(step.written())
+    if not files:
+        raise ValueError(
+            f"{step.name} has ended well, but {step.output_dir} holds no model; run the same command again"
+        )
+    if step.kind == "judge":
+        check_result(step)
+    return hashes_of(files)
+
+
+def _prepare(step: Step, plan: Plan, pipeline_dir: Path, say: Callable[[str], object]) -> list[str]:
+    """Return the option that lets a step continue; move away what a step that begins anew has left."""
+    checkpoint = None if plan.action == "anew" else _newest_checkpoint(step)
+    # beside checkpoints that are damaged PPO starts no new run
+    is_in_the_way = plan.action == "anew" or (
+        step.kind == "ppo" and checkpoint is None and finished_checkpoints(step.output_dir)
+    )
+    if is_in_the_way and step.kind != "report" and step.output_dir.exists():
+        kept = _free(pipeline_dir / REPLACED / step.name)
+        kept.parent.mkdir(exist_ok=True)
+        os.rename(step.output_dir, kept)
+        say(f"{step.name}: its earlier files are in {kept}")
+    if step.kind not in TRAINING:
+        for path in step.written():  # which the judge would write beside
+            path.unlink()
+    return [] if checkpoint is None else ["--resume_from_checkpoint", checkpoint]
+
+
+def _newest_checkpoint(step: Step) -> str | None:
+    if step.kind == "ppo":  # which chooses it itself, and warns of others
+        return "true" if last_complete_checkpoint(str(step.output_dir), warn=lambda _: None) else None
+    newest = newest_trl_checkpoint(step.output_dir) if step.kind in TRAINING else None
+    return None if newest is None else str(newest)
+
+
+@contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """Give a list that each signal is added to, so that the pipeline ends with the step that runs then."""
+    noted: list[int] = []
+
+    def note(number: int) -> None:
+        noted.append(number)
+        if signal.Signals(number).name == "SIGHUP":
+            discard_closed_terminal()
+
+    with _handling((*_PASSED_ON, signal.SIGINT), note):
+        yield noted
+
+
+@contextmanager
+def _handling(numbers: Sequence[int], handle: Callable[[int], None]) -> Iterator[None]:
+    """Call a function for each of these signals, and then the handler that was there; one that is ignored stays so.
+
+    In a thread other than the main one nothing is handled.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.getsignal(number) for number in numbers if is_main}
+    previous = {number: handler for number, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
+
+    def both(number: int, frame: Any) -> None:
+        handle(number)
+        if callable(before := previous[number]) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    for number in previous:
+        signal.signal(number, both)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def start_python(words: Sequence[str]) -> int:
+    """Run Python, pass signals on to it, and wait for its end.
+
+    Args:
+        words: Its arguments.
+
+    Returns:
+        Its exit code; 128 and the signal's number where a signal ended it.
+    """
+    words, environment = _without_secrets(words)
+    parent, signals = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+
+    def begin() -> None:
+        end_with_parent(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+    try:
+        process = subprocess.Popen([sys.executable, *words], env=environment, preexec_fn=begin)
+        with _passing_on(process):
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)  # one that came before is passed on now
+            code = process.wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+    return 128 - code if code < 0 else code
+
+
+def _without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return a command line that everybody may read, and the environment that has its secrets."""
+    start = next((place for place, word in enumerate(words, 1) if word == "rlhf_ppo"), len(words))
+    hidden, secrets = hide_from_ps(words[start:])
+    return [*words[:start], *hidden], {**os.environ, **secrets}
+
+
+def end_with_parent(parent: int) -> None:
+    """Have SIGTERM sent to this process where its parent is killed, or the step would go on beside the next start.
+
+    Args:
+        parent: The parent, which may have been killed already.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass SIGTERM and SIGHUP on; SIGINT comes to the process by itself, from the terminal that both have."""
+    with _handling(_PASSED_ON, process.send_signal), _handling([signal.SIGINT], lambda _: None):
+        yield
+
+
+# ---- Win rates over seeds ----
+
+RESULTS = "results.json"
+"""The file in the pipeline's directory with the figures of `SeedWinRates`."""
+
+
+def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
+    """Read what the judge wrote of each seed, and write it together.
+
+    Args:
+        pipeline: The steps, all of which are finished.
+
+    Returns:
+        The win rates; None where there is no judge.
+
+    Raises:
+        ValueError: What the judge wrote is gone, or damaged.
+    """
+    steps = [step for step in pipeline.steps if step.kind == "judge"]
+    if not steps:
+        return None
+    said = [check_result(step) for step in steps]
+    found = SeedWinRates(
+        [step.options["seed"] for step in steps],
+        [each["win_rate"] for each in said],
+        [each["interval"] for each in said],
+        [each.get("length_controlled") for each in said],
+    )
+    write_json(pipeline.output_dir / RESULTS, found.as_json())
+    return found
+
+
+def keep_verdict(pipeline: Pipeline) -> Verdict | None:
+    """Make the verdict on the policies of all seeds, and write it as `verdict.json`.
+
+    Args:
+        pipeline: The steps, all of which are finished.
+
+    Returns:
+        The verdict; None if the pipeline trains no policy whose run can be read.
+    """
+    runs = recorded_runs([step.output_dir for step in pipeline.steps if step.kind == "ppo"])
+    if not runs:
+        return None
+    verdict = verdict_of(runs)
+    verdict.save(pipeline.output_dir)
+    return verdict
+
+
+def check_result(step: Step) -> dict[str, Any]:
+    """Return what the judge wrote of a seed.
+
+    Args:
+        step: The judge's.
+
+    Raises:
+        ValueError: It is gone or damaged, or there is no verdict.
+    """
+    folder, again = step.output_dir, "run the same command again"
+    try:
+        said = read_win_rate(folder / "win_rate.json", ("win_rate", "interval"))
+    except ValueError as error:
+        raise ValueError(f"{folder} does not hold the judge's result: {error}; {again}") from None
+    if said["win_rate"] is None:
+        raise ValueError(f"the judge gave no verdict in {folder}: all failed; {again}")
+    return said
+
 
 PROGRAM = "rlhf-ppo pipeline"
 
 
-def pipeline(argv: Sequence[str] | None = None) -> None:
-    """Run the remaining steps of a file.
+def check_and_run(file: str, dry_run: bool) -> None:
+    """Check all remaining steps of a pipeline, then run them.
 
     Args:
-        argv: The file, and `--dry_run`. None takes the program's own.
+        file: The pipeline's file.
+        dry_run: Print the remaining steps instead.
 
     Raises:
         SystemExit: The file or an option of a step is wrong, before anything is run; or a step has failed.
     """
-    parser = CommandParser(prog=PROGRAM, description="Run the remaining steps of a file.")
-    parser.add_argument("file", help="YAML with a section for each step; `rlhf-ppo init` writes it.")
-    parser.add_argument(
-        "--dry_run", "--dry-run", action="store_true", help="Check everything, print the remaining steps, and exit."
-    )
-    args = parser.parse_args(argv)
-    from rlhf_ppo.pipeline.running import Plan, planned, run_pipeline, start_python
-    from rlhf_ppo.pipeline.steps import read_pipeline
-
     with user_errors(PROGRAM):
-        read = read_pipeline(args.file)
+        read = read_pipeline(file)
         plans = planned(read)
     problems = check_steps(read, [step for step in read.steps if plans[step.name] != Plan("keep")])
     problems.fail(PROGRAM)
-    if args.dry_run:
+    if dry_run:
         _show(read, plans)
         print_text("Dry run: no problems found.")
         return

@@ -41,7 +41,6 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import logging_interval
 from rlhf_ppo.config.inherited import resolved_bf16
 from rlhf_ppo.config.presets import RemembersNames
-from rlhf_ppo.config.redaction import RedactsSecrets, redacted
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
@@ -60,7 +59,7 @@ from rlhf_ppo.terminal.console import (
     hide_model_bars,
     use_console,
 )
-from rlhf_ppo.terminal.text import print_text, visible_logger
+from rlhf_ppo.terminal.text import RedactsSecrets, print_text, redacted, visible_logger
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.guards import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory

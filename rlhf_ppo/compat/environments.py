@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.config.validation import parse_object, parse_weights
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
 from rlhf_ppo.rewards.resolve import resolve_reward
+from rlhf_ppo.terminal.text import redacted
 
 _STOPS = ("stop_strings", "stop_sequences")
 _JUDGES = ("judge", "preference_model", "human_feedback_fn")

@@ -10,10 +10,9 @@ from typing import Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import yaml
 
-from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, check_type, ranges_of
 from rlhf_ppo.config.validation import option as _option
-from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.terminal.text import redacted, visible_logger
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import yaml
 
 from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
-from rlhf_ppo.config.hints import ExplainsUnknown
+from rlhf_ppo.config.validation import ExplainsUnknown
 from rlhf_ppo.config.validation import option as _option
 
 PRESETS: Mapping[str, dict[str, Any]] = MappingProxyType(

@@ -19,8 +19,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
-from rlhf_ppo.config.ppo_config import settings_of
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_update
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import as_in_learning, is_sharded, multiplied_dtype

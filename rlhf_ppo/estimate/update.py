@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rlhf_ppo.models.fused import weight_gradient_dtype
 from rlhf_ppo.models.heads import Float32Linear, StoredLinear, is_in_float32
-from rlhf_ppo.models.logprobs import max_chunk_elements
+from rlhf_ppo.models.policy_and_value import max_chunk_elements
 from rlhf_ppo.models.unwrapping import (
     CACHE,
     autocast_dtype,

@@ -21,7 +21,7 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.sampling import StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine, generation_needs
 from rlhf_ppo.generation.vllm import start_vllm
 from rlhf_ppo.models.unwrapping import is_sharded, multiplied_dtype

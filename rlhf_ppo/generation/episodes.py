@@ -21,7 +21,7 @@ from rlhf_ppo.data.prompts import PositionLimit, Prompts, is_conversation
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.environments.pool import Episode, Round, answer_calls, answer_texts
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, stop_tokens
-from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.sampling import StopStrings
 
 Sample = Callable[[Prompts, int], Sampled]
 """Samples at most so many tokens behind each prompt."""

@@ -38,12 +38,11 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, forward_in_batches
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine, checked, sample_with
-from rlhf_ppo.generation.sampling import NonFiniteLogitsError
-from rlhf_ppo.generation.stopping import StopStrings, join_responses
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError, StopStrings, join_responses
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import VLLMEngine
-from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.packing import packs_rows
+from rlhf_ppo.models.policy_and_value import response_logprobs
 from rlhf_ppo.models.unwrapping import backbone, gathered
 from rlhf_ppo.processes.signals import STOPPING, raise_if_stopped
 

@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import sent
-from rlhf_ppo.generation.sampling import NonFiniteLogitsError
-from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError, StopStrings
 
 
 class Sampled(NamedTuple):

@@ -25,16 +25,17 @@ from rlhf_ppo.generation.caches import KeptCaches, KeptRows, preallocated_cache,
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, length_and_filling, stop_tokens
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
+    StopsAtStrings,
+    StopStrings,
     changed,
     default_generation_config,
     float32_head_apart,
     frozen_head_cast,
     sampling_processors,
 )
-from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings
 from rlhf_ppo.models.capabilities import deviation, rounding
-from rlhf_ppo.models.logprobs import logits
 from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.policy_and_value import logits
 from rlhf_ppo.models.unwrapping import (
     CACHE,
     autocast_dtype,

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.redaction import hide_secrets, redact_url, redact_urls, secrets_of
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base
@@ -29,6 +28,7 @@ from rlhf_ppo.processes.distributed import (
 )
 from rlhf_ppo.processes.signals import exit_despite_threads, interruptible, raise_if_stopped
 from rlhf_ppo.processes.waiting import in_daemon_thread
+from rlhf_ppo.terminal.text import hide_secrets, redact_url, redact_urls, secrets_of
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between health checks of a server that works on a request."""

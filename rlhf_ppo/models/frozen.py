@@ -19,11 +19,10 @@ from rlhf_ppo.models.heads import (
     reads_last_token,
     scalar_head,
 )
-from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
-from rlhf_ppo.models.node_memory import cast_once
 from rlhf_ppo.models.packing import pack_rows
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.unwrapping import (
+    cast_once,
     is_peft_model,
     no_split_modules,
     probe_rows,

@@ -26,7 +26,6 @@ from rlhf_ppo.models.heads import (
     saved_value_head,
     scalar_head,
 )
-from rlhf_ppo.models.node_memory import load_once, make_once
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.unwrapping import (
     backbone,
@@ -36,6 +35,8 @@ from rlhf_ppo.models.unwrapping import (
     in_eval_mode,
     is_peft_model,
     is_sharded,
+    load_once,
+    make_once,
     probe_ids,
     transformers_model,
 )

@@ -1,25 +1,315 @@
-"""Policy and value model as one module, so that one `prepare`, one optimizer and one backward serve both."""
+"""Forward passes of policy and value model: log-probabilities, entropies and values of response tokens.
+
+A backbone runs once; the language-model head is applied to the response's real tokens only, a chunk of tokens at a
+time, so that no `(batch, time, vocabulary)` tensor exists. While training, the logits of all chunks but the last are
+recomputed in the backward pass instead of kept. Both models are one module, so that one `prepare`, one optimizer and
+one backward serve both.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.models.heads import last_real, multiply_scores_in_float32, token_values
-from rlhf_ppo.models.logprobs import ResponseLogprobs, response_logprobs
-from rlhf_ppo.models.packing import packs_rows
+from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
+from rlhf_ppo.models.heads import LINEAR_KINDS, is_in_float32, last_real, multiply_scores_in_float32, token_values
+from rlhf_ppo.models.packing import hidden_states, packs_rows
 from rlhf_ppo.models.unwrapping import (
     backbone,
+    in_eval_mode,
+    is_managed,
+    is_sharded,
+    is_zero_hook,
     no_split_modules,
+    output_layer,
+    probe_ids,
     recompute_in_eval_mode,
     set_learning,
+    text_config,
     transformers_model,
 )
+
+MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
+"""Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. The fewer they are, the more often hidden
+states and their gradients are read and written, with few tokens the head's weight and its gradient too."""
+
+
+class ResponseLogprobs(NamedTuple):
+    """Output of the policy for the tokens of a response.
+
+    Attributes:
+        logprobs: Log-probability of each response token, nats, float32 `(B, T)`, 0 outside the mask.
+        entropy: Entropy of the next-token distribution, nats, float32 `(B, T)`, 0 outside the mask; NaN inside it if
+            the entropy was not computed.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def response_logprobs(
+    policy: nn.Module,
+    query_responses: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    temperature: float,
+    with_entropy: bool = True,
+    places: PackedIndices | None = None,
+) -> ResponseLogprobs:
+    r"""Compute `log softmax(z_t / temperature)[y_t]` for every response token that the policy wrote.
+
+    PPO's ratio compares the sampled distributions, and uses the sampling temperature (N+ Implementation Details, arXiv
+    2403.17031, section 3.1). Top-k and top-p are not applied: both sides of the ratio are full distributions.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+        query_responses: Token ids, long `(B, C + T)`.
+        attention_mask: True on real tokens, bool `(B, C + T)`.
+        response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
+        temperature: Sampling temperature, above 0.
+        with_entropy: Compute the entropy.
+        places: Indices of the real tokens; None reads them from the device.
+
+    Returns:
+        Log-probabilities and entropy, both float32 `(B, T)`.
+    """
+    num_rows, length = response_mask.shape
+    places = PackedIndices.of(attention_mask, response_mask) if places is None else places
+    tokens = places.response_tokens
+    states = hidden_states(policy, query_responses, attention_mask, places).flatten(0, 1).index_select(0, tokens - 1)
+    per_token = token_logprobs(policy, states, query_responses.flatten()[tokens], temperature, with_entropy)
+    zeros = torch.zeros(num_rows * length, device=states.device)
+    of_rows = (zeros.index_copy(0, places.responses, each).view(num_rows, length) for each in per_token)
+    return ResponseLogprobs(*(each.clone() for each in of_rows))  # FSDP2 warns of outputs that are views
+
+
+def token_logprobs(
+    policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Apply the head to `N` hidden states, chunk by chunk.
+
+    Args:
+        policy: The model whose head reads the states.
+        states: Hidden states before each token `(N, H)`.
+        targets: The tokens that followed, long `(N,)`.
+        temperature: Sampling temperature.
+        with_entropy: Compute the entropies, otherwise NaN.
+
+    Returns:
+        Log-probabilities and entropies in nats, float32 `(N,)` each.
+    """
+    head = head_layers(output_layer(policy), states)
+    if head is None:
+        return _logprobs_of_called_head(policy, states, targets, temperature, with_entropy)
+    scaling = logit_scaling(policy, temperature)
+    return head.apply(
+        lambda factors: fused_logprobs(factors, targets, scaling, max_chunk_elements(states), with_entropy)
+    )
+
+
+def max_chunk_elements(states: Tensor) -> int:
+    """Return the number of logits to compute at once on the device of the states."""
+    return MAX_CHUNK_ELEMENTS_ON_GPU if states.device.type == "cuda" else MAX_CHUNK_ELEMENTS
+
+
+def _logprobs_of_called_head(
+    policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """Like `token_logprobs`, for a head that can only be called; autograd computes the gradients."""
+    chunk = max(1, max_chunk_elements(states) // text_config(policy).vocab_size)
+    num_chunks = _same_on_all_ranks(policy, math.ceil(len(states) / chunk))
+    recompute = torch.is_grad_enabled() and num_chunks > 1
+
+    def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        log_distribution = (logits(policy, states) / temperature).log_softmax(dim=-1)
+        logprobs = log_distribution.gather(1, targets[:, None]).squeeze(1)
+        if not with_entropy:
+            return logprobs, torch.full_like(logprobs, math.nan)
+        finite = log_distribution.clamp(min=torch.finfo(torch.float32).min)  # a forbidden token has -inf
+        return logprobs, -(log_distribution.exp() * finite).sum(dim=-1)
+
+    parts = [
+        checkpoint(one_chunk, *part, use_reentrant=False) if recompute else one_chunk(*part)
+        for part in zip(states.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True)
+    ]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _same_on_all_ranks(policy: nn.Module, num_chunks: int) -> int:
+    """Return the largest number of chunks of all ranks under ZeRO-3, where each call of a head takes all ranks."""
+    if not is_managed(policy):
+        return num_chunks
+    largest = torch.tensor(num_chunks, device=next(policy.parameters()).device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return int(largest)
+
+
+def logits(policy: nn.Module, states: Tensor) -> Tensor:
+    """Apply the language-model head and the scalings that some architectures apply to its output.
+
+    Args:
+        policy: The model whose head reads the states.
+        states: Hidden states `(..., H)`.
+
+    Returns:
+        Logits before the temperature, float32 `(..., V)`.
+    """
+    result = output_layer(policy)(states).float()
+    factor, cap, _ = logit_scaling(policy)
+    return result * factor if cap is None else cap * torch.tanh(result * factor / cap)
+
+
+def logit_scaling(policy: nn.Module, temperature: float = 1.0) -> LogitScaling:
+    """Read the scaling of the logits from the configuration.
+
+    Args:
+        policy: The model.
+        temperature: Sampling temperature.
+    """
+    config = text_config(policy)
+    factor = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):
+        factor *= getattr(config, name, None) or 1.0
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):
+        factor /= getattr(config, name, None) or 1.0
+    names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap = next((cap for name in names if (cap := getattr(config, name, None))), None)
+    return LogitScaling(factor, cap, temperature)
+
+
+@torch.no_grad()
+def check_logits(policy: nn.Module) -> None:
+    """Check that head(backbone(ids)), scaled by `logit_scaling`, equals the model's own logits.
+
+    Raises:
+        ValueError: The architecture changes its logits in another way.
+    """
+    if is_sharded(policy):
+        return
+    ids = probe_ids(policy)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with in_eval_mode(policy):
+        ours = logits(policy, hidden_states(policy, ids, mask))
+        theirs = transformers_model(policy)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits.float()
+    if not theirs.isfinite().all():
+        return  # overflow is reported at the first sampling
+    tolerance = 1e-2 if next(policy.parameters()).dtype.itemsize == 2 else 1e-4
+    if ours.shape != theirs.shape or not torch.allclose(
+        ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max())
+    ):
+        raise ValueError(
+            f"{type(transformers_model(policy)).__name__} changes its logits after the head (they differ from "
+            f"head(backbone(ids)) by {float((ours - theirs).abs().max()):.3g}), in a way rlhf_ppo does not know; add "
+            "its scaling to rlhf_ppo.models.policy_and_value.logit_scaling"
+        )
+
+
+# ---- Linear layers of the head ----
+
+T = TypeVar("T")
+
+
+class HeadLayers(NamedTuple):
+    """Linear layers of a head: `logits = sum_i layer_i(states_i)`; only the first may have a bias.
+
+    Attributes:
+        states: The hidden states `(N, H)`, and for each adapter its inner activations `(N, r)`.
+        layers: The head's own layer, and for each adapter its outer one.
+    """
+
+    states: tuple[Tensor, ...]
+    layers: tuple[nn.Linear, ...]
+
+    def apply(self, function: Callable[[HeadFactors], T]) -> T:
+        """Call a function with the factors, inside a forward pass of each layer.
+
+        ZeRO-3's hooks then gather each weight once before the function and once before its backward pass.
+
+        Args:
+            function: Returns a tensor or a tuple of tensors, which are differentiable.
+        """
+
+        def run(*states: Tensor) -> T:
+            weights = tuple(layer.weight for layer in self.layers)
+            return function(HeadFactors(states, weights, self.layers[0].bias, is_in_float32(self.layers[0])))
+
+        for layer in self.layers:
+            run = _within_pass_of(layer, run)
+        return run(*self.states)
+
+
+def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
+    """Return the layers of a head that is a linear layer with at most plain LoRA adapters.
+
+    Args:
+        head: The language-model head.
+        states: Its hidden states `(N, H)`.
+
+    Returns:
+        The layers; None for any other head, which must be called: quantized, DoRA, sharded by an engine other than
+        ZeRO-3, or with hooks that may read or change its output.
+    """
+    if type(head).__module__.startswith("peft."):
+        from peft.tuners.lora import Linear
+        from peft.utils import ModulesToSaveWrapper
+
+        if isinstance(head, ModulesToSaveWrapper):
+            return head_layers(_active_copy(head), states)
+        if type(head) is Linear:
+            return _lora_layers(head, states)
+    # Not `head.weight`, which ZeRO-3 would gather for the rest of the model's forward pass.
+    weight = next(head.parameters(recurse=False), None)
+    if type(head) not in LINEAR_KINDS or _is_observed(head) or isinstance(weight, DTensor):
+        return None
+    return HeadLayers((states,), (cast(nn.Linear, head),))
+
+
+def _within_pass_of(layer: nn.Module, function: Callable[..., T]) -> Callable[..., T]:
+    """Let a layer with hooks run a function in place of its forward pass, on the same inputs."""
+
+    def run(*states: Tensor) -> T:
+        layer.forward = function
+        try:
+            return layer(*states)
+        finally:
+            del layer.forward
+
+    return run if layer._forward_pre_hooks else function
+
+
+def _is_observed(head: nn.Module) -> bool:
+    """Tell whether a head has hooks, other than ZeRO-3's, or another `forward`."""
+    hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
+    return not all(map(is_zero_hook, hooks)) or "forward" in vars(head)
+
+
+def _active_copy(wrapper: Any) -> nn.Module:
+    active = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name]
+    is_copied = bool(active) and active[0] in wrapper.modules_to_save
+    return wrapper.modules_to_save[active[0]] if is_copied else wrapper.original_module
+
+
+def _lora_layers(head: Any, states: Tensor) -> HeadLayers | None:
+    base = head_layers(head.base_layer, states)
+    if base is None or (head.disable_adapters and head.merged):
+        return None
+    active = [] if head.disable_adapters or head.merged else [n for n in head.active_adapters if n in head.lora_A]
+    if any(name in head.lora_variant or head.lora_B[name].bias is not None for name in active):
+        return None
+    inner = [
+        head.lora_A[name](head.lora_dropout[name](states.to(next(head.lora_A[name].parameters()).dtype)))
+        * head.scaling[name]
+        for name in active
+    ]
+    return HeadLayers((*base.states, *inner), (*base.layers, *(head.lora_B[name] for name in active)))
 
 
 class PolicyAndValueOutput(NamedTuple):

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.reporting.health_checks import CHECKS, Check, History, Log, RunContext
 from rlhf_ppo.reporting.judgements import read_accuracy
 from rlhf_ppo.reporting.model_card import model_origin

@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from rlhf_ppo.checkpoints.files import check_values, read_object, replacing, write_json
-from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.rewards.builtin import prompt_text
+from rlhf_ppo.terminal.text import redacted
 
 JUDGED = "judged"
 """Prefix of the names of tables of verdicts, and the name of their directory in a run's directory."""

@@ -13,11 +13,10 @@ from torch import nn
 
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.redaction import redact_urls, redacted
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log
-from rlhf_ppo.terminal.text import code_span, markdown, visible
+from rlhf_ppo.terminal.text import code_span, markdown, redact_urls, redacted, visible
 
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""

@@ -28,7 +28,6 @@ from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.checkpoints.run import HISTORY_NAME, in_use
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds
-from rlhf_ppo.config.redaction import is_secret, redacted
 from rlhf_ppo.data.conversation import as_lines
 from rlhf_ppo.reporting.completion_files import TOKEN_SPREAD, TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import warnings_of
@@ -47,7 +46,7 @@ from rlhf_ppo.reporting.run_log import (
     read_runs,
 )
 from rlhf_ppo.reporting.verdict import verdict_of
-from rlhf_ppo.terminal.text import from_csv_cell, visible
+from rlhf_ppo.terminal.text import from_csv_cell, is_secret, redacted, visible
 
 SCRIPTS = (
     *("page.js", "chart.js", "curves.js", "overview.js", "critic.js", "judged.js", "responses.js", "settings.js"),

@@ -26,9 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from rlhf_ppo.config.redaction import redacted
 from rlhf_ppo.rewards.reward_model import Answer
-from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.terminal.text import redacted, visible_logger
 
 logger = visible_logger(__name__)
 

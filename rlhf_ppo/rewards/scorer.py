@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf_ppo.algorithm.advantages import clip_scores, kl_estimate, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
-from rlhf_ppo.algorithm.penalties import clip_scores, kl_estimate, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.config.validation import WEIGHTS, check_range
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
@@ -58,7 +58,7 @@ class ScoringBatch:
         response_mask: True on the response's tokens that the policy wrote, including the stop token, bool `(B, T)`.
         columns: The data set's other columns, each a list of `B` values.
         ended: Whether the response ended with a stop token or a stop string, bool `(B,)`, see
-            `rlhf_ppo.generation.stopping.ended`.
+            `rlhf_ppo.generation.sampling.ended`.
     """
 
     query_responses: Tensor

@@ -1,19 +1,26 @@
-"""Escaping of untrusted text, such as of a model, a server or a dataset, before it is displayed.
+"""Text before it is displayed or written: untrusted text is escaped, and secrets are hidden.
 
-`visible` is for terminals, logs, errors and names; `csv_cell`, `markdown` and `code_span` build on it. Data files keep
-their texts unchanged.
+Text of a model, a server or a data set may hold control characters and markup: `visible` is for terminals, logs,
+errors and names; `csv_cell`, `markdown` and `code_span` build on it. Arguments, URLs and errors may hold tokens,
+passwords and keys. Data files keep their texts unchanged.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import os
 import re
 import shutil
 import sys
 import textwrap
+import traceback
+import urllib.parse
 import warnings
-from typing import Any, TextIO
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import asdict
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -161,3 +168,201 @@ def _escape(record: logging.LogRecord) -> bool:
 
 def _entity(found: re.Match[str]) -> str:
     return f"&#{ord(found[0])};"
+
+
+# ---- Secrets ----
+
+
+HIDDEN = "***"
+"""Replacement of a secret."""
+
+_WHOLE_WORDS = "RLHF_PPO_HIDDEN_WORDS"
+_SPECIAL_TOKENS = "stop|eos|bos|pad|unk|sep|cls|mask|image|video|audio|start|end|decoder_start"
+_SECRET = re.compile(
+    rf"(?<!\w)(?!(?:{_SPECIAL_TOKENS})_token(?!\w))"
+    r"(?:\w*_)?(?:token|secret|password|passwd|passphrase|pwd|cookie|credentials?|api_?key|access_?key|private_?key|secret_?key|key"
+    r"|authorization|auth)(?!\w)",
+    re.IGNORECASE,
+)
+_ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>,;)\]}]+", re.IGNORECASE)
+_SETTING = re.compile(
+    rf"(?P<name>{_SECRET.pattern})(?P<between>[\"']?\s*[:=]\s*)"
+    r"(?:\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[^\s,;&)}\]]+)",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.+/=~-]+", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a setting of this name holds a secret: `hub_token` does, `stop_token` does not."""
+    return _SECRET.fullmatch(name.replace("-", "_")) is not None
+
+
+def redact_url(address: str) -> str:
+    """Return a URL without user, password, query and fragment.
+
+    Args:
+        address: A URL, valid or not.
+    """
+    scheme, _, rest = address.partition("://")
+    place = re.split("[?#]", rest, maxsplit=1)[0]
+    host, slash, path = place.partition("/")
+    if "@" in path:  # an unescaped slash in a password
+        host, slash, path = place.rpartition("@")[2].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def redact_urls(text: str) -> str:
+    """Return a text with redacted URLs."""
+    return _ADDRESS.sub(lambda found: redact_url(found[0]), text)
+
+
+def redact_text(text: str) -> str:
+    """Return a text with redacted URLs and hidden values of secret settings."""
+    text = _BEARER.sub(rf"\1 {HIDDEN}", redact_urls(text))
+    return _SETTING.sub(lambda found: f"{found['name']}{found['between']}{HIDDEN}", text)
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """Return a value without its secrets.
+
+    Args:
+        value: A setting; items of dicts, lists and tuples are redacted too.
+        name: Its name, which may mark it as secret.
+    """
+    if value is not None and not isinstance(value, bool | float) and is_secret(name):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {key: redacted(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(redacted(item) for item in value)
+    return _shown_value(value) if type(value) is str else value
+
+
+def redact_in_place(words: MutableSequence[str]) -> None:
+    """Hide the secrets of a command line in place, because W&B writes `sys.argv` to a file.
+
+    Args:
+        words: Arguments of the program.
+    """
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        follows_secret = before.startswith("--") and "=" not in before and is_secret(before.lstrip("-"))
+        words[index] = HIDDEN if follows_secret else _shown_word(word)
+
+
+def _shown_word(word: str) -> str:
+    option, equals, value = word.partition("=")
+    if equals and option.startswith("--"):
+        return f"{option}={HIDDEN if is_secret(option.lstrip('-')) else _shown_value(value)}"
+    return _shown_value(word)
+
+
+def _shown_value(text: str) -> str:
+    """Return a redacted text; a JSON object or list is redacted item by item."""
+    try:
+        content = json.loads(text) if text.lstrip()[:1] in ("{", "[") else None
+    except (ValueError, RecursionError):
+        content = None
+    if content is None:
+        return redact_text(text)
+    hidden = redacted(content)
+    return text if hidden == content else json.dumps(hidden)
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with hidden secrets."""
+    hidden = list(words)
+    redact_in_place(hidden)
+    return hidden
+
+
+def hide_from_ps(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Move the secrets of a command line, which every user of the machine can read, to the environment.
+
+    Args:
+        words: A subcommand of `rlhf-ppo` and its options.
+
+    Returns:
+        The words with hidden secrets, and an environment variable with the original words; empty without secrets.
+    """
+    hidden = redact_words(words)
+    whole = {index: word for index, word in enumerate(words) if word != hidden[index]}
+    return hidden, {_WHOLE_WORDS: json.dumps(whole)} if whole else {}
+
+
+def restore_hidden_words(words: Sequence[str]) -> list[str]:
+    """Undo `hide_from_ps` in the started process, and remove the environment variable.
+
+    Args:
+        words: A subcommand of `rlhf-ppo` and its options, as in the command line.
+    """
+    whole: dict[str, str] = json.loads(os.environ.pop(_WHOLE_WORDS, "{}"))
+    return [whole.get(str(index), word) for index, word in enumerate(words)]
+
+
+def redact_traceback(error: BaseException) -> str:
+    """Return an error's traceback with redacted messages and unchanged lines of code."""
+    lines = traceback.TracebackException.from_exception(error).format()
+    return "".join(line if line.startswith("  File ") else redact_text(line) for line in lines)
+
+
+def hide_secrets(text: str, secrets: Iterable[str]) -> str:
+    """Return a text with these secrets hidden."""
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return text
+
+
+def secrets_of(address: str) -> set[str]:
+    """Return the secret parts of a URL: user, password, query and its values, as written and decoded."""
+    parts = urllib.parse.urlsplit(address)
+    user, _, password = parts.netloc.rpartition("@")[0].partition(":")
+    values = [value for _, value in urllib.parse.parse_qsl(parts.query)]
+    found = {user, password, parts.query, parts.fragment, *values}
+    return {text for secret in found for text in (secret, urllib.parse.unquote(secret)) if len(text) > 1}
+
+
+class RedactsSecrets:
+    """Base of `TrainingArguments` that are written to files, logs and trackers without secrets.
+
+    Pickled arguments (Trainer's `training_args.bin`) have None for secrets, and redacted URLs; copies in memory are
+    complete.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: _state_of(name, value) for name, value in self.__dict__.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = self.__copy__()
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __copy__(self) -> Self:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as JSON values, without secrets."""
+        written = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
+        unhidden = {name: getattr(self, name) for name in written if name.endswith("_token") and not is_secret(name)}
+        return {name: redacted(value, name) for name, value in (written | unhidden).items()}
+
+    def __str__(self) -> str:
+        values = asdict(self)  # pyright: ignore[reportArgumentType]
+        lines = [f"{name}={redacted(value, name)},\n" for name, value in sorted(values.items())]
+        return f"{type(self).__name__}(\n{''.join(lines)})"
+
+    __repr__ = __str__
+
+
+def _state_of(name: str, value: Any) -> Any:
+    if is_secret(name) and isinstance(value, str):
+        return None
+    # The object that holds DeepSpeed's configuration, which may contain the key of a tracker.
+    config = getattr(value, "config", getattr(value, "deepspeed_config", None))
+    if isinstance(config, dict):
+        return value if redacted(config) == config else None
+    return redacted(value)

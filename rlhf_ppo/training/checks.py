@@ -17,12 +17,11 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils.import_utils import is_peft_available
 
-from rlhf_ppo.algorithm.penalties import FixedKLController, check_coefficient
+from rlhf_ppo.algorithm.advantages import FixedKLController, check_coefficient
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
 from rlhf_ppo.config.inherited import check_keys
-from rlhf_ppo.config.ppo_config import settings_of
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.config.unused import RunContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, check_rows
 from rlhf_ppo.evaluation.critic_audit import check_audit

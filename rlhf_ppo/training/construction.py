@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from rlhf_ppo.algorithm.penalties import AdaptiveKLController, FixedKLController, KLController
+from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.prompts import PositionLimit, smallest
@@ -32,9 +32,8 @@ from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
 from rlhf_ppo.models.heads import ValueHead
-from rlhf_ppo.models.logprobs import check_logits
-from rlhf_ppo.models.node_memory import cast_once
-from rlhf_ppo.models.unwrapping import as_module, is_peft_model
+from rlhf_ppo.models.policy_and_value import check_logits
+from rlhf_ppo.models.unwrapping import as_module, cast_once, is_peft_model
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of

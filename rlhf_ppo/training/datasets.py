@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     PositionLimit,

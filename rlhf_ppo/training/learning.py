@@ -32,8 +32,7 @@ from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_updat
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
-from rlhf_ppo.models.logprobs import ResponseLogprobs
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.processes.distributed import get_logger, minibatch_generator, raise_on_all_ranks
 from rlhf_ppo.processes.signals import MicroBatchStopCheck, Stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments, masked_mean
-from rlhf_ppo.algorithm.penalties import FixedKLController, KLController
 from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data.prompts import PositionLimit, Prompts, check_lengths
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
@@ -22,8 +22,7 @@ from rlhf_ppo.evaluation import critic_audit as audits
 from rlhf_ppo.evaluation.rollouts import runnable, sample_rows
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.generation.overlap import Job, SamplesAhead
-from rlhf_ppo.generation.sampling import naming_the_model
-from rlhf_ppo.generation.stopping import join_responses
+from rlhf_ppo.generation.sampling import join_responses, naming_the_model
 from rlhf_ppo.generation.transformers_engine import sampling_config
 from rlhf_ppo.models.heads import of_own_heads
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput

@@ -18,10 +18,10 @@ from transformers.trainer_callback import CallbackHandler
 
 from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.sizes import Sizes
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.data.prompts import PositionLimit, Prompts, eos_id, pad_id
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.generation.stopping import StopStrings, ended
+from rlhf_ppo.generation.sampling import StopStrings, ended
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.processes.distributed import RngStreams, get_logger

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.environments.text import TextEnvironment
+from rlhf_ppo.environments.tools import TextEnvironment
 
 
 def reached(phase: str) -> None:

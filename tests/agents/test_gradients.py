@@ -15,7 +15,7 @@ from transformers import LlamaForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 from tests.agents.chat import ppo_config
 from tests.agents.test_kept_caches import Talk, sharp
 from tests.agents.test_resume import player, tokenizer_of_words

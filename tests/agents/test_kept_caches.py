@@ -11,7 +11,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 from rlhf_ppo.generation.sampling import FiniteLogitsCheck
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.unwrapping import transformers_model

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 from rlhf_ppo.training import episodes
 from tests.agents.box import Box
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text

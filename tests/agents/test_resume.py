@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.processes.signals import RunStopped

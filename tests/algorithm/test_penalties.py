@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_ppo.algorithm.penalties import (
+from rlhf_ppo.algorithm.advantages import (
     clip_scores,
     kl_estimate,
     penalize_missing_eos,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from torch import Tensor
 
-from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam
+from rlhf_ppo.algorithm.advantages import AdaptiveKLController, check_coefficient, gae, length_adaptive_lam
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
     aggregation_weights,
@@ -27,7 +27,6 @@ from rlhf_ppo.algorithm.losses import (
     token_mean,
     weight_clipped_policy_loss,
 )
-from rlhf_ppo.algorithm.penalties import AdaptiveKLController, check_coefficient
 
 
 def of_ratios(ratios: list[float], advantages: list[float], **how: Any) -> tuple[PolicyLoss, Tensor]:

@@ -158,6 +158,25 @@ def test_every_row_says_why_it_was_run_and_where_it_is_from() -> None:
     assert all("dirty" in row for row in rows if "commit" in row)
 
 
+def test_the_table_of_generation_overlap_is_that_of_its_runs() -> None:
+    from intervals import difference
+
+    rows = [json.loads(line) for line in (FOLDER / "overlap.jsonl").read_text().splitlines()]
+    page = (FOLDER.parents[1] / "docs" / "generation.md").read_text()
+    variants = "preset:recommended", "preset:recommended,generation_overlap=1"
+    for task in ("arithmetic", "stories"):
+        without, ahead = (
+            {row["seed"]: row["final"]["gold"] for row in rows if (row["task"], row["variant"]) == (task, variant)}
+            for variant in variants
+        )
+        assert set(without) == set(ahead) == set(range(5))
+        ranges = (
+            f"{sum(of.values()) / 5:.3f} ({min(of.values()):.3f} to {max(of.values()):.3f})" for of in (without, ahead)
+        )
+        paired = difference(ahead, without).shown(signed=True).removesuffix(" paired")
+        assert f"| {task} | {' | '.join(ranges)} | {paired} |" in page
+
+
 def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path: Path) -> None:
     from variants import OPTIONS
 

@@ -167,7 +167,7 @@ def test_demo_exits_with_1_unless_the_judge_is_clear(monkeypatch, tmp_path):
     class Result:
         is_clear = False
 
-    monkeypatch.setattr("rlhf_ppo.demo.run.run_demo", lambda directory: seen.append(directory) or Result)
+    monkeypatch.setattr("rlhf_ppo.cli.demo.run_demo", lambda directory: seen.append(directory) or Result)
     with pytest.raises(SystemExit) as ended:
         demo([str(tmp_path)])
     Result.is_clear = True

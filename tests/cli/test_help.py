@@ -16,7 +16,7 @@ from trl.trainer.model_config import ModelConfig
 from rlhf_ppo.cli import main
 from rlhf_ppo.cli.commands import OPTIONS
 from rlhf_ppo.cli.estimate import EstimateArguments
-from rlhf_ppo.cli.help import page_of
+from rlhf_ppo.cli.main import page_of
 from rlhf_ppo.cli.options import UNSUPPORTED, JudgeArguments, LLMCommand
 from rlhf_ppo.compat.params import UNAVAILABLE, LLMTrainingParams
 

@@ -17,8 +17,8 @@ import yaml
 from rlhf_ppo.cli.init import QUESTIONS, init, scalar
 from rlhf_ppo.cli.measuring import Data, Machine, learning_rate, measure_data, propose, seconds_of
 from rlhf_ppo.cli.pipeline import check_steps
+from rlhf_ppo.cli.steps import read_pipeline
 from rlhf_ppo.data.sources import load_splits
-from rlhf_ppo.pipeline.steps import read_pipeline
 from tests.conftest import make_tokenizer, save_models, tiny_policy, write_rows
 
 ALL = "--model base --texts texts.jsonl --preferences pairs.jsonl --prompts prompts.jsonl"

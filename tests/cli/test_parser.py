@@ -8,7 +8,7 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.hints import REMOVED
+from rlhf_ppo.config.validation import REMOVED
 
 
 def parser() -> PPOArgumentParser:

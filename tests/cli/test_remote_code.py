@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
 WITHOUT_CODE = {
     "checkpoints/complete.py",  # the class of a model that is loaded already
     *("models/adapters.py", "cli/training.py"),  # PEFT's configuration
-    "demo/run.py",  # models that it has made itself
+    "cli/demo.py",  # models that it has made itself
 }
 
 CODE = """

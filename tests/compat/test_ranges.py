@@ -22,7 +22,7 @@ ABOVE_THE_FLOOR = {"torch"}
 RUN_BY_THE_OLDEST = ("deepspeed", "math", "peft", "wandb")
 """Extras that `make test-oldest` installs; vLLM needs a GPU."""
 
-USES_TRL_ALWAYS = {"cli", "compat", "demo"}
+USES_TRL_ALWAYS = {"cli", "compat"}
 
 
 def floors() -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from rlhf_ppo.compat.trl import batch_generation, forward, generate
-from rlhf_ppo.generation.stopping import truncate_response
+from rlhf_ppo.generation.sampling import truncate_response
 from tests.conftest import tiny_policy, tiny_scorer
 
 CONTRACT = {

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.config.sizes import Sizes, run_length
+from rlhf_ppo.config.ppo_config import Sizes, run_length
 
 CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
 SMALL = st.integers(1, 16)

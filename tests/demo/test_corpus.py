@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlhf_ppo.demo.run import HEROES, openings, pleasantness, preference_pairs, stories
+from rlhf_ppo.cli.demo import HEROES, openings, pleasantness, preference_pairs, stories
 
 
 def hero_of(prompt: str) -> str:

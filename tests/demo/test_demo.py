@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_ppo.demo.run import HELD_OUT_SEED, DemoSize, openings, pleasantness, run_demo, tell_stories
+from rlhf_ppo.cli.demo import HELD_OUT_SEED, DemoSize, openings, pleasantness, run_demo, tell_stories
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1800)]
 
@@ -19,8 +19,8 @@ SIZE = DemoSize(num_stories=4000, num_pairs=5000, num_updates=20)
 TINY = """
 from pathlib import Path
 from rich.console import Console
-from rlhf_ppo.demo.run import DemoSize
-from rlhf_ppo.demo.run import run_demo
+from rlhf_ppo.cli.demo import DemoSize
+from rlhf_ppo.cli.demo import run_demo
 run_demo(Path("demo"), DemoSize(200, 64, num_updates=1, num_episodes=8, num_held_out=8), Console())
 """
 

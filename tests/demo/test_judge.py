@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rlhf_ppo.demo.run import DemoResult, compare, draw_continuation, draw_opening, pleasantness
+from rlhf_ppo.cli.demo import DemoResult, compare, draw_continuation, draw_opening, pleasantness
 from rlhf_ppo.evaluation.win_rate import WinRate
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather
 from datasets import Dataset
 
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 from rlhf_ppo.generation.protocol import Sampled, prompt_rows
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests import conftest

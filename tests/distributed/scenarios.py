@@ -26,8 +26,8 @@ from rlhf_ppo import trainer as trainers
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation import transformers_engine
-from rlhf_ppo.generation.stopping import join_responses
-from rlhf_ppo.models import logprobs
+from rlhf_ppo.generation.sampling import join_responses
+from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.rewards.judges import PreferenceReward
 from rlhf_ppo.training.rollouts import on_whole_policy
 from tests import conftest
@@ -301,13 +301,16 @@ def one_step(
 @contextmanager
 def fused_heads(tokens_per_chunk: int) -> Iterator[list[int]]:
     """Cut the tokens of each pass into chunks, list how many, and let no head be called instead of taken apart."""
-    fused, chunks = logprobs.fused_logprobs, []
+    fused, chunks = policy_and_value.fused_logprobs, []
 
     def counted(factors: Any, targets: Any, scaling: Any, max_elements: int, *others: Any) -> Any:
         chunks.append(-(-len(targets) // tokens_per_chunk))
         return fused(factors, targets, scaling, tokens_per_chunk * len(factors.weights[0]), *others)
 
-    with patch.object(logprobs, "fused_logprobs", counted), patch.object(logprobs, "_logprobs_of_called_head", None):
+    with (
+        patch.object(policy_and_value, "fused_logprobs", counted),
+        patch.object(policy_and_value, "_logprobs_of_called_head", None),
+    ):
         yield chunks
 
 
@@ -695,7 +698,7 @@ def recorded_heads(weights: str) -> Iterator[list[float]]:
 
     The adapters on it give 0 before the first step. Engines with states in 16 bits have the head in 16 bits, too.
     """
-    head, compute, off_by = load_file(weights)["model.embed_tokens.weight"], logprobs.token_logprobs, []
+    head, compute, off_by = load_file(weights)["model.embed_tokens.weight"], policy_and_value.token_logprobs, []
 
     def recording(policy: Any, states: torch.Tensor, targets: torch.Tensor, temperature: float, *others: Any) -> Any:
         found = compute(policy, states, targets, temperature, *others)
@@ -704,7 +707,7 @@ def recorded_heads(weights: str) -> Iterator[list[float]]:
         off_by.append(float((found[0].detach().double() - exact).norm() / exact.norm()))
         return found
 
-    with patch.object(logprobs, "token_logprobs", recording):
+    with patch.object(policy_and_value, "token_logprobs", recording):
         yield off_by
 
 

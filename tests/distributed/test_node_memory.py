@@ -17,7 +17,7 @@ from accelerate import PartialState
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.models import loading, node_memory
+from rlhf_ppo.models import loading, unwrapping
 from tests import conftest
 from tests.distributed import processes
 from tests.distributed.scenarios import make_trainer
@@ -97,7 +97,7 @@ def write(folder: str) -> list[float]:
     """Write into a shared tensor in the second process; return what each process then has."""
     PPOConfig(folder, ddp_backend="gloo", bf16=False, use_cpu=True)
     state = PartialState()
-    (held,) = node_memory.hold_once([torch.full((4,), 3.0 if state.is_main_process else 0.0)])
+    (held,) = unwrapping.hold_once([torch.full((4,), 3.0 if state.is_main_process else 0.0)])
     state.wait_for_everyone()
     if not state.is_main_process:
         held[1] = 7.0

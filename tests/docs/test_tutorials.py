@@ -12,10 +12,10 @@ from accelerate.commands.launch import launch_command_parser
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli import demo as demo
 from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
+from rlhf_ppo.cli.demo import DemoSize
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.demo import run as demo
-from rlhf_ppo.demo.run import DemoSize
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 BLOCK = re.compile(r'^```(bash|python|text)(?: title="([\w./]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.environments.pool import Environments, EpisodeError, answer_texts
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 
 gymnasium = pytest.importorskip("gymnasium")
 from tests.environments import adapted  # noqa: E402
@@ -126,6 +126,6 @@ def test_openenv(client: Any, pool: Callable[..., Environments]) -> None:
 
 
 def test_the_adapter_imports_nothing_of_what_it_adapts() -> None:
-    from rlhf_ppo.environments import text
+    from rlhf_ppo.environments import tools
 
-    assert not {"gymnasium", "gym", "skyrl_gym", "openrlhf", "openenv", "ragen", "torch"} & vars(text).keys()
+    assert not {"gymnasium", "gym", "skyrl_gym", "openrlhf", "openenv", "ragen", "torch"} & vars(tools).keys()

@@ -18,9 +18,8 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerF
 from rlhf_ppo.cli.commands import parse_options
 from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.main import main, write_configs
-from rlhf_ppo.cli.pipeline import check_steps
-from rlhf_ppo.pipeline.running import run_pipeline
-from rlhf_ppo.pipeline.steps import read_pipeline
+from rlhf_ppo.cli.pipeline import check_steps, run_pipeline
+from rlhf_ppo.cli.steps import read_pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))

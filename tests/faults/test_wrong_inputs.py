@@ -25,7 +25,7 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.config.hints import REMOVED
+from rlhf_ppo.config.validation import REMOVED
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, save_models, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 

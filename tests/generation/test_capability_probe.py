@@ -18,8 +18,8 @@ from rlhf_ppo.generation.transformers_engine import (
     greedy_config,
     sample_responses,
 )
-from rlhf_ppo.models.logprobs import logits
 from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.policy_and_value import logits
 from tests.conftest import tiny_policy
 from tests.models.architectures import tiny_model
 

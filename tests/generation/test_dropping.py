@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from rlhf_ppo.generation.stopping import StopStrings, response_mask
+from rlhf_ppo.generation.sampling import StopStrings, response_mask
 from rlhf_ppo.generation.transformers_engine import CompactionCriterion, generate_compacting
 from rlhf_ppo.models.unwrapping import CACHE
 from tests.conftest import make_tokenizer, tiny_policy

@@ -22,7 +22,7 @@ from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import VLLMEngine
-from rlhf_ppo.models.logprobs import response_logprobs
+from rlhf_ppo.models.policy_and_value import response_logprobs
 from rlhf_ppo.rewards.judges import PreferenceReward
 from rlhf_ppo.training.run_state import special_tokens
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy

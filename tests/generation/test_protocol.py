@@ -15,8 +15,7 @@ from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.evaluation import win_rate
 from rlhf_ppo.evaluation.win_rate import Answering, respond
 from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
-from rlhf_ppo.generation.sampling import NonFiniteLogitsError
-from rlhf_ppo.generation.stopping import StopStrings
+from rlhf_ppo.generation.sampling import NonFiniteLogitsError, StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.runs import QUICK

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.generation.stopping import (
+from rlhf_ppo.generation.sampling import (
     StopStrings,
     ended,
     join_responses,

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.generation import transformers_engine
-from rlhf_ppo.generation.stopping import StopsAtStrings, StopStrings, ended, join_responses
+from rlhf_ppo.generation.sampling import StopsAtStrings, StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.models.heads import multiply_head_in_float32
-from rlhf_ppo.models.logprobs import token_logprobs
 from rlhf_ppo.models.packing import PackedRows, _attend_row_by_row, attend_varlen
+from rlhf_ppo.models.policy_and_value import token_logprobs
 from tests.gpu.conftest import MakeTrainer, small_policy
 from tests.runs import QUICK, record_rollouts
 

@@ -22,9 +22,8 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.heads import scalar_head
-from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.packing import PACKS
-from rlhf_ppo.models.policy_and_value import response_values
+from rlhf_ppo.models.policy_and_value import response_logprobs, response_values
 from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import count_w4, tiny_scorer
 from tests.models.architectures import REFUSED, UNTESTED, families, has_classifier, tiny_model

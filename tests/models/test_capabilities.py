@@ -19,8 +19,8 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.models.capabilities import check_consistent, position_limit, positions, weights_not_finite
 from rlhf_ppo.models.heads import reads_last_token
-from rlhf_ppo.models.logprobs import check_logits
 from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.policy_and_value import check_logits
 from rlhf_ppo.rewards.judges import RewardModelJudge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model

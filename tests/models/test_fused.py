@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from rlhf_ppo.models import fused as fused_module
-from rlhf_ppo.models import logprobs
+from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
-from rlhf_ppo.models.logprobs import head_layers, response_logprobs, token_logprobs
+from rlhf_ppo.models.policy_and_value import head_layers, response_logprobs, token_logprobs
 from tests.conftest import tiny_policy
 from tests.models.test_logprobs import ragged_batch, tiny_model
 
@@ -175,9 +175,9 @@ def test_a_called_head_and_one_taken_apart_agree(monkeypatch: pytest.MonkeyPatch
         return [values.detach(), entropy.detach(), ours.grad, model.get_output_embeddings().weight.grad.clone()]
 
     apart = gradients()
-    monkeypatch.setattr(logprobs, "head_layers", lambda head, states: None)
+    monkeypatch.setattr(policy_and_value, "head_layers", lambda head, states: None)
     for elements in (2**20, 4 * 32):
-        monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", elements)
         for ours, theirs in zip(apart, gradients(), strict=True):
             assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
@@ -272,7 +272,7 @@ def test_a_weight_that_hooks_gather_is_gathered_once_for_each_pass(
     on_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In three chunks, with the values and gradients of the whole head."""
-    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 4 * 32)
+    monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", 4 * 32)
     states, targets = torch.randn(11, 32), torch.randint(32, (11,))
     model = adapted()[0] if on_head else tiny_policy()
     layers = [layer for name, layer in model.named_modules() if "lm_head" in name and type(layer) is nn.Linear]
@@ -350,8 +350,8 @@ def test_a_device_must_have_both_products_into_float32(
 
 def test_a_cpu_has_no_such_products_and_chunks_go_by_the_device() -> None:
     assert not fused_module.multiplies_into_float32("cpu", torch.bfloat16)
-    assert logprobs.max_chunk_elements(torch.ones(2)) == 2**24
-    assert logprobs.max_chunk_elements(SimpleNamespace(device=torch.device("cuda"))) == 2**27  # pyright: ignore
+    assert policy_and_value.max_chunk_elements(torch.ones(2)) == 2**24
+    assert policy_and_value.max_chunk_elements(SimpleNamespace(device=torch.device("cuda"))) == 2**27  # pyright: ignore
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])

@@ -17,7 +17,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.transformers_engine import sample_responses
-from rlhf_ppo.models import logprobs as logprobs_module
+from rlhf_ppo.models import policy_and_value as logprobs_module
 from rlhf_ppo.models.heads import (
     Float32Linear,
     check_one_label,
@@ -29,8 +29,8 @@ from rlhf_ppo.models.heads import (
     token_values,
 )
 from rlhf_ppo.models.loading import load_reward_model
-from rlhf_ppo.models.logprobs import token_logprobs
 from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.policy_and_value import token_logprobs
 from rlhf_ppo.models.unwrapping import output_layer
 from tests.conftest import needs_continuous, tiny_policy, tiny_scorer
 from tests.generation.test_dropping import greedy

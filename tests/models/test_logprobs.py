@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models import logprobs
-from rlhf_ppo.models.logprobs import check_logits, response_logprobs, token_logprobs
+from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.models.packing import hidden_states
+from rlhf_ppo.models.policy_and_value import check_logits, response_logprobs, token_logprobs
 from tests.conftest import count_w4, tiny_policy, tiny_scorer
 from tests.models import architectures
 
@@ -101,7 +101,9 @@ def test_without_entropy_the_logprobs_are_the_same(is_called: bool) -> None:
 @pytest.mark.parametrize("name", SCALED)
 def test_an_unknown_change_of_the_logits_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(name)
-    monkeypatch.setattr(logprobs, "logits", lambda policy, states: policy.get_output_embeddings()(states).float())
+    monkeypatch.setattr(
+        policy_and_value, "logits", lambda policy, states: policy.get_output_embeddings()(states).float()
+    )
     with pytest.raises(ValueError, match=f"{type(model).__name__} changes its logits after the head"):
         check_logits(model)
 
@@ -165,7 +167,7 @@ def test_no_tensor_of_batch_time_and_vocabulary_in_rollout_or_learning(
     """The bound is `B T V` of one micro-batch; parameters and one step's logits `(B, V)` are below it."""
     vocabulary, rows, response_length, chunk = 512, 8, 16, 8
     config = {"vocab_size": vocabulary, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", chunk * vocabulary)
+    monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", chunk * vocabulary)
 
     def train() -> LargestOutput:
         trainer = make_trainer(
@@ -224,7 +226,7 @@ def test_logits_of_the_last_chunk_are_kept_and_the_others_recomputed(monkeypatch
     model = tiny_policy(vocab_size=vocabulary, hidden_size=16)
     states = torch.randn(num_tokens, 16, requires_grad=True)
     targets = torch.randint(vocabulary, (num_tokens,))
-    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", chunk * vocabulary)
+    monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", chunk * vocabulary)
     with saved_for_backward() as saved:
         result, _ = token_logprobs(model, states, targets, 1.0)
     assert max(saved) <= vocabulary * 16 and sum(saved) < num_tokens * vocabulary / 2
@@ -239,7 +241,7 @@ def test_the_head_sees_each_real_response_token_once(monkeypatch: pytest.MonkeyP
     model, batch = tiny_policy(), ragged_batch()
     rows: list[int] = []
     model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(len(output)))
-    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", 4 * 32)
+    monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", 4 * 32)
     with torch.no_grad():
         response_logprobs(model, *batch, 1.0)
     assert rows == [4, 4, 3]

@@ -9,8 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from rlhf_ppo.models.heads import token_values
-from rlhf_ppo.models.logprobs import response_logprobs
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
 from tests import oracles
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.oracles import Episode, Llama

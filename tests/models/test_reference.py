@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models.adapters import adds_nothing
-from rlhf_ppo.models.logprobs import response_logprobs
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
 from rlhf_ppo.models.reference import Reference, make_reference
 from tests.conftest import tiny_policy, tiny_scorer
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.logprobs import response_logprobs
 from rlhf_ppo.models.packing import PACKED, hidden_states, pack_rows
+from rlhf_ppo.models.policy_and_value import response_logprobs
 from tests.models.test_packing import PACKING, ROWS, alone, gradients, model_of, padded
 
 CALLS: list[inspect.BoundArguments] = []

@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.pipeline.running import end_with_parent, run_pipeline
-from rlhf_ppo.pipeline.steps import read_pipeline
+from rlhf_ppo.cli.pipeline import end_with_parent, run_pipeline
+from rlhf_ppo.cli.steps import read_pipeline
 from tests.conftest import save_models, tiny_policy, write_rows
 
 OUT = Path("out")

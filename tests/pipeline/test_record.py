@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_ppo.cli.pipeline import pipeline as command
-from rlhf_ppo.pipeline.running import planned, run_pipeline
-from rlhf_ppo.pipeline.steps import read_pipeline, read_record
+from rlhf_ppo.cli.main import pipeline as command
+from rlhf_ppo.cli.pipeline import planned, run_pipeline
+from rlhf_ppo.cli.steps import read_pipeline, read_record
 from tests.pipeline.stand_ins import TEXT, Steps, prepare
 
 RECORD = Path("out/pipeline.json")

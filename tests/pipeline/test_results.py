@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.pipeline.running import keep_win_rates
-from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
+from rlhf_ppo.cli.pipeline import keep_win_rates
+from rlhf_ppo.cli.steps import Pipeline, read_pipeline
 
 TEXT = """
 output_dir: out

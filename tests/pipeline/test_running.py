@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint
-from rlhf_ppo.cli.pipeline import pipeline as command
-from rlhf_ppo.pipeline.running import run_pipeline, start_python
-from rlhf_ppo.pipeline.steps import Pipeline, read_pipeline
+from rlhf_ppo.cli.main import pipeline as command
+from rlhf_ppo.cli.pipeline import run_pipeline, start_python
+from rlhf_ppo.cli.steps import Pipeline, read_pipeline
 from tests.conftest import save_models, tiny_policy
 from tests.pipeline.stand_ins import Steps
 
@@ -186,7 +186,7 @@ def test_a_signal_ends_the_pipeline_after_a_step_that_ended_well(
 
 def test_the_end_of_the_terminal_is_no_error(read: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
     left = list[bool]()
-    monkeypatch.setattr("rlhf_ppo.pipeline.running.discard_closed_terminal", lambda: left.append(True))
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.discard_closed_terminal", lambda: left.append(True))
     run_pipeline(read(), Steps(lambda *_: signal.raise_signal(signal.SIGHUP)))
     assert left
 
@@ -245,7 +245,7 @@ def test_a_mistake_in_the_last_step_is_reported_before_the_first_has_run(
     Path("bare.jsonl").write_text('{"a": 1}\n')
     real(TEXT.replace(old, new))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
     for options in ([], ["--dry-run"]):
         with pytest.raises(SystemExit) as stopped:
             command(["run.yaml", *options])
@@ -265,7 +265,7 @@ def test_the_problems_of_all_sections_are_in_one_list(
         "judge: {dataset_name: away.jsonl, judge: lenght}\n"
         "report: {outptu: x}\n"
     )
-    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
     with pytest.raises(SystemExit, match="2"):
         command(["run.yaml"])
 
@@ -284,13 +284,13 @@ def test_a_second_pipeline_in_its_directory_is_refused(
     real()
 
     def started_again(_: Sequence[str]) -> int:
-        monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
+        monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
         with pytest.raises(SystemExit) as stopped:
             command(["run.yaml"])
         assert stopped.value.code == 2
         return 3
 
-    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", started_again)
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", started_again)
     with pytest.raises(SystemExit) as ended:
         command(["run.yaml"])
 
@@ -303,7 +303,7 @@ def test_a_dry_run_names_the_commands_and_starts_none(
     real: Callable[..., Pipeline], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real(TEXT.replace("ppo: {", "ppo: {reward_weights: {reward_model: 2}, "))
-    monkeypatch.setattr("rlhf_ppo.pipeline.running.start_python", lambda _: pytest.fail("a step was run"))
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", lambda _: pytest.fail("a step was run"))
     command(["run.yaml", "--dry-run"])
 
     printed = capsys.readouterr().out
@@ -330,7 +330,7 @@ BEGINS = "running.end_with_parent = slow"
 SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 PARENT = """
 import os, time
-from rlhf_ppo.pipeline import running
+from rlhf_ppo.cli import pipeline
 
 def slow(parent, end_with_parent=running.end_with_parent):
     print(os.getpid(), flush=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ppo.pipeline.running import run_pipeline
-from rlhf_ppo.pipeline.steps import read_pipeline
+from rlhf_ppo.cli.pipeline import run_pipeline
+from rlhf_ppo.cli.steps import read_pipeline
 from tests.pipeline.stand_ins import DATA, NAMES, TEXT, TRAINING, Killed, Steps, outputs, prepare
 
 PAGE = Path(__file__).parents[2] / "docs/pipeline.md"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ppo.pipeline.steps import Step, read_pipeline
+from rlhf_ppo.cli.steps import Step, read_pipeline
 
 WHOLE = """
 output_dir: runs/x

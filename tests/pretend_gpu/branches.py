@@ -18,7 +18,7 @@ NOT_EXECUTED: dict[str, str] = {
     "config/inherited.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
         "for a GPU without bfloat16; tests/config/test_ppo_config.py"
     ),
-    "models/node_memory.py: type(value) is nn.Parameter and value.device.type == 'cpu'": (
+    "models/unwrapping.py: type(value) is nn.Parameter and value.device.type == 'cpu'": (
         "several processes of a node; tests/distributed/test_node_memory.py"
     ),
     "generation/overlap.py: how.device.type != 'cpu'": "a worker process, which has no pretended device; not run yet",

@@ -14,7 +14,7 @@ EXPECTED = {
     "generate": {
         "generation/sampling.py:check_beside": 3,
         "generation/protocol.py:checked": 1,
-        "generation/stopping.py:join_responses": 1,
+        "generation/sampling.py:join_responses": 1,
         "generation/transformers_engine.py:_repeats": 1,
     },
     "score": {"rewards/scorer.py:_rows": 1, "rewards/scorer.py:_weighted_sum": 1},

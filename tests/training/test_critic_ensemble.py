@@ -12,11 +12,11 @@ import torch
 from numpy.testing import assert_allclose
 from transformers import AutoModelForSequenceClassification, TrainingArguments
 
+from rlhf_ppo.cli.critic import CriticTrainer, collate, examples_of
 from rlhf_ppo.decoding import values_of
 from rlhf_ppo.models.heads import value_head_of
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.reporting.report import write_report
-from rlhf_ppo.training.critic_fitting import CriticTrainer, collate, examples_of
 from tests.conftest import tiny_scorer
 from tests.runs import QUICK, die_and_resume, logged, record_rollouts
 from tests.training.test_value_heads import BINS, MODELS, ROWS, RUNNING, adapted, expected_values

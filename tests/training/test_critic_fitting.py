@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, TrainingArguments
 
-from rlhf_ppo.cli.critic import train_critic
+from rlhf_ppo.cli.critic import CriticTrainer, collate, examples_of, train_critic
 from rlhf_ppo.cli.main import main
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import load_value_model
 from rlhf_ppo.models.unwrapping import transformers_model
-from rlhf_ppo.training.critic_fitting import CriticTrainer, collate, examples_of
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.runs import QUICK, record_rollouts
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.algorithm.penalties import AdaptiveKLController
+from rlhf_ppo.algorithm.advantages import AdaptiveKLController
 from rlhf_ppo.config.unused import UNUSED, RunContext, unused_options
 from rlhf_ppo.data.prompts import may_hold_chats
 from tests.conftest import tiny_policy

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.algorithm.advantages import gae
+from rlhf_ppo.algorithm.advantages import AdaptiveKLController, gae
 from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
-from rlhf_ppo.algorithm.penalties import AdaptiveKLController
 from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.training.learning import resolve_policy_loss
 from tests.conftest import tiny_policy, tiny_scorer

@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.algorithm.penalties import AdaptiveKLController
+from rlhf_ppo.algorithm.advantages import AdaptiveKLController
 from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.rewards.judges import PreferenceReward

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.environments.text import text_environment
+from rlhf_ppo.environments.tools import text_environment
 from tests.vllm.training import EOS, NEAR, first_logs, make_vllm_trainer, policy_of
 
 STOP = 13

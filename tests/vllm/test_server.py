@@ -15,7 +15,7 @@ from peft import LoraConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation import vllm
 from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.generation.stopping import response_mask
+from rlhf_ppo.generation.sampling import response_mask
 from tests.ports import free_port
 from tests.runs import KeepsWeights, logged, record_rollouts
 from tests.vllm.episodes import check_episodes

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceCl
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.data.prompts import PromptCollator, Prompts
 from rlhf_ppo.generation.protocol import Sampled, sample_with
-from rlhf_ppo.generation.stopping import response_mask
+from rlhf_ppo.generation.sampling import response_mask
 from rlhf_ppo.generation.transformers_engine import TransformersEngine, greedy_config, sampling_config
 from tests.conftest import QUIET, make_tokenizer, prompt_rows
 from tests.gpu.conftest import small_config, small_policy

@@ -103,7 +103,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
             "if cliprange_value is None:\n        return ValueLoss(2 * unc",
         ),
     ],
-    ("penalties.py", "tests/algorithm/test_recipes.py"): [
+    ("advantages.py", "tests/algorithm/test_recipes.py"): [
         ("-0.2), 0.2)", "-0.2), 0.3)"),
         ("mean_kl / self.target - 1, -0.2", "mean_kl / self.target - 1, -0.3"),
         ("mean_kl / self.target - 1", "mean_kl / self.target"),
@@ -112,8 +112,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if math.isnan(mean_kl):", "if False:"),
         ("max(moved, sys.float_info.min)", "moved"),
         ("if not 0 <= coef < math.inf", "if not coef < math.inf"),
-    ],
-    ("advantages.py", "tests/algorithm/test_recipes.py"): [
         ("(1 - 1 / (alpha *", "(1 - alpha / ("),
         ("clamp(min=1))).clamp(min=0)\n", "clamp(min=1)))\n"),
     ],
@@ -157,7 +155,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("masked.py", "tests/rewards/test_shaping.py::test_equal_scores_have_no_spread"): [
         ("scores = scores.to(exact_type(scores.device))", "scores = scores.float()"),
     ],
-    ("penalties.py", all_tests("penalties")): [
+    ("advantages.py", all_tests("penalties")): [
         ("logprobs.float() - ref_logprobs.float()", "ref_logprobs.float() - logprobs.float()"),
         ("logprobs.float() - ref_logprobs.float()", "logprobs - ref_logprobs"),
         ("torch.expm1(-log_ratio) + log_ratio", "torch.expm1(log_ratio) - log_ratio"),

@@ -4,8 +4,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("ppo_config.py", "tests/config/test_sizes.py"): [
         ("batch // self.num_mini_batches", "local // self.num_mini_batches"),
         ("check_num_prompts(num_examples, batch,", "check_num_prompts(num_examples, local,"),
-    ],
-    ("sizes.py", "tests/config/test_sizes.py"): [
         ("num_prompts * num_generations < batch_size", "num_prompts * num_generations <= batch_size"),
         ("local % number:", "per_device % number:"),
         ("math.ceil(total_episodes / batch_size), ", "total_episodes // batch_size, "),

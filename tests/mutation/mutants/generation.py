@@ -34,16 +34,16 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)", "sampled"),
     ],
     (
-        "stopping.py",
+        "sampling.py",
         "tests/generation/test_sequences.py::test_joined_rows_have_their_masks_and_no_column_that_nobody_reaches",
     ): [
         ("int(written.sum(axis=1).max())", "int(written.sum(axis=1).min())"),
     ],
-    ("stopping.py", "tests/generation/test_sequences.py::test_the_mask_ends_with_the_first_stop_token"): [
+    ("sampling.py", "tests/generation/test_sequences.py::test_the_mask_ends_with_the_first_stop_token"): [
         ("stops.cumsum(dim=1) - stops == 0", "stops.cumsum(dim=1) == 0"),
         ("stops.cumsum(dim=1) - stops == 0", "stops.cumsum(dim=0) - stops == 0"),
     ],
-    ("stopping.py", "tests/generation/test_stopping.py"): [
+    ("sampling.py", "tests/generation/test_stopping.py"): [
         ("input_ids[:, self.prompt_length :].tolist()", "input_ids.tolist()"),
         ("self.is_in(ids[-self.num_tail_tokens :]) and self.is_in(ids)", "self.is_in(ids[-6:])"),
         ("self.is_in(ids[-self.num_tail_tokens :]) and self.is_in(ids)", "self.is_in(ids[1:])"),

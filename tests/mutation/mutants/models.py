@@ -52,11 +52,14 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("heads.py", "tests/models/test_heads.py::test_values_are_the_head_on_each_state_counted_from_the_right"): [
         (")[:, -last:]", ")[:, :last]"),
     ],
-    ("logprobs.py", "tests/models/test_logprobs.py::test_logprobs_and_entropy_are_those_of_the_models_own_logits"): [
+    (
+        "policy_and_value.py",
+        "tests/models/test_logprobs.py::test_logprobs_and_entropy_are_those_of_the_models_own_logits",
+    ): [
         ("index_select(0, tokens - 1)", "index_select(0, tokens)"),
         ("zeros.index_copy(0, places.responses, each)", "zeros.index_copy(0, places.responses, -each)"),
     ],
-    ("logprobs.py", "tests/models/test_logprobs.py::test_without_entropy_the_logprobs_are_the_same"): [
+    ("policy_and_value.py", "tests/models/test_logprobs.py::test_without_entropy_the_logprobs_are_the_same"): [
         ("policy, states) / temperature)", "policy, states) * temperature)"),
     ],
     ("packing.py", "tests/models/test_packing.py::test_states_and_gradients_are_those_of_each_row_alone"): [

@@ -1,5 +1,7 @@
 """The demo: its corpus of stories, and its steps: SFT, reward model, PPO, and a judge who knows the grammar."""
 
+from __future__ import annotations
+
 import math
 import random
 import re

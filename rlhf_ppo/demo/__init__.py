@@ -1,1 +1,0 @@
-"""Demo: a small story teller trained from scratch with SFT, a reward model and PPO."""
