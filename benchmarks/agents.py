@@ -14,6 +14,7 @@ on transformers' `generate`. Counted are, per update,
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 import threading
@@ -82,13 +83,12 @@ class Script:
         """Replace the model's `forward`."""
         forward = model.forward
 
-        def scripted(
-            input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **given: Any
-        ) -> Any:
-            output = forward(
-                input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **given
-            )
-            if past_key_values is not None and not torch.is_grad_enabled():
+        @functools.wraps(forward)
+        def scripted(input_ids: Any = None, attention_mask: Any = None, **given: Any) -> Any:
+            output = forward(input_ids=input_ids, attention_mask=attention_mask, **given)
+            names = "past_key_values", "cache"  # before transformers 5.24, and since
+            is_generating = any(given.get(name) is not None for name in names)
+            if is_generating and not torch.is_grad_enabled():
                 output.logits[:, -1] = self._logits(output.logits[:, -1], input_ids, attention_mask)
             return output
 

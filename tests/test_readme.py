@@ -209,7 +209,10 @@ OPTIONS_OF_OTHERS = {
         "target",
         "tasks",
     },  # of run.py and pip
-    "docs/generation.md": {"logprobs-mode", "max-model-len", "weight-transfer-config"},  # vLLM's server
+    "docs/generation.md": {
+        *("logprobs-mode", "max-model-len", "weight-transfer-config"),  # vLLM's server
+        *("data", "options", "tasks"),  # the benchmark
+    },
 }
 ARGUMENTS_OF_OTHERS = {
     "docs/agents.md": {"environments"},  # of reward functions
