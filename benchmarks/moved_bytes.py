@@ -153,10 +153,11 @@ def decoding(shape: Shape) -> Decoded:
         kept.append(output.past_key_values)
         return output
 
-    def after_a_prompt(*args: Any, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def after_a_prompt(*args: Any, input_ids: Any, **kwargs: Any) -> Any:
         if input_ids.shape != (shape.rows, shape.context):
-            return generate(*args, input_ids=input_ids, past_key_values=past_key_values, **kwargs)
-        cache = DynamicCache(config=model.config) if past_key_values is None else past_key_values
+            return generate(*args, input_ids=input_ids, **kwargs)
+        given = [kwargs.pop(name, None) for name in ("past_key_values", "cache")]  # renamed in transformers 5.24
+        cache = next((each for each in given if each is not None), DynamicCache(config=model.config))
         token = forward(input_ids=input_ids[:, :1], past_key_values=DynamicCache(config=model.config), use_cache=True)
         layers: Any = zip(cache.layers, token.past_key_values.layers, strict=True)
         for layer, one in layers:
