@@ -131,6 +131,13 @@ def test_there_are_chapters_not_paragraphs():
     assert len(FILES) <= MAX_MODULES
 
 
+def test_the_first_words_of_a_file_name_its_topic():
+    docstrings = {
+        name: ast.get_docstring(ast.parse(path.read_text())) or "" for name, path in zip(NAMES, FILES, strict=True)
+    }
+    assert [name for name, text in docstrings.items() if re.match(r"(What|How|Which)\b", text)] == []
+
+
 def test_the_root_is_no_hallway():
     assert len(list(PACKAGE.glob("*.py"))) <= MAX_MODULES_IN_ROOT
 

@@ -1,4 +1,4 @@
-"""How a token is sampled, and where a response ends.
+"""Sampling of tokens, and the end of responses.
 
 Top-p, inverse-CDF sampling, logits that are not finite, the head's dtype, and the model's own generation config; stop
 tokens and stop strings, truncation after them, and joining responses to their prompts.
