@@ -326,19 +326,19 @@ def test_a_process_s_exit_code_comes_back() -> None:
     assert start_python(["-c", "import os; os.kill(os.getpid(), 9)"]) == 128 + signal.SIGKILL
 
 
-BEGINS = "running.end_with_parent = slow"
+BEGINS = "pipeline.end_with_parent = slow"
 SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 PARENT = """
 import os, time
 from rlhf_ppo.cli import pipeline
 
-def slow(parent, end_with_parent=running.end_with_parent):
+def slow(parent, end_with_parent=pipeline.end_with_parent):
     print(os.getpid(), flush=True)
     time.sleep(1)
     end_with_parent(parent)
 
 {}
-raise SystemExit(running.start_python(['-c', {!r}]))
+raise SystemExit(pipeline.start_python(['-c', {!r}]))
 """
 
 
