@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from rlhf_ppo.models.unwrapping import CACHE
 from tests.agents.chat import chat_model, chat_tokenizer, ppo_config, turn_text
 
 ROWS = 8
@@ -86,9 +87,7 @@ class Script:
         @functools.wraps(forward)
         def scripted(input_ids: Any = None, attention_mask: Any = None, **given: Any) -> Any:
             output = forward(input_ids=input_ids, attention_mask=attention_mask, **given)
-            names = "past_key_values", "cache"  # before transformers 5.24, and since
-            is_generating = any(given.get(name) is not None for name in names)
-            if is_generating and not torch.is_grad_enabled():
+            if given.get(CACHE) is not None and not torch.is_grad_enabled():
                 output.logits[:, -1] = self._logits(output.logits[:, -1], input_ids, attention_mask)
             return output
 

@@ -49,6 +49,16 @@ def test_each_fault_is_named(model: Any, message: str) -> None:
         check_consistent(model(), "model", None)
 
 
+def test_a_layer_that_recomputes_with_gradients_only_is_not_random() -> None:
+    """Without gradients transformers 5.24 runs such a layer as it is, in training mode: OPT then drops states."""
+    model = tiny_policy()
+    layer = model.model.layers[0]
+    layer.register_forward_hook(
+        lambda module, inputs, output: output + torch.rand(1) * (module.training and not torch.is_grad_enabled())
+    )
+    check_consistent(model, "model", RECOMPUTING)
+
+
 def test_training_mode_that_differs_from_evaluation_is_found() -> None:
     """A module that is in training mode because it recomputes, and does something of its own there."""
     model = tiny_policy()
