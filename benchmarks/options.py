@@ -1,5 +1,7 @@
 """Measure what an argument changes in the time and the memory of an update, each in a process of its own, one thread.
 
+`adamw_torch_8bit` needs `pip install torchao`.
+
 Seconds are CPU seconds of the process. A compiler is at work in the first updates: they are reported as a sum, and an
 update's seconds are the median of those after them. The peak of memory is that above the models': activations, logits,
 gradients, the optimizer's state, and what a compiler holds.
@@ -23,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "max_tokens_per_micro_batch=1024": {"max_tokens_per_micro_batch": 1024},
+    "adamw_torch_8bit": {"optim": "adamw_torch_8bit"},
     "LoRA": {"adapters": True},
     "LoRA, gradient_checkpointing": {"adapters": True, "gradient_checkpointing": True},
     "torch_compile": {"torch_compile": True},

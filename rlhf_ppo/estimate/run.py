@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -309,7 +310,14 @@ def optimizer_bytes_per_parameter(
     state = [
         value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
     ]
-    return sum(value.nbytes for value in state) / parameter.numel()
+    return sum(map(_stored_bytes, state)) / parameter.numel()
+
+
+def _stored_bytes(value: torch.Tensor) -> int:
+    """Count the bytes that a tensor keeps. One made of other tensors, as torchao's 8-bit states, keeps only these."""
+    if is_traceable_wrapper_subclass(value):
+        return sum(_stored_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -284,6 +285,18 @@ def forecast(trainer: PPOTrainer, *rows: int) -> Estimate | None:
     return trainer._estimate.forecast(*rows)
 
 
+class TwoBytes(torch.optim.Optimizer):
+    """Keeps a state made of two tensors, as `adamw_torch_8bit` of torchao does; its own `nbytes` is that of one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            codes = torch.zeros_like(parameter, dtype=torch.uint8)
+            self.state[parameter]["exp_avg"] = TwoTensor(codes, codes.clone())
+
+
 @pytest.mark.parametrize(
     ("optimizer_class", "kwargs", "expected"),
     [
@@ -291,6 +304,7 @@ def forecast(trainer: PPOTrainer, *rows: int) -> Estimate | None:
         (torch.optim.SGD, {"lr": 0.1}, 0),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 4),
         (torch.optim.RMSprop, {}, 4),
+        (TwoBytes, {}, 2),
     ],
 )
 def test_optimizers_are_measured(optimizer_class: Any, kwargs: dict[str, Any], expected: int) -> None:

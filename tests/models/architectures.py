@@ -44,7 +44,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys("mamba_n_heads mamba_num_heads linear_num_value_heads".split(), 4),
     **dict.fromkeys("mamba_d_head mamba_head_dim q_lora_rank kv_lora_rank".split(), 8),
     **dict.fromkeys("initializer_range init_std".split(), 0.3),
-    **{"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "sliding_window": 4},
+    **dict.fromkeys("vocab_size unpadded_vocab_size".split(), 48),
+    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "sliding_window": 4},
 }
 
 
@@ -60,6 +61,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
              "ffn_config": {"hidden_size": 16, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dory": {**layers("sliding_attention", "sliding_attention", "full_attention"), "num_hidden_layers": 3,
+             "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24,
                                  "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},

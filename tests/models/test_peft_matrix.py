@@ -206,7 +206,7 @@ def test_only_the_adapter_moves_and_over_one_base_it_moves_alike(make: Callable[
     shared.train()
     train_the_adapter_alone(separate, case)
 
-    rounding = 0.0 if transformers.__version__ == "5.23.0" else 1e-5  # 5.17 adds up in another order
+    rounding = 0.0 if transformers.__version__ == "5.24.0" else 1e-5  # 5.17 adds up in another order
     for one, other in zip(history(shared), history(separate), strict=True):
         assert one == pytest.approx(other, rel=rounding, abs=rounding)
     ours, theirs = parameters(shared), parameters(separate)
