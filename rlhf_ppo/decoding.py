@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from rlhf_ppo.data.prompts import PromptEncoder, Prompts
+from rlhf_ppo.data.prompts import PromptEncoder, Prompts, smallest
 from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.generation.transformers_engine import sample_responses
+from rlhf_ppo.models.capabilities import position_limit, shared_vocabulary
 from rlhf_ppo.models.heads import check_critic_head
 from rlhf_ppo.models.policy_and_value import response_values
 from rlhf_ppo.models.unwrapping import in_eval_mode
@@ -115,7 +117,7 @@ def best_of_n(
         answer: Takes a response's text and returns its answer.
 
     Raises:
-        ValueError: `n` is below 1, or the critic has several labels.
+        ValueError: `n` is below 1, the critic has several labels or lacks tokens, or a prompt is too long.
     """
     if n < 1:
         raise ValueError(f"n={n} must be at least 1")
@@ -154,7 +156,8 @@ def value_guided_search(
         keep: Beginnings that are kept.
 
     Raises:
-        ValueError: A number is too small, `keep` does not divide `width`, or the critic has several labels.
+        ValueError: A number is too small, `keep` does not divide `width`, the critic has several labels or lacks
+            tokens, or a prompt is too long.
     """
     if block < 1 or keep < 1 or width < keep or width % keep:
         raise ValueError(f"width={width} must be a positive multiple of keep={keep}, and block={block} at least 1")
@@ -197,14 +200,29 @@ class _Search:
         how: Sampling,
     ) -> None:
         check_critic_head(critic, "critic")
-        encode = PromptEncoder(tokenizer, "prompts", None)
+        PartialState()  # whose absence is an error of accelerate's loggers
+        pad: Any = tokenizer.pad_token_id
+        ids = shared_vocabulary({"model": policy, "critic": critic}, None, tokenizer, -1 if pad is None else pad, None)
+        encode = PromptEncoder(tokenizer, "prompts", ids.size, ids.limited_by)
         given = (each if isinstance(each, Mapping) else {"prompt": each} for each in prompts)
         self.prompts = [encode(each, row)["input_ids"] for row, each in enumerate(given)]
         self.policy, self.critic, self.tokenizer, self.how = policy, critic, tokenizer, how
+        self.never_sampled = ids.never_sampled
+        self._check_lengths()
         eos: Any = tokenizer.eos_token_id
         self.stop: int | None = eos if how.stop_token_id is None else how.stop_token_id
         self.device = next(policy.parameters()).device
         self.num_sampled_tokens = self.num_valued_rows = 0
+
+    def _check_lengths(self) -> None:
+        """Raise a `ValueError` if the longest prompt and its response do not fit both models."""
+        longest = max(map(len, self.prompts), default=0)
+        total, limit = longest + self.how.max_new_tokens, smallest(map(position_limit, (self.policy, self.critic)))
+        if limit is not None and total > limit.tokens:
+            raise ValueError(
+                f"the longest prompt ({longest} tokens) and max_new_tokens={self.how.max_new_tokens} take {total} "
+                f"positions, but {limit.reason}: lower max_new_tokens, or leave out long prompts"
+            )
 
     def text(self, candidate: Candidate) -> str:
         """Decode a candidate."""
@@ -241,7 +259,7 @@ class _Search:
         config = GenerationConfig(
             max_new_tokens=length, do_sample=True, use_cache=True, eos_token_id=self.stop,
             pad_token_id=0 if self.stop is None else self.stop, temperature=self.how.temperature,
-            top_k=self.how.top_k, top_p=self.how.top_p,
+            top_k=self.how.top_k, top_p=self.how.top_p, suppress_tokens=self.never_sampled,
         )  # fmt: skip
         sampled = sample_responses(self.policy, prompts, config, len(batch))
         real = join_responses(prompts, sampled, self.stop, 0).response_mask

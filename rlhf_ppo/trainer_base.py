@@ -220,7 +220,8 @@ class TrainerBase(Trainer):
         self._globalstep_last_logged = run.progress.last_logged_step
         model.zero_grad()
         functions = self._made_with[1].get("reward_funcs")
-        parts = (self.policy_model, self.reward_models, self.scorer.names)
+        reference = None if self.reference is None else self.reference.own_policy
+        parts = (self.policy_model, reference, self.reward_models, self.scorer.names)
         made_of = names_of_parts(*parts, functions, self.dataset_name)
         health = health_settings(self.callback_handler.callbacks)
         self._directory.note(self._get_output_dir(trial), self.state.log_history, made_of, health)

@@ -111,6 +111,14 @@ def test_values_are_the_classifiers_own() -> None:
     assert values.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def test_ids_that_the_critic_lacks_are_never_sampled() -> None:
+    """As in training; the policy would sample one in each second response."""
+    policy, how = tiny_policy(vocab_size=40), Sampling(max_new_tokens=8, temperature=1.0)
+    found = best_of_n(policy, tiny_scorer(), make_tokenizer(), PROMPTS, 2, how)
+    assert max(token for row in found.candidates for each in row for token in each.ids) < 32
+    assert policy(torch.tensor([[4, 5]])).logits.softmax(-1)[..., 32:].sum() > 0.1
+
+
 @pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)])
 def test_a_saved_critic_has_the_trainers_values(
     make_trainer: Callable[..., PPOTrainer], tmp_path: Any, adapter: Any
@@ -159,6 +167,15 @@ def test_without_save_critic_there_is_none(make_trainer: Callable[..., PPOTraine
             "critic has num_labels=2",
         ),
         (lambda: best_of_n(*models(), ["w1", ""]), "row 1 of prompts is empty"),
+        (lambda: best_of_n(*models(), [{"input_ids": [4, 32]}]), "row 0 of prompts holds the token id 32"),
+        (
+            lambda: best_of_n(tiny_policy(), tiny_scorer(vocab_size=31), make_tokenizer(), PROMPTS),
+            "critic has 31 token ids, but processing_class makes ids up to 31",
+        ),
+        (
+            lambda: value_guided_search(*models(), PROMPTS, sampling=Sampling(max_new_tokens=62)),
+            r"the longest prompt \(3 tokens\) and max_new_tokens=62 take 65 positions, but the model has 64",
+        ),
     ],
 )
 def test_what_cannot_be_decoded_is_refused(call: Callable[[], Any], message: str) -> None:

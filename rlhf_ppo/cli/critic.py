@@ -44,7 +44,7 @@ from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR, find_completions, read_completions
 from rlhf_ppo.reporting.run_log import AUDIT_NAME, SETTINGS_NAME, RunSettings, has_log, training_log
-from rlhf_ppo.terminal.console import hide_model_bars, use_console
+from rlhf_ppo.terminal.console import hide_logs, hide_model_bars, use_console
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
@@ -98,7 +98,7 @@ def audit_parser(program: str) -> CommandParser:
     parser.add_argument(
         "--reward_funcs", nargs="+", help="The run's reward functions, if it was given them as Python objects."
     )
-    parser.add_argument("--ref_model", help="Reference of the KL penalty; by default the model the run started from.")
+    parser.add_argument("--ref_model", help="Reference of the KL penalty; by default the run's.")
     parser.add_argument("--batch_size", type=int, help="Rows in a batch; by default the run's for evaluation.")
     parser.add_argument("--trust_remote_code", action="store_true", help="Run Python code of a model's repository.")
     return parser
@@ -112,7 +112,8 @@ _OF_TRAINING = frozenset(
         "preset exp_name overwrite_output_dir sft_model_path reward_model_path model_adapter_name ref_adapter_name "
         "share_base_model total_episodes num_mini_batches num_generations num_sample_generations hub_files "
         "num_completions_to_keep max_tokens_per_micro_batch critic_audit_steps critic_warmup_steps "
-        "critic_warmup_explained_variance kl_target kl_horizon kl_stop ptx_coef warmup_ratio health_judge"
+        "critic_warmup_explained_variance critic_freeze kl_target kl_horizon kl_stop ptx_coef warmup_ratio "
+        "health_judge"
     ).split()
 )
 
@@ -137,23 +138,26 @@ def audited_run(options: Any) -> PPOTrainer:
         raise ValueError(f"{run} has no {CRITIC_DIR}/: train with save_critic=True, which saves the critic")
     args = audit_arguments(settings.arguments, run, options.batch_size)
     models, functions = reward_sources(settings.made_of, options.reward_funcs)
-    reference = options.ref_model or settings.made_of.get("policy")
-    is_whole = asks_for_reference(args) and not is_adapter_directory(run)
+    made_of = settings.made_of
+    reference = options.ref_model or made_of.get("reference", made_of.get("policy"))
+    is_own = bool(options.ref_model) or "reference" in made_of or not is_adapter_directory(run)
+    is_whole = asks_for_reference(args) and is_own
     if is_whole and reference is None:
-        raise ValueError(f"ref_model=None: {run} does not say from which model it started, so give ref_model")
+        raise ValueError(f"ref_model=None: {run} does not say from which model its KL is, so give ref_model")
     rows = held_out_rows(options, settings.made_of.get("dataset"))
     tokenizer = load_tokenizer(run, trust, "run")
-    return PPOTrainer(
-        args,
-        tokenizer,
-        run,
-        reference if is_whole else None,
-        models or None,
-        train_dataset=rows,
-        value_model=directory,
-        eval_dataset=rows,
-        reward_funcs=functions or None,
-    )
+    with hide_logs("rlhf_ppo.training.checks"):  # what is odd in learning was said in training
+        return PPOTrainer(
+            args,
+            tokenizer,
+            run,
+            reference if is_whole else None,
+            models or None,
+            train_dataset=rows,
+            value_model=directory,
+            eval_dataset=rows,
+            reward_funcs=functions or None,
+        )
 
 
 def audit_arguments(recorded: Mapping[str, Any], run: str, batch_size: int | None) -> PPOConfig:
@@ -278,12 +282,18 @@ def examples_of(directories: Sequence[str | Path], gamma: float = 1.0, lam: floa
         An example for each completion with a score, in the order of runs and updates.
 
     Raises:
-        ValueError: A directory holds no completions, or a file is damaged.
+        ValueError: A directory holds no completions, a file is damaged, or values and rewards differ in their unit.
     """
     examples: list[Example] = []
     for directory in directories:
         path = Path(directory)
-        files = find_completions(path.parent if path.name == COMPLETIONS_DIR else path)
+        run = path.parent if path.name == COMPLETIONS_DIR else path
+        files = find_completions(run)
+        if lam < 1 and RunSettings.load(run).arguments.get("whiten_rewards"):
+            raise ValueError(
+                f"lam={lam:g}: the critic of {str(run)!r} learned in the unit of each batch (whiten_rewards=True), "
+                "which its rewards do not have; use lam=1"
+            )
         if not files:
             raise ValueError(f"completions={str(directory)!r} holds none; train with num_completions_to_keep")
         rows = (row for file in files.values() for row in read_completions(file))

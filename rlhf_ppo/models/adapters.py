@@ -192,7 +192,8 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load a trainable adapter over its base."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True)
+    with hide_library_warnings():
+        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True)
 
 
 def adapter_directory(policy: nn.Module, directory: str) -> str:

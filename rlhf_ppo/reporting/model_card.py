@@ -265,12 +265,18 @@ def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[st
 
 
 def names_of_parts(
-    policy: nn.Module, reward_models: Sequence[nn.Module], names: Sequence[str], reward_funcs: Any, dataset: str | None
+    policy: nn.Module,
+    reference: nn.Module | None,
+    reward_models: Sequence[nn.Module],
+    names: Sequence[str],
+    reward_funcs: Any,
+    dataset: str | None,
 ) -> dict[str, Any]:
     """Return the parts of a run, as `RunSettings.made_of` records them.
 
     Args:
         policy: The policy.
+        reference: The separate reference, if there is one; recorded if it is another model than the policy was.
         reward_models: The reward models.
         names: The names of all reward sources.
         reward_funcs: The reward functions, as the trainer was given them; texts are recorded, without secrets.
@@ -280,6 +286,8 @@ def names_of_parts(
     texts = [each if isinstance(each, str) and redacted(each) == each else None for each in given]
     found = {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
     others = {"reward_funcs": texts, "dataset": redacted(dataset)}
+    if reference is not None and (origin := model_origin(reference)) != found["policy"]:
+        found["reference"] = origin
     return found | {name: value for name, value in others.items() if value}
 
 

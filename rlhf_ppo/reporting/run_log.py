@@ -178,8 +178,8 @@ class RunSettings:
     Attributes:
         arguments: The arguments of `PPOConfig`, without secrets.
         versions: Package to version.
-        made_of: Origins or names of `policy`, `rewards` and `dataset`, and `reward_funcs`, the texts that named reward
-            functions, None for other functions.
+        made_of: Origins or names of `policy`, another `reference`, `rewards` and `dataset`, and `reward_funcs`, the
+            texts that named reward functions, None for other functions.
         health: `thresholds` and `run` of the health checks; empty without them.
     """
 
@@ -201,7 +201,13 @@ class RunSettings:
         try:
             values = read_object(path, dict.fromkeys(("arguments", "versions", "made_of"), dict[str, Any]))
             check_values(SETTINGS_NAME, values["versions"], dict.fromkeys(values["versions"], str))
-            types = {"policy": str | None, "rewards": list[str], "dataset": str | None, "reward_funcs": list}
+            types: dict[str, Any] = {
+                "policy": str | None,
+                "reference": str | None,
+                "rewards": list[str],
+                "dataset": str | None,
+                "reward_funcs": list,
+            }
             made_of = values["made_of"]
             check_values(SETTINGS_NAME, made_of, {name: kind for name, kind in types.items() if name in made_of})
             health = values.setdefault("health", {})

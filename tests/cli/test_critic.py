@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import load_dataset
+from peft import LoraConfig
 
 from rlhf_ppo.cli.main import main
 from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy, tiny_scorer, write_rows
@@ -78,6 +80,32 @@ def test_critics_with_bins_and_heads_are_audited(
     main(["critic", str(run), *SMALL])
     assert "explained variance" in capsys.readouterr().out
     assert json.loads((run / "critic_audit.json").read_text())["num_prefixes"] == 8
+
+
+@pytest.mark.usefixtures("plain_runs")
+def test_the_kl_is_to_the_runs_own_reference(files: Path, make_trainer: Any, caplog: Any, recwarn: Any) -> None:
+    """Another model than the policy was: the audit equals that of the trainer, and warns of nothing."""
+    save_models(files, other=tiny_policy(seed=7))
+    given: Any = {
+        "model": str(files / "policy"),
+        "ref_model": str(files / "other"),
+        "reward_model": str(files / "reward"),
+    }
+    made = {"value_peft_config": LoraConfig(r=2, target_modules="all-linear"), "critic_freeze": "lora_A"}
+    given |= {"value_model": str(files / "reward"), "kl_coef": 1.0, "old_logprobs": "sampling", "save_critic": True}
+    trainer: Any = make_trainer(**given, **made)
+    trainer.train()
+    trainer.save_model()
+    rows = load_dataset("json", data_files=str(files / "prompts.jsonl"), split="train").select(range(4))
+    expected = trainer.audit_critic(rows, num_prefixes=2, num_continuations=4)
+    run = trainer.args.output_dir
+    caplog.clear()
+    recwarn.clear()
+    words = [*SMALL, "--num_prompts", "4", "--dataset_name", str(files / "prompts.jsonl")]
+    main(["critic", run, *words, "--dataset_test_split", "train"])
+    found = json.loads(Path(run, "critic_audit.json").read_text())
+    assert found["figures"]["bias"]["value"] == pytest.approx(expected.figures["bias"].value, abs=1e-4)
+    assert not caplog.records and not recwarn.list
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,14 @@ def test_the_command_keeps_the_best_epoch_of_a_critic_that_a_run_takes(
     make_trainer(**KEEPS | said, value_model=str(fitted), output_dir=str(tmp_path / "again")).train()
 
 
+def test_values_in_another_unit_than_the_rewards_make_no_targets(make_trainer: Any) -> None:
+    trainer = make_trainer(**KEEPS, whiten_rewards=True)
+    trainer.train()
+    with pytest.raises(ValueError, match=r"lam=0.95: .* \(whiten_rewards=True\)"):
+        examples_of([trainer.args.output_dir])
+    assert examples_of([trainer.args.output_dir], lam=1.0)
+
+
 def start_of(directory: Path, head: ValueHead) -> Path:
     """Save a value model with this head."""
     scorer = tiny_scorer(num_labels=head.num_outputs)
