@@ -176,6 +176,9 @@ class Conversations:
         ends = [place for place, token in enumerate(start) if token == eos]
         start = start[: ends[-1] + 1] if ends else start
         whole = self._with_answers(before, answers)
+        alike = [place for place, token in enumerate(whole) if token == eos][: len(ends)]
+        if answers[0]["role"] == "user" and alike and len(alike) == len(ends):
+            start = whole[: alike[-1] + 1]  # some templates drop a turn's thoughts once the user speaks again
         if whole[: len(start)] != start:
             raise ValueError(
                 "the chat template of processing_class renders a conversation's beginning otherwise once an answer "
@@ -184,7 +187,7 @@ class Conversations:
         return whole[len(start) :]
 
     def _with_answers(self, before: Messages, answers: Messages) -> list[int]:
-        texts = [_text_of_content(answer["content"]) for answer in answers]
+        texts = [text_of_content(answer["content"]) for answer in answers]
         if not any(self._added.search(text) for text in texts):
             return self._rendered([*before, *answers], add_generation_prompt=True)
         marks = [f"answer-{number}-5f0c2d" for number in range(len(answers))]
@@ -221,11 +224,11 @@ class Conversations:
 
     def cannot_fit(self, answers: Messages, room: int) -> bool:
         """Tell without tokenizing whether answers need more than `room` tokens."""
-        characters = sum(len(_text_of_content(answer["content"])) for answer in answers)
+        characters = sum(len(text_of_content(answer["content"])) for answer in answers)
         return characters > room * self._longest_token
 
 
-def _text_of_content(content: Any) -> str:
+def text_of_content(content: Any) -> str:
     """Return the text of a message's content.
 
     Raises:
@@ -251,7 +254,7 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
     if observation is None:
         return prompt
     if isinstance(prompt, str):
-        return prompt + _text_of_content(observation)
+        return prompt + text_of_content(observation)
     content: Any = prompt[-1]["content"]
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -275,7 +278,7 @@ def as_lines(messages: str) -> str:
     lines: list[str] = []
     for message in json.loads(messages):
         calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-        texts = [_text_of_content(message.get("content") or "")]
+        texts = [text_of_content(message.get("content") or "")]
         texts += [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
         who = message.get("name") or message["role"]
         lines.append(f"{who}: {' '.join(' '.join(text.split()) for text in texts if text)}")
