@@ -290,14 +290,14 @@ class EpisodeRollouts:
         if asked is None:
             asked = run.tokenizer.batch_decode(prompt_rows(prompts), skip_special_tokens=True)
         returned = self.rollout_func(copy.deepcopy(list(asked)), trainer)
-        responses, given = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
-        for row, ids in enumerate(prompt_rows(given)):
+        responses, behind = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
+        for row, ids in enumerate(prompt_rows(behind)):
             check_ids(f"rollout_func's prompt_ids[{row}]", torch.tensor(ids), run.vocabulary)
         for row, (ids, real) in enumerate(zip(responses.responses, responses.episode_mask, strict=True)):
             check_ids(f"rollout_func's completion_ids[{row}]", ids[real], run.vocabulary)
         if responses.sampling_logprobs is not None:
             check_logprobs("rollout_func's logprobs", responses.sampling_logprobs)
-        return responses, given
+        return responses, behind
 
 
 def _most_of_ranks(run: RunState, numbers: list[int]) -> list[int]:
