@@ -26,6 +26,9 @@ EPISODE_COLUMN = "<episode>"
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row without the column `prompt`."""
 
+MARK = "answer-5f0c2d"
+"""A text that shows where, and whether, a template writes a content."""
+
 NEEDS = {"trl": "1.16", "transformers": "5.13"}
 """Lowest versions that tools and environments need, above the package's own."""
 
@@ -60,6 +63,7 @@ class Conversations:
         self, tokenizer: PreTrainedTokenizerBase, has_tools: bool, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer, self.settings, self.template = tokenizer, dict(settings or {}), None
+        self._shown: dict[str, bool] = {}
         if has_tools:
             self._prepare_tools(tokenizer)
 
@@ -129,11 +133,32 @@ class Conversations:
         return list(encoded[:-1]) if is_first and eos is not None and list(encoded[-1:]) == [eos] else list(encoded)
 
     def _rendered(self, messages: Messages, **how: Any) -> list[int]:
-        conversations: list[Any] = [list(messages)]
+        shown = [
+            {**message, "content": text_of_content(message["content"])}
+            if isinstance(message.get("content"), list) and not self._shows_lists(message["role"])
+            else message
+            for message in messages
+        ]
+        conversations: list[Any] = [shown]
         encoded: Any = self.tokenizer.apply_chat_template(
             conversations, chat_template=self.template, tokenize=True, return_dict=True, **how, **self.settings
         )
         return list(ids_of(encoded)[0])
+
+    def _shows_lists(self, role: str) -> bool:
+        """Return whether the template writes content that is a list of blocks; some leave it out without an error."""
+        if role not in self._shown:
+            asked: list[Any] = [{"role": "user", "content": "dummy"}]
+            if role == "tool":
+                call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
+                asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            asked.append({"role": role, "name": "dummy", "content": [{"type": "text", "text": MARK}]})
+            how: dict[str, Any] = {"chat_template": self.template, "tokenize": False} | self.settings
+            try:
+                self._shown[role] = MARK in str(self.tokenizer.apply_chat_template(asked, **how))
+            except Exception:  # it joins contents as texts
+                self._shown[role] = False
+        return self._shown[role]
 
     def parse(self, ids: list[int], before: list[int], schemas: Sequence[Any] | None) -> dict[str, Any]:
         """Return a turn as a message, with `tool_calls` where it has some; what cannot be parsed is plain text.
@@ -190,7 +215,7 @@ class Conversations:
         texts = [text_of_content(answer["content"]) for answer in answers]
         if not any(self._added.search(text) for text in texts):
             return self._rendered([*before, *answers], add_generation_prompt=True)
-        marks = [f"answer-{number}-5f0c2d" for number in range(len(answers))]
+        marks = [f"{MARK}-{number}" for number in range(len(answers))]
         marked = [{**answer, "content": mark} for answer, mark in zip(answers, marks, strict=True)]
         conversation: list[Any] = [*before, *marked]
         how = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": True} | self.settings
