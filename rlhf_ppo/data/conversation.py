@@ -26,6 +26,9 @@ EPISODE_COLUMN = "<episode>"
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row without the column `prompt`."""
 
+MARK = "answer-5f0c2d"
+"""A text that shows where, and whether, a template writes a content."""
+
 NEEDS = {"trl": "1.16", "transformers": "5.13"}
 """Lowest versions that tools and environments need, above the package's own."""
 
@@ -60,6 +63,7 @@ class Conversations:
         self, tokenizer: PreTrainedTokenizerBase, has_tools: bool, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer, self.settings, self.template = tokenizer, dict(settings or {}), None
+        self._shown: dict[str, bool] = {}
         if has_tools:
             self._prepare_tools(tokenizer)
 
@@ -129,11 +133,32 @@ class Conversations:
         return list(encoded[:-1]) if is_first and eos is not None and list(encoded[-1:]) == [eos] else list(encoded)
 
     def _rendered(self, messages: Messages, **how: Any) -> list[int]:
-        conversations: list[Any] = [list(messages)]
+        shown = [
+            {**message, "content": text_of_content(message["content"])}
+            if isinstance(message.get("content"), list) and not self._shows_lists(message["role"])
+            else message
+            for message in messages
+        ]
+        conversations: list[Any] = [shown]
         encoded: Any = self.tokenizer.apply_chat_template(
             conversations, chat_template=self.template, tokenize=True, return_dict=True, **how, **self.settings
         )
         return list(ids_of(encoded)[0])
+
+    def _shows_lists(self, role: str) -> bool:
+        """Return whether the template writes content that is a list of blocks; some leave it out without an error."""
+        if role not in self._shown:
+            asked: list[Any] = [{"role": "user", "content": "dummy"}]
+            if role == "tool":
+                call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
+                asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            asked.append({"role": role, "name": "dummy", "content": [{"type": "text", "text": MARK}]})
+            how: dict[str, Any] = {"chat_template": self.template, "tokenize": False} | self.settings
+            try:
+                self._shown[role] = MARK in str(self.tokenizer.apply_chat_template(asked, **how))
+            except Exception:  # it joins contents as texts
+                self._shown[role] = False
+        return self._shown[role]
 
     def parse(self, ids: list[int], before: list[int], schemas: Sequence[Any] | None) -> dict[str, Any]:
         """Return a turn as a message, with `tool_calls` where it has some; what cannot be parsed is plain text.
@@ -176,6 +201,9 @@ class Conversations:
         ends = [place for place, token in enumerate(start) if token == eos]
         start = start[: ends[-1] + 1] if ends else start
         whole = self._with_answers(before, answers)
+        alike = [place for place, token in enumerate(whole) if token == eos][: len(ends)]
+        if answers[0]["role"] == "user" and alike and len(alike) == len(ends):
+            start = whole[: alike[-1] + 1]  # some templates drop a turn's thoughts once the user speaks again
         if whole[: len(start)] != start:
             raise ValueError(
                 "the chat template of processing_class renders a conversation's beginning otherwise once an answer "
@@ -184,10 +212,10 @@ class Conversations:
         return whole[len(start) :]
 
     def _with_answers(self, before: Messages, answers: Messages) -> list[int]:
-        texts = [_text_of_content(answer["content"]) for answer in answers]
+        texts = [text_of_content(answer["content"]) for answer in answers]
         if not any(self._added.search(text) for text in texts):
             return self._rendered([*before, *answers], add_generation_prompt=True)
-        marks = [f"answer-{number}-5f0c2d" for number in range(len(answers))]
+        marks = [f"{MARK}-{number}" for number in range(len(answers))]
         marked = [{**answer, "content": mark} for answer, mark in zip(answers, marks, strict=True)]
         conversation: list[Any] = [*before, *marked]
         how = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": True} | self.settings
@@ -221,11 +249,11 @@ class Conversations:
 
     def cannot_fit(self, answers: Messages, room: int) -> bool:
         """Tell without tokenizing whether answers need more than `room` tokens."""
-        characters = sum(len(_text_of_content(answer["content"])) for answer in answers)
+        characters = sum(len(text_of_content(answer["content"])) for answer in answers)
         return characters > room * self._longest_token
 
 
-def _text_of_content(content: Any) -> str:
+def text_of_content(content: Any) -> str:
     """Return the text of a message's content.
 
     Raises:
@@ -251,7 +279,7 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
     if observation is None:
         return prompt
     if isinstance(prompt, str):
-        return prompt + _text_of_content(observation)
+        return prompt + text_of_content(observation)
     content: Any = prompt[-1]["content"]
     if isinstance(observation, list) and isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -275,7 +303,7 @@ def as_lines(messages: str) -> str:
     lines: list[str] = []
     for message in json.loads(messages):
         calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
-        texts = [_text_of_content(message.get("content") or "")]
+        texts = [text_of_content(message.get("content") or "")]
         texts += [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
         who = message.get("name") or message["role"]
         lines.append(f"{who}: {' '.join(' '.join(text.split()) for text in texts if text)}")

@@ -371,6 +371,8 @@ def _check(factories: Mapping[str | None, Any], tools: Sequence[Any]) -> None:
                 f"{argument} is called without arguments, but has the parameters {parameters} ({error}); give them "
                 "defaults, or pass a function without parameters that makes an environment"
             ) from None
+    if not isinstance(tools, Sequence):
+        raise TypeError(f"tools={tools!r:.60} must be a list of functions")
     for tool in tools:
         if not callable(tool) or not hasattr(tool, "__name__"):
             raise TypeError(f"tools holds {tool!r:.60}; pass functions with type hints and docstrings")

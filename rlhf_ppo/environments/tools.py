@@ -493,8 +493,17 @@ def describe_class(cls: type[Any]) -> Reply:
         )
     declared = {name for base in cls.__mro__ for name in (*vars(base), *inspect.get_annotations(base))}
     named = {name for function in functions.values() for name in inspect.unwrap(function).__code__.co_names}
+    try:
+        tools = [] if is_text else [describe_tool(name, _bound(cls, name)) for name in tool_names(cls)]
+    except TypeError as error:
+        if "step" not in functions:
+            raise
+        raise TypeError(
+            f"{error}; wrap an environment whose `step` takes the policy's whole message, such as Gymnasium's, in "
+            "text_environment"
+        ) from error
     return {
-        "tools": [] if is_text else [describe_tool(name, _bound(cls, name)) for name in tool_names(cls)],
+        "tools": tools,
         "has_reward": "get_reward" in functions,
         "has_turn_rewards": is_text or "turn_rewards" in declared | named,
         "is_text": is_text,

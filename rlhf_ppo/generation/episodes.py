@@ -6,6 +6,7 @@ lets tools and environments answer, and appends the answers' tokens. No turn is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -404,11 +405,13 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
         for key, value in extra.items()
     }
     given = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
-    logprobs = rows.get("logprobs", [[0.0] * len(row) for row in masks])
-    records: list[Any] = [
-        SimpleNamespace(ids=ids, written=[bool(value) for value in written], logprobs=of_row, ended=False)
-        for ids, written, of_row in zip(rows["completion_ids"], masks, logprobs, strict=True)
-    ]
+    records: list[Any] = []
+    logprobs = rows.get("logprobs", masks)
+    for ids, written, of_row in zip(rows["completion_ids"], masks, logprobs, strict=True):
+        # vLLM's NaN may come as None; on what the policy did not write, anything may stand.
+        own = [math.nan if number is None else number for number in of_row]
+        own = [number if is_own else 0.0 for number, is_own in zip(own, written, strict=True)]
+        records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=own, ended=False))
     return replace(responses_of(given, records, pad, "logprobs" in rows), ended=None), given
 
 

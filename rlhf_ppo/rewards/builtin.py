@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+from rlhf_ppo.data.conversation import text_of_content
 from rlhf_ppo.rewards.reward_model import Answer
 from rlhf_ppo.terminal.text import redacted, visible_logger
 
@@ -323,12 +324,18 @@ class TrlReward:
 
 
 def response_texts(completions: Sequence[Any]) -> list[str]:
-    """Return the texts of responses that are texts or lists of messages.
+    """Return the texts of responses that are texts or lists of messages: of an episode the policy's own turns.
 
     Args:
         completions: `B` texts, or `B` lists of messages `{"role", "content"}`.
     """
-    return [item if isinstance(item, str) else "".join(message["content"] for message in item) for item in completions]
+    return [item if isinstance(item, str) else _own_text(item) for item in completions]
+
+
+def _own_text(messages: Sequence[Any]) -> str:
+    """Return what the assistant says, with a line for each message, without what tools and environments answer."""
+    own = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    return "\n".join(text for message in own if (text := text_of_content(message.get("content") or "")))
 
 
 def prompt_text(prompt: Any) -> str:

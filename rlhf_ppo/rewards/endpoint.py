@@ -37,7 +37,7 @@ logger = visible_logger(__name__)
 TOKEN_VARIABLE = "RLHF_PPO_REWARD_TOKEN"
 """The environment variable that holds the bearer token, unless another is named."""
 
-_NOT_SENT = frozenset({"trainer_state", "log_extra", "log_metric"})
+_NOT_SENT = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
 _PRIVATE_NAMES = (".localhost", ".local", ".internal", ".svc")
 """Ends of names outside the public DNS. Names without a dot, such as Compose's services, are private too."""
 

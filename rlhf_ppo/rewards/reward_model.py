@@ -6,7 +6,7 @@ A reward model reads the same tokens in training, as a judge and in `rlhf-ppo ju
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import eos_id, is_conversation
 from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
@@ -39,6 +40,7 @@ class Answer:
             environments; None for an answer from a data set.
         tokenizer: The policy's tokenizer; None for an answer from a data set.
         written: Whether the policy wrote each of `response_ids`; None: all.
+        messages: The turns and answers of an episode; None for a single response.
     """
 
     prompt: Any
@@ -48,6 +50,7 @@ class Answer:
     response_ids: Sequence[int] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     written: Sequence[bool] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def asked(self) -> Any:
@@ -98,9 +101,11 @@ def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[An
     prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
     prompts = batch.columns.get("prompt", [None] * len(batch))
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    written = batch.written
+    records = batch.columns.get(EPISODE_COLUMN)
+    messages = [None] * len(batch) if records is None else [record.messages for record in records]
     rows = zip(prompts, texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
-    return [Answer(*row, tokenizer, own) for row, own in zip(rows, written, strict=True)]
+    of_rows = zip(rows, batch.written, messages, strict=True)
+    return [Answer(*row, tokenizer, own, episode) for row, own, episode in of_rows]
 
 
 @dataclass(frozen=True)
@@ -310,8 +315,9 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
     """Return the token ids that a reward model reads.
 
     Without its own tokenizer, it reads the policy's tokens. Otherwise the text is prompt + response; EOS is appended
-    if the response ended. A conversation gets the response as its last message and goes through the tokenizer's chat
-    template, which closes that message only if the response ended. An answer without ids is always read as text.
+    if the response ended. A conversation gets the response as its last message, or all messages of an episode, and
+    goes through the tokenizer's chat template, which closes that message only if the response ended. An answer without
+    ids is always read as text.
 
     Args:
         answer: The answer.
@@ -345,14 +351,21 @@ def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     messages: list[Any] = [
         {key: value for key, value in message.items() if value is not None} for message in answer.prompt
     ]
-    response = answer.response
-    if messages[-1].get("role") == "assistant":
-        response = messages.pop()["content"] + answer.continuation
-    goes_on = not answer.ended and bool(response.strip())
-    whole = [*messages, {"role": "assistant", "content": response}] if answer.ended or goes_on else messages
+    if answer.messages is not None:
+        whole, opens = [*messages, *answer.messages], False
+        last = whole[-1]
+        is_text = last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+        goes_on = not answer.ended and is_text
+    else:
+        response = answer.response
+        if messages[-1].get("role") == "assistant":
+            response = messages.pop()["content"] + answer.continuation
+        goes_on = not answer.ended and bool(response.strip())
+        opens = not answer.ended and not goes_on
+        whole = messages if opens else [*messages, {"role": "assistant", "content": response}]
     try:
         encoded = tokenizer.apply_chat_template(
-            whole, continue_final_message=goes_on, add_generation_prompt=whole is messages, return_dict=True
+            whole, continue_final_message=goes_on, add_generation_prompt=opens, return_dict=True
         )
     except Exception as error:
         raise ValueError(f"the reward model's chat template rejects it: {error}") from error

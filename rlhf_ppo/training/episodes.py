@@ -33,6 +33,7 @@ from rlhf_ppo.models.unwrapping import gathers_in_passes
 from rlhf_ppo.processes.distributed import derive_seed, num_processes, raise_on_all_ranks
 from rlhf_ppo.rewards.functions import rewards_of
 from rlhf_ppo.rewards.scorer import RewardSource
+from rlhf_ppo.training.external_loop import check_ids, check_logprobs
 from rlhf_ppo.training.rollouts import Play
 from rlhf_ppo.training.run_state import RunState
 
@@ -289,7 +290,14 @@ class EpisodeRollouts:
         if asked is None:
             asked = run.tokenizer.batch_decode(prompt_rows(prompts), skip_special_tokens=True)
         returned = self.rollout_func(copy.deepcopy(list(asked)), trainer)
-        return responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
+        responses, behind = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
+        for row, ids in enumerate(prompt_rows(behind)):
+            check_ids(f"rollout_func's prompt_ids[{row}]", torch.tensor(ids), run.vocabulary)
+        for row, (ids, real) in enumerate(zip(responses.responses, responses.episode_mask, strict=True)):
+            check_ids(f"rollout_func's completion_ids[{row}]", ids[real], run.vocabulary)
+        if responses.sampling_logprobs is not None:
+            check_logprobs("rollout_func's logprobs", responses.sampling_logprobs)
+        return responses, behind
 
 
 def _most_of_ranks(run: RunState, numbers: list[int]) -> list[int]:

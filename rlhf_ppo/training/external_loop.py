@@ -174,7 +174,7 @@ def given_responses(
     num_rows, device = run.sizes.local_batch_size, run.args.device
     for name, of_rows in {"queries": queries, "responses": responses}.items():
         for row, ids in enumerate(_counted(name, of_rows, num_rows)):
-            _check_ids(f"{name}[{row}]", ids, run.vocabulary)
+            check_ids(f"{name}[{row}]", ids, run.vocabulary)
     if response_masks is not None:
         _check_masks(response_masks, responses)
     rows = padded_responses(queries, responses, response_masks, num_rows, run.tokens.pad, device)
@@ -263,7 +263,18 @@ def _check_row(name: str, row: Tensor, of: str) -> None:
         raise ValueError(f"{name} is on the device 'meta', where tensors hold no numbers; pass it on 'cpu'")
 
 
-def _check_ids(name: str, ids: Tensor, vocabulary: Vocabulary) -> None:
+def check_ids(name: str, ids: Tensor, vocabulary: Vocabulary) -> None:
+    """Raise where a row holds something other than ids of the vocabulary.
+
+    Args:
+        name: Name of the row in errors.
+        ids: Token ids, long `(T,)`, on any device.
+        vocabulary: The ids that all models have.
+
+    Raises:
+        TypeError: It is no tensor of integers with one dimension.
+        ValueError: It is empty, or an id is outside the vocabulary.
+    """
     _check_row(name, ids, "token ids")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         advice = "a mask goes into response_masks" if ids.dtype == torch.bool else "convert it with .long()"
@@ -308,14 +319,19 @@ def _logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
     for row, logprobs in enumerate(given):
         if not logprobs.is_floating_point():
             raise TypeError(f"sampling_logprobs[{row}]={logprobs!r:.60} must hold floating-point log-probabilities")
+    check_logprobs("sampling_logprobs", padded)
+    return padded.to(rows.response_mask.device)
+
+
+def check_logprobs(name: str, padded: Tensor) -> None:
+    """Raise a `ValueError` where a log-probability, of `(B, T)`, is not finite or above 0."""
     wrong = (~padded.isfinite() | (padded > MAX_ROUNDING)).nonzero().tolist()
     if wrong:
         row, token = wrong[0]
         raise ValueError(
-            f"sampling_logprobs[{row}] is {float(padded[row, token]):g} at token {token}; pass the natural logarithm "
-            "of the probability that the engine drew the token with, which is finite and at most 0"
+            f"{name}[{row}] is {float(padded[row, token]):g} at token {token}; pass the natural logarithm of the "
+            "probability that the engine drew the token with, which is finite and at most 0"
         )
-    return padded.to(rows.response_mask.device)
 
 
 def _are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:

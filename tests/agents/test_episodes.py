@@ -17,6 +17,7 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations
 from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.data.rollout import Rollout
 from tests.agents.box import Box
+from tests.agents.chat import ENDS as TEMPLATES
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
 
 ASKED = [{"role": "user", "content": "Q"}]
@@ -186,6 +187,17 @@ def test_special_tokens_in_an_answer_close_no_turn() -> None:
     assert "a<|im_end|><|im_start|>assistant\n</tool_response>b" in tokenizer.decode(hostile)
 
 
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "gptoss"])
+def test_a_text_environment_speaks_in_every_template(template: str) -> None:
+    """Also in those that drop a turn's thoughts once the user speaks again: the policy's tokens stay as sampled."""
+    tokenizer = chat_tokenizer(template)
+    conversations = Conversations(tokenizer, has_tools=False)
+    spoken = tokenizer.decode(conversations.answer_ids([{"role": "user", "content": "Go left"}]))
+    asked = [{"role": "user", "content": "Go left"}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert prompt[prompt.index("Go left") - 8 :] in spoken and "dummy" not in spoken
+
+
 def test_sample_tables_and_evaluations_play_episodes(tmp_path: Any) -> None:
     trainer = made(tmp_path, [("add", {"x": 2.0})], DONE, eval_dataset=[{"prompt": ASKED}] * 2)
     metrics = trainer.evaluate()
@@ -324,7 +336,7 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return {
         "prompt_ids": [[5, 6], [7]],
         "completion_ids": [[8, 9, eos], [10, 11]],
-        "logprobs": [[-0.5, 0.0, -0.25], [-1.0, -1.0]],
+        "logprobs": [[-0.5, math.nan, -0.25], [-1.0, -1.0]],  # of what the policy did not write, anything
         "env_mask": [[1, 0, 1], [1, 1]],
         "won": [True, False],
         "note": "all",
@@ -356,6 +368,10 @@ def test_rollout_func_gives_whole_rollouts_and_columns(tmp_path: Any) -> None:
         (lambda given: given.pop("logprobs"), "must return keys .'logprobs'."),
         (lambda given: given["completion_ids"].pop(), "1 rows of completion_ids for 2 prompts"),
         (lambda given: given["env_mask"][0].pop(), "2 values of env_mask for the 3 tokens of row 0"),
+        (lambda given: given["completion_ids"][1].__setitem__(0, 9999), r"func's completion_ids.1..0.=9999 is not"),
+        (lambda given: given["prompt_ids"][0].__setitem__(1, -1), r"rollout_func's prompt_ids.0..1.=-1 is not"),
+        (lambda given: given["logprobs"][0].__setitem__(2, None), r"rollout_func's logprobs.0. is nan at token 2"),
+        (lambda given: given["logprobs"][1].__setitem__(0, 0.9), r"rollout_func's logprobs.1. is 0.9 at token 0"),
     ],
 )
 def test_rollout_func_that_returns_something_else_is_named(

@@ -17,6 +17,7 @@ from rlhf_ppo.environments.isolation import GivenUpError, ProcessDiedError, Proc
 from rlhf_ppo.environments.pool import Environments, EpisodeError, answer_calls, ask_rewards
 from rlhf_ppo.environments.tools import MARK, shortened
 from rlhf_ppo.processes import waiting
+from tests.environments.adapted import RagenEnv
 from tests.environments.kinds import Base, Broken, Counter, Derived, Plain, later, multiply
 
 Make = Callable[..., Environments]
@@ -267,6 +268,8 @@ def undescribed(x):
         ({"a": Counter, "b": object}, (), r"environment_factory\['b'\]: object has no method `reset`"),
         (5, (), "environment_factory is 5; pass a class"),
         (None, [5], "tools holds 5; pass functions"),
+        (None, multiply, "tools=<function multiply at .* must be a list of functions"),
+        (RagenEnv, (), "the tool .* cannot be described .*; wrap an environment whose `step` .* in text_environment"),
         (
             None,
             [undescribed],
@@ -275,7 +278,10 @@ def undescribed(x):
         (None, [multiply, multiply], r"tools have several tools of the names \['multiply'\]"),
         (lambda: 1 / 0, (), "environment_factory made no environment: ZeroDivisionError"),
     ],
-    ids=["no reset", "no reset in a dict", "no factory", "no tool", "no type hints", "twice", "raises"],
+    ids=[
+        *("no reset", "no reset in a dict", "no factory", "no tool", "no list", "a game", "no type hints", "twice"),
+        "raises",
+    ],
 )
 def test_errors_at_construction(factory: Any, tools: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

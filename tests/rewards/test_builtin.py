@@ -80,6 +80,21 @@ def test_custom_gets_prompt_response_and_both() -> None:
     assert builtin_reward("custom", function=joined)(prompts=conversation, completions=response) == [10 + 30 + 100]
 
 
+@pytest.mark.parametrize("answer", ["no 42", [{"type": "text", "text": "no 42"}]], ids=["text", "blocks"])
+def test_of_an_episode_the_policys_own_words_count(answer: Any) -> None:
+    """What a tool or an environment answers earns nothing; turns stay apart, and those of calls alone have no text."""
+    call = {"role": "assistant", "content": "", "tool_calls": []}
+    episode = [call, {"role": "tool", "name": "find", "content": answer}, {"role": "assistant", "content": "yes 4"}]
+    asked = [*episode, {"role": "user", "content": "no 42"}, {"role": "assistant", "content": "2"}]
+
+    def scored(name: str, **settings: Any) -> list[float | None]:
+        return builtin_reward(name, **settings)(prompts=["p"] * 2, completions=[episode, asked], answer=["42"] * 2)
+
+    assert scored("keyword", keywords=["yes", "no"]) == [1, 1]
+    assert scored("length", unit=1) == [2, 3]
+    assert scored("correctness") == [0, 0]
+
+
 ANSWERS = {
     "auto": [("#### 72", "72", 1), ("It is 72 clips.", "#### 72", 1), ("71", "72", 0), ("Paris.", "paris", 1)],
     "exact": [("72.0", "72", 0), ("The answer is Paris", "Paris", 1), ("Paris, France", "Paris", 0)],

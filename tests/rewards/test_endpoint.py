@@ -28,6 +28,7 @@ def ask(reward: RewardEndpoint, completions: list[str], **columns: Any) -> list[
 
 def test_the_request_is_what_the_contract_says(server: Any) -> None:
     columns = {"answer": ["4", None], "trainer_state": TrainerState(), "log_metric": print, "log_extra": print}
+    columns["environments"] = [object(), object()]  # live objects of this process
     assert ask(endpoint(server), ["abc", "de"], **columns) == [3.0, 2.0]
     headers, body = server.requests[0]
     assert headers["Content-Type"] == "application/json" and "Authorization" not in headers

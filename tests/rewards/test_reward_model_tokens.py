@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.models.frozen import FrozenScorer
@@ -151,6 +153,18 @@ def test_a_prefilled_turn_goes_on() -> None:
 def test_a_cut_response_of_nothing_but_special_tokens_is_an_open_turn() -> None:
     rows = [([4, 5], [2, 2])]
     assert encoded({"prompt": CONVERSATIONS[:1]}, rows) == [own_ids("[user]w1 w2[end][assistant]")[1:]]
+
+
+def test_of_an_episode_each_message_goes_through_the_other_template() -> None:
+    """As TRL renders it: what a tool answered is no text of the policy. Only a text that was cut stays open."""
+    words = [{"role": "assistant", "content": "go"}, {"role": "tool", "name": "f", "content": "5"}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    episodes = [[*words, {"role": "assistant", "content": "w"}], words, [*words, words[0]], [*words, call]]
+    records = [SimpleNamespace(messages=messages) for messages in episodes]
+    begun = "[assistant]go[end][tool]5[end]"
+    behind = [f"{begun}[assistant]w[end]", begun, f"{begun}[assistant]go", f"{begun}[assistant][end]"]
+    expected = [own_ids(f"[user]{prompt}[end]{text}")[1:] for prompt, text in zip(PROMPTS, behind, strict=True)]
+    assert encoded({"prompt": CONVERSATIONS, EPISODE_COLUMN: records}) == expected
 
 
 def test_a_conversation_without_a_template_is_an_error_that_names_its_row() -> None:

@@ -150,7 +150,7 @@ def stream() -> IterableDataset:
 
 
 def test_without_an_evaluation_set_the_first_training_prompts_are_answered(
-    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]
+    make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(RecordingTrainer, **{**QUICK, "num_sample_generations": 2, "per_device_eval_batch_size": 3})
     first = [row["input_ids"] for row in cast(Any, trainer.train_dataset).select(range(3))]
@@ -160,6 +160,7 @@ def test_without_an_evaluation_set_the_first_training_prompts_are_answered(
     assert sorted(cast(RecordingTrainer, trainer).tables) == [0, 1, 3]
     printed = capsys.readouterr().out
     assert "After update 3: training prompts" in printed and "held-out" not in printed
+    assert "num_sample_generations" not in caplog.text  # it changes something
     saved = Path(trainer.args.output_dir, "_samples")
     assert sorted(file.name for file in saved.iterdir()) == [f"update-0000{step}.csv" for step in (0, 1, 3)]
     assert list(pd.read_csv(saved / "update-00003.csv")["query"]) == list(table["query"])
