@@ -217,6 +217,8 @@ def _parse(program: str, script: type, config: type, argv: Sequence[str] | None,
     groups: Any = (script, config, ModelConfig)
     parser: Any = PPOArgumentParser(groups, prog=program)
     script_args, args, model_args = parse(parser, argv, problems)
+    if config is RewardArguments:
+        model_args.lora_task_type = "SEQ_CLS"  # TRL's default is that of language models, which PEFT refuses here
     checks = (  # PPOConfig has checked its numbers, TRL's configurations have not
         lambda: quantization_options(model_args),
         lambda: check_output_dir(args.output_dir),

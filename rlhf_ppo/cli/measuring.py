@@ -195,7 +195,7 @@ def measure_machine(path: str) -> Machine:
     """
     config = load_pretrained(AutoConfig, path, "model")
     with NoStorage():
-        empty = AutoModelForCausalLM.from_config(config)
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         parameters = sum(weight.numel() for weight in empty.parameters())
         limit = position_limit(empty)
     device: Any = PartialState().device
@@ -211,7 +211,7 @@ def measure_machine(path: str) -> Machine:
 
 def _passes(config: Any, device: torch.device) -> tuple[float, float]:
     """Time a short forward pass, and training on a token, of a model with random weights."""
-    model = AutoModelForCausalLM.from_config(config).to(device)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(device)
     few = torch.zeros((8, 2), dtype=torch.long, device=device)
     length = min(64, getattr(config, "max_position_embeddings", None) or 64)
     many = torch.zeros((16, length), dtype=torch.long, device=device)

@@ -7,6 +7,7 @@ rows have left the batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from rlhf_ppo.config import PPOConfig
@@ -450,7 +459,20 @@ def _takes_preallocated_cache(policy: nn.Module) -> bool:
     return _agree(policy, lambda: _generated_logits(policy, *prompts, **cache), expected, tolerance)
 
 
+def _check_name_of_cache(model: PreTrainedModel) -> None:
+    """Check that the code that came with a model is not of another time than transformers."""
+    taken = inspect.signature(model.forward).parameters
+    for other in {"cache", "past_key_values"} - {CACHE}:
+        if other in taken and CACHE not in taken:
+            raise ValueError(
+                f"{type(model).__name__}.forward takes {other}, but transformers {transformers.__version__} generates "
+                f"with {CACHE}: rename it in the model's own code, or install transformers "
+                + ("5.24 or newer" if other == "cache" else "5.23 or older")
+            )
+
+
 def _probe_batches(policy: nn.Module) -> GenerationNeeds:
+    _check_name_of_cache(transformers_model(policy))
     ids, mask, forced = _prompts(policy)
     expected = _forward_logits(policy, ids, mask, forced)
     alone = _generated_logits(policy, ids[:1, -_SHORT:], mask[:1, -_SHORT:], forced[:1])

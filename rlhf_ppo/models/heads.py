@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -531,14 +532,23 @@ def empty_classifier(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: The architecture has no sequence-classification class.
     """
-    config = copy.deepcopy(transformers_model(model).config)
+    base = transformers_model(model)
+    config = copy.deepcopy(base.config)
     config.num_labels = 1
+    kind = AutoModelForSequenceClassification.__name__
+    if getattr(base, "_auto_class", None):  # code that the user has let run: its module is loaded
+        named = (getattr(config, "auto_map", None) or {}).get(kind, "")
+        own: Any = getattr(sys.modules[type(base).__module__], named.rpartition(".")[2], None)
+        if own is not None:
+            own.register_for_auto_class(kind)  # so that its code is saved with it
+            return own._from_config(config, dtype=torch.float32)
     try:
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        # None would ask on stdin.
+        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(
-            "value_model=None, but transformers has no sequence-classification class for "
-            f"{type(transformers_model(model)).__name__}; pass value_model"
+            f"value_model=None, but transformers has no sequence-classification class for {type(base).__name__}; pass "
+            "value_model"
         ) from error
 
 

@@ -35,6 +35,8 @@ HIDDEN_WARNINGS = (
     ("`is_gradient_checkpointing` is deprecated", FutureWarning),
     # TRL's configurations use this old name.
     ("`gradient_checkpointing` is deprecated", FutureWarning),
+    # PEFT copies the head, also of a model without weights.
+    ("Accessing the data pointer of FakeTensor is deprecated", UserWarning),
 )
 """Beginnings and categories of library warnings that need no action of the user."""
 

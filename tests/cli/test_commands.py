@@ -122,11 +122,10 @@ def test_a_reward_model_in_16_bits_makes_a_value_model_in_32(places):
     assert str(next(trainer.value_model.parameters()).dtype) == "torch.float32"
 
 
+@pytest.mark.filterwarnings("error:Accessing the data pointer")
 def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
     lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
-    commands.reward(
-        ["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *lora, "--lora_task_type", "SEQ_CLS"]
-    )
+    commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *lora])
     options = [*lora, "--reward_model_path", "out", "--share_base_model", "--output_dir", "ppo"]
     trainer = commands.train([*PPO, *options])
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.cli.main import main
+from rlhf_ppo.models.heads import empty_classifier
 from tests.conftest import save_models, tiny_policy, tiny_scorer
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
@@ -96,13 +98,26 @@ def test_a_judge_runs_code_that_was_allowed(place: Path, monkeypatch: pytest.Mon
     os.remove("was_run")
 
 
+def test_a_critic_is_made_from_code_that_was_allowed(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def ask(*_: Any) -> str:
+        raise AssertionError("asked on stdin")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", ask)
+    policy = AutoModelForCausalLM.from_pretrained(place / "own", trust_remote_code=True)
+    critic: Any = empty_classifier(policy)
+    assert type(critic).__name__ == "OwnScorer"
+    critic.save_pretrained("critic")
+    assert os.path.exists("critic/own.py")
+
+
 def test_every_call_says_whether_code_is_run() -> None:
     """Without a word about it transformers asks on stdin."""
     found = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained"
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("from_pretrained", "from_config")
         if not {word.arg for word in node.keywords} & {"trust_remote_code", None}
     }
     assert found == WITHOUT_CODE

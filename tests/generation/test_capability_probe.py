@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import LlamaForCausalLM
 
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.transformers_engine import (
@@ -20,7 +21,8 @@ from rlhf_ppo.generation.transformers_engine import (
 )
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import logits
-from tests.conftest import tiny_policy
+from rlhf_ppo.models.unwrapping import CACHE
+from tests.conftest import tiny_config, tiny_policy
 from tests.models.architectures import tiny_model
 
 NEEDS = {
@@ -87,6 +89,22 @@ def test_a_model_that_generates_from_something_else_is_refused() -> None:
     model.register_forward_hook(shift_cached_passes)
     with pytest.raises(ValueError, match="LlamaForCausalLM generates from other distributions"):
         generation_needs(model)
+
+
+@pytest.mark.skipif(CACHE != "cache", reason="transformers takes past_key_values itself")
+def test_code_of_the_time_before_transformers_renamed_the_cache_is_told_apart() -> None:
+    class Swallows(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+            kwargs.pop("cache", None)
+            return super().forward(input_ids, **kwargs)
+
+    class Refuses(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, past_key_values: Any = None) -> Any:
+            return super().forward(input_ids)
+
+    for kind in (Swallows, Refuses):
+        with pytest.raises(ValueError, match=f"{kind.__name__}.forward takes past_key_values, .* with cache: rename"):
+            generation_needs(kind(tiny_config()))
 
 
 def test_a_cache_that_cannot_be_parted_is_read_again(monkeypatch: pytest.MonkeyPatch, make_args: Any) -> None:
