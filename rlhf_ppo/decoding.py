@@ -35,6 +35,7 @@ class Sampling:
         top_p: Probability mass of nucleus sampling.
         stop_token_id: Token that ends a response; None: the tokenizer's EOS.
         batch_size: Rows of a batch.
+        chat_template_kwargs: Further arguments of the chat template; use those of training.
     """
 
     max_new_tokens: int = 53
@@ -43,6 +44,7 @@ class Sampling:
     top_p: float = 1.0
     stop_token_id: int | None = None
     batch_size: int = 64
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):
@@ -203,7 +205,7 @@ class _Search:
         PartialState()  # whose absence is an error of accelerate's loggers
         pad: Any = tokenizer.pad_token_id
         ids = shared_vocabulary({"model": policy, "critic": critic}, None, tokenizer, -1 if pad is None else pad, None)
-        encode = PromptEncoder(tokenizer, "prompts", ids.size, ids.limited_by)
+        encode = PromptEncoder(tokenizer, "prompts", ids.size, ids.limited_by, how.chat_template_kwargs)
         given = (each if isinstance(each, Mapping) else {"prompt": each} for each in prompts)
         self.prompts = [encode(each, row)["input_ids"] for row, each in enumerate(given)]
         self.policy, self.critic, self.tokenizer, self.how = policy, critic, tokenizer, how

@@ -288,6 +288,26 @@ def save_models(folder: str | Path = ".", **models: PreTrainedModel) -> None:
         make_tokenizer().save_pretrained(Path(folder, name))
 
 
+def save_thinking_run(folder: str | Path, recorded: dict[str, Any] | None) -> None:
+    """Give a saved model a chat template that ends in w8 without thinking, and the settings of a run."""
+    tokenizer = make_tokenizer()
+    last = "{% if enable_thinking is not defined or enable_thinking %}w7{% else %}w8{% endif %}"
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}" + last
+    tokenizer.save_pretrained(folder)
+    if recorded is not None:
+        settings = {"arguments": {"chat_template_kwargs": recorded}, "versions": {}, "made_of": {}}
+        Path(folder, "ppo_settings.json").write_text(json.dumps(settings))
+
+
+THINKING = [
+    (None, [], "w7"),
+    ({"enable_thinking": False}, [], "w8"),
+    ({"enable_thinking": False}, ["--chat_template_kwargs", '{"enable_thinking": true}'], "w7"),
+    (None, ["--chat_template_kwargs", '{"enable_thinking": false}'], "w8"),
+]
+"""What a run recorded, the options of a command, and the last word of its prompts."""
+
+
 def write_rows(path: str | Path, rows: Iterable[Any]) -> None:
     """Write a JSON lines file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)

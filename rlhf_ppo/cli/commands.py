@@ -26,6 +26,7 @@ from rlhf_ppo.cli.training import (
     running,
     scored_ppo_trainer,
     sft_trainer,
+    template_kwargs,
     train_and_save,
 )
 from rlhf_ppo.config import PPOConfig
@@ -38,6 +39,7 @@ from rlhf_ppo.config.validation import (
     Temperature,
     check_ranges,
     option,
+    parse_template_kwargs,
     ranges_of,
 )
 from rlhf_ppo.data.prompts import prompt_column
@@ -259,6 +261,11 @@ class GenerateArguments:
     top_p: PositiveShare = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
     stop_token_id: Count | None = option(None, "Id of the token that ends a response; None: the tokenizer's EOS.")
     batch_size: AtLeastOne = option(64, "Rows in a batch.")
+    chat_template_kwargs: str | None = option(
+        None,
+        'JSON object of further arguments of the chat template, such as {"enable_thinking": false}. None: those that '
+        "the model was trained with, if it is a run's directory.",
+    )
     seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
     output: str = option("responses.jsonl", "File to write: one JSON object per prompt.")
@@ -266,6 +273,7 @@ class GenerateArguments:
     def __post_init__(self) -> None:
         """Check the numbers and the required options."""
         check_ranges(self, ranges_of(GenerateArguments))
+        parse_template_kwargs(self.chat_template_kwargs)
         for name, what in {"model": "a policy", "critic": "its critic", "dataset_name": "prompts"}.items():
             if not getattr(self, name):
                 raise ValueError(f"{name} is not given; give {what}")
@@ -324,7 +332,7 @@ def decode(options: GenerateArguments, prompts: Sequence[dict[str, Any]]) -> Dec
     critic = load_value_model(options.critic, "critic", **settings)
     how = Sampling(
         options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.stop_token_id,
-        options.batch_size,
+        options.batch_size, template_kwargs(options.model, options.chat_template_kwargs),
     )  # fmt: skip
     set_seed(options.seed)
     policy, critic = policy.to(device), critic.to(device)

@@ -17,7 +17,7 @@ from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.cli.errors import Problems, user_errors
 from rlhf_ppo.cli.options import JudgeArguments
-from rlhf_ppo.cli.training import load_tokenizer
+from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.evaluation.rollouts import print_table
@@ -296,8 +296,9 @@ def _respond(args: JudgeArguments, rows: Any, path: str, tokenizer: Any, argumen
         AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=args.trust_remote_code
     )
     how = Answering(
-        args.max_new_tokens, args.temperature, args.top_p, args.batch_size, args.generation_engine, args.seed
-    )
+        args.max_new_tokens, args.temperature, args.top_p, args.batch_size, args.generation_engine, args.seed,
+        template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs),
+    )  # fmt: skip
     return respond(model.to(PartialState().device), tokenizer, list(rows), args.dataset_name, how)
 
 

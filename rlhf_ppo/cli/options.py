@@ -13,6 +13,7 @@ from rlhf_ppo.config.validation import (
     Temperature,
     check_ranges,
     option,
+    parse_template_kwargs,
     ranges_of,
 )
 
@@ -72,6 +73,11 @@ class JudgeArguments:
         "transformers", "Engine that generates the responses."
     )
     batch_size: AtLeastOne = option(32, "Prompts in a batch.")
+    chat_template_kwargs: str | None = option(
+        None,
+        'JSON object of further arguments of the chat template, such as {"enable_thinking": false}. None: those that '
+        "the model was trained with, if it is a run's directory.",
+    )
     seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
 
@@ -85,6 +91,7 @@ class JudgeArguments:
         if self.temperature == 0:
             del ranges["temperature"]
         check_ranges(self, ranges)
+        parse_template_kwargs(self.chat_template_kwargs)
         for one, other in ONE_OF:
             if (getattr(self, one) is None) == (getattr(self, other) is None):
                 raise ValueError(

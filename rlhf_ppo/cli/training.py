@@ -41,6 +41,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import logging_interval
 from rlhf_ppo.config.inherited import resolved_bf16
 from rlhf_ppo.config.presets import RemembersNames
+from rlhf_ppo.config.validation import parse_template_kwargs
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
@@ -48,7 +49,7 @@ from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
-from rlhf_ppo.reporting.run_log import where_results_are
+from rlhf_ppo.reporting.run_log import RunSettings, where_results_are
 from rlhf_ppo.rewards.functions import RewardTimeoutError
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
@@ -586,6 +587,17 @@ def policy_tokenizer(
     path = model_args.model_name_or_path
     argument = "model_name_or_path" if path else "sft_model_path"
     return load_tokenizer(path or args.sft_model_path, script_args.trust_remote_code, argument)
+
+
+def template_kwargs(model: str, given: str | None) -> dict[str, Any] | None:
+    """Return further arguments of the chat template: those given, or else those that a run trained its policy with.
+
+    Args:
+        model: A directory, of a run or not, or a hub name.
+        given: JSON, or None.
+    """
+    recorded = RunSettings.load(model).arguments.get("chat_template_kwargs") if given is None else given
+    return parse_template_kwargs(recorded)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrainedTokenizerBase:

@@ -27,8 +27,8 @@ from rlhf_ppo.config.validation import (
     Temperature,
     check_ranges,
     check_type,
-    parse_object,
     parse_strings,
+    parse_template_kwargs,
     parse_weights,
     python_number,
     ranges_of,
@@ -422,8 +422,7 @@ class PPOConfig(
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         self.health_thresholds = arguments.parse_thresholds(self.health_thresholds)
-        example = '{"enable_thinking": false}'
-        self.chat_template_kwargs = parse_object("chat_template_kwargs", self.chat_template_kwargs, example)
+        self.chat_template_kwargs = parse_template_kwargs(self.chat_template_kwargs)
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name, annotation in _checked_annotations().items():
             setattr(self, name, python_number(getattr(self, name)))

@@ -270,6 +270,11 @@ def _json(name: str, text: str) -> Any:
         raise ValueError(f"{name}: {error}") from error
 
 
+def parse_template_kwargs(given: Any) -> dict[str, Any] | None:
+    """Return `chat_template_kwargs`, a dict or JSON text; see `parse_object`."""
+    return parse_object("chat_template_kwargs", given, '{"enable_thinking": false}')
+
+
 def parse_object(name: str, given: Any, example: str) -> dict[str, Any] | None:
     """Return a dict that may be given as JSON text; None stays None.
 

@@ -177,6 +177,7 @@ class Answering:
         batch_size: Prompts in one batch.
         engine: One of `PPOConfig.generation_engine`.
         seed: Seed of the sampling.
+        chat_template_kwargs: Further arguments of the chat template.
     """
 
     max_new_tokens: int
@@ -185,6 +186,7 @@ class Answering:
     batch_size: int = 32
     engine: Literal["transformers", "continuous", "vllm"] = "transformers"
     seed: int = 0
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -209,7 +211,7 @@ def respond(
         RuntimeError: The engine returned incomplete responses.
         ValueError: A prompt cannot be read or is too long, or the engine cannot run here.
     """
-    encode = PromptEncoder(tokenizer, dataset, len(tokenizer))
+    encode = PromptEncoder(tokenizer, dataset, len(tokenizer), template_kwargs=how.chat_template_kwargs)
     encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
     ends = end_tokens(model, tokenizer)
     args = PPOConfig(

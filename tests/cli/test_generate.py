@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli.main import main
-from tests.conftest import WORDS, save_models, tiny_policy, tiny_scorer, write_rows
+from rlhf_ppo.generation.transformers_engine import sample_responses
+from tests.conftest import (
+    THINKING,
+    WORDS,
+    make_tokenizer,
+    save_models,
+    save_thinking_run,
+    tiny_policy,
+    tiny_scorer,
+    write_rows,
+)
 
 
 @pytest.fixture
@@ -50,6 +60,23 @@ def test_token_ids_are_read_and_any_token_may_end_a_response(words: list[str]) -
     assert stopped == tokens[: tokens.index(tokens[1]) + 1]
 
 
+@pytest.mark.parametrize(("recorded", "options", "last"), THINKING)
+def test_prompts_get_the_chat_template_of_the_run(
+    recorded: Any, options: list[str], last: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, asked = dict(zip(words[::2], words[1::2], strict=True)), []
+    save_thinking_run(given["--model"], recorded)
+    write_rows(Path(given["--dataset_name"]), [{"prompt": [{"role": "user", "content": "w3"}]}])
+
+    def noted(policy: Any, prompts: Any, *others: Any) -> Any:
+        asked.extend(prompts.input_ids.tolist())
+        return sample_responses(policy, prompts, *others)
+
+    monkeypatch.setattr("rlhf_ppo.decoding.sample_responses", noted)
+    main(["generate", *words, "--max_new_tokens", "2", "--n", "1", *options])
+    assert asked == [make_tokenizer()(f"w3 {last}")["input_ids"]]
+
+
 def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
     values = []
     for n in ("1", "16"):
@@ -66,6 +93,7 @@ def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
         ({"critic": "policy"}, "critic"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"width": "2", "block": "0"}, "block=0"),
+        ({"chat_template_kwargs": "{"}, "chat_template_kwargs='{' is not JSON"),
         ({"width": "2", "weighted": "true"}, "weighted=True is for best of n, but width=2"),
     ],
 )

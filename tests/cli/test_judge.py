@@ -20,7 +20,15 @@ from rlhf_ppo.reporting.judgements import judged_data, over_seeds, read_judged
 from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reward_model import Answer
-from tests.conftest import make_tokenizer, needs_continuous, save_models, tiny_policy, tiny_scorer
+from tests.conftest import (
+    THINKING,
+    make_tokenizer,
+    needs_continuous,
+    save_models,
+    save_thinking_run,
+    tiny_policy,
+    tiny_scorer,
+)
 
 ROWS = Dataset.from_list([{"prompt": f"w{index}", "answer": str(index)} for index in range(4)])
 
@@ -107,6 +115,23 @@ def test_two_models_answer_the_same_prompts(places, capsys, monkeypatch):
     assert (table["verdict"] > 0).sum() == found.wins
     said = json.loads(Path("judged/win_rate.json").read_text())
     assert (said["wins"], said["win_rate"], said["options"]["opponent"]) == (found.wins, found.rate, "two")
+
+
+@pytest.mark.parametrize(("recorded", "words", "last"), THINKING)
+def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, places, monkeypatch):
+    save_thinking_run("one", recorded)
+    save_thinking_run("two", None)
+    Dataset.from_list([{"prompt": [{"role": "user", "content": "w3"}]}] * 2).to_json("prompts.jsonl")
+    asked = []
+
+    def lengths(judge: Any, rows: Any, *sides: Sequence[Answer]) -> Any:
+        asked.extend(answer.prompt_ids for side in sides for answer in side)
+        return compare_answers(judge, rows, *sides)
+
+    compare_answers = module.compare
+    monkeypatch.setattr(module, "compare", lengths)
+    evaluate(["--model", "one", "--opponent", "two", "--judge", "length", *words, *SHORT])
+    assert asked == [make_tokenizer()(f"w3 {last}")["input_ids"]] * 4
 
 
 def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, capsys, monkeypatch):
@@ -309,6 +334,8 @@ def test_a_chat_model_judges(places, server, monkeypatch):
         ("--judge_model m --judge_url nowhere", "must be an address"),
         ("--judge length --output_dir prompts.jsonl", "output_dir='prompts.jsonl' is a file"),
         ("--judge length --num_shown -1", "num_shown=-1"),
+        ("--judge length --chat_template_kwargs {", "chat_template_kwargs='{' is not JSON"),
+        ("--judge length --chat_template_kwargs []", "must be a dict or the JSON text of an object"),
     ],
 )
 def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words, places, capsys, monkeypatch):
