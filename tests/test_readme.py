@@ -216,7 +216,7 @@ OPTIONS_OF_OTHERS = {
 }
 ARGUMENTS_OF_OTHERS = {
     "docs/agents.md": {"environments"},  # of reward functions
-    "docs/critic.md": {"answer", "weighted"},  # of rlhf_ppo.decoding.best_of_n
+    "docs/critic.md": {"answer", "num_labels", "weighted"},  # of rlhf_ppo.decoding.best_of_n, of `from_pretrained`
     "docs/from-old-trl.md": {"kl_penalty"},
     "docs/models.md": {"bias", "is_decoder"},  # of PEFT's LoraConfig; of encoders' configurations
     "docs/usage.md": {"pruner"},  # of Optuna's study

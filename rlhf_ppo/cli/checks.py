@@ -166,7 +166,8 @@ def _empty_model(
         if (peft_config := get_peft_config(model_args)) is not None:
             from peft import get_peft_model
 
-            with naming_adapter("the adapter of lora_r and lora_target_modules", model):
+            names = model_args.lora_target_modules
+            with naming_adapter(f"the adapter of lora_r={model_args.lora_r} and lora_target_modules={names}", model):
                 get_peft_model(model, peft_config)
     return model
 

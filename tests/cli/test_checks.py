@@ -170,7 +170,7 @@ FILES: dict[str, list[Any]] = {
         (
             "reward",
             {"use_peft": True, "lora_target_modules": "nope"},
-            "lora_target_modules does not fit the model, which has ['down_proj', ",
+            "lora_target_modules=nope does not fit the model, which has ['down_proj', ",
         ),
         ("ppo", {"dataset_name": "gaps.jsonl"}, "has a prompt of type NoneType"),
         ("ppo", {"dataset_name": "asked.jsonl"}, "is a conversation, and the tokenizer has no chat template"),
