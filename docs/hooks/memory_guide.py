@@ -190,7 +190,8 @@ If your run does not fit, use
 - smaller micro-batches (`per_device_train_batch_size`, or `max_tokens_per_micro_batch`);
 - fewer rows in generation (`local_rollout_forward_batch_size`);
 - `offload_frozen`;
-- an 8-bit optimizer (`optim`).
+- an 8-bit optimizer (`--optim adamw_torch_8bit`, with `pip install torchao`): 2 bytes of
+  state for each trained weight in place of 8.
 
 ## Host memory and communication
 
