@@ -159,7 +159,7 @@ def test_of_an_episode_each_message_goes_through_the_other_template() -> None:
     """As TRL renders it: what a tool answered is no text of the policy. Only a text that was cut stays open."""
     words = [{"role": "assistant", "content": "go"}, {"role": "tool", "name": "f", "content": "5"}]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    episodes = [[*words, {"role": "assistant", "content": "w"}], words, [*words, words[0]], [*words, call]]
+    episodes = [[*words, {"role": "assistant", "content": "w"}], words, [*words, dict(words[0])], [*words, call]]
     records = [SimpleNamespace(messages=messages) for messages in episodes]
     begun = "[assistant]go[end][tool]5[end]"
     behind = [f"{begun}[assistant]w[end]", begun, f"{begun}[assistant]go", f"{begun}[assistant][end]"]
