@@ -124,12 +124,12 @@ def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, pla
     Dataset.from_list([{"prompt": [{"role": "user", "content": "w3"}]}] * 2).to_json("prompts.jsonl")
     asked = []
 
-    def lengths(judge: Any, rows: Any, *sides: Sequence[Answer]) -> Any:
+    def noted(judge: Any, rows: Any, *sides: Sequence[Answer]) -> Any:
         asked.extend(answer.prompt_ids for side in sides for answer in side)
         return compare_answers(judge, rows, *sides)
 
     compare_answers = module.compare
-    monkeypatch.setattr(module, "compare", lengths)
+    monkeypatch.setattr(module, "compare", noted)
     evaluate(["--model", "one", "--opponent", "two", "--judge", "length", *words, *SHORT])
     assert asked == [make_tokenizer()(f"w3 {last}")["input_ids"]] * 4
 
