@@ -15,7 +15,7 @@ from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_ppo.cli.arguments import check_columns
-from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
+from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column, text_of_content
 from rlhf_ppo.data.sources import HH_TURN, choose_split, load_splits, separate_prompts
 from rlhf_ppo.estimate.run import measure_rates
 from rlhf_ppo.estimate.update import NoStorage
@@ -146,7 +146,7 @@ def num_tokens(values: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> lis
     texts = []
     for value in values:
         if is_conversation(value):
-            value = "\n".join(str(message.get("content")) for message in value)
+            value = "\n".join(text_of_content(message.get("content") or "") for message in value)
         if isinstance(value, list):
             return [*map(len, values)]
         if not isinstance(value, str):

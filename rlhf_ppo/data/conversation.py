@@ -17,7 +17,14 @@ from typing import Any
 from accelerate.utils import compare_versions
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.data.prompts import PromptEncoder, ids_of, is_conversation
+from rlhf_ppo.data.prompts import (
+    MARK,
+    PromptEncoder,
+    as_the_template_reads,
+    ids_of,
+    is_conversation,
+    text_of_content,
+)
 from rlhf_ppo.terminal.text import CONTROL
 
 EPISODE_COLUMN = "<episode>"
@@ -25,9 +32,6 @@ EPISODE_COLUMN = "<episode>"
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row without the column `prompt`."""
-
-MARK = "answer-5f0c2d"
-"""A text that shows where, and whether, a template writes a content."""
 
 NEEDS = {"trl": "1.16", "transformers": "5.13"}
 """Lowest versions that tools and environments need, above the package's own."""
@@ -63,7 +67,6 @@ class Conversations:
         self, tokenizer: PreTrainedTokenizerBase, has_tools: bool, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer, self.settings, self.template = tokenizer, dict(settings or {}), None
-        self._shown: dict[str, bool] = {}
         if has_tools:
             self._prepare_tools(tokenizer)
 
@@ -118,8 +121,7 @@ class Conversations:
         """
         if isinstance(prompt, str):
             return self.text_ids(prompt, is_first=True) if prompt else []
-        given = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-        return self._rendered(given, add_generation_prompt=True, tools=schemas)
+        return self._rendered(prompt, add_generation_prompt=True, tools=schemas)
 
     def text_ids(self, text: str, is_first: bool = False) -> list[int]:
         """Return the tokens of a text that no template surrounds.
@@ -133,32 +135,12 @@ class Conversations:
         return list(encoded[:-1]) if is_first and eos is not None and list(encoded[-1:]) == [eos] else list(encoded)
 
     def _rendered(self, messages: Messages, **how: Any) -> list[int]:
-        shown = [
-            {**message, "content": text_of_content(message["content"])}
-            if isinstance(message.get("content"), list) and not self._shows_lists(message["role"])
-            else message
-            for message in messages
-        ]
+        shown = as_the_template_reads(messages, self.tokenizer, self.template, self.settings)
         conversations: list[Any] = [shown]
         encoded: Any = self.tokenizer.apply_chat_template(
             conversations, chat_template=self.template, tokenize=True, return_dict=True, **how, **self.settings
         )
         return list(ids_of(encoded)[0])
-
-    def _shows_lists(self, role: str) -> bool:
-        """Return whether the template writes content that is a list of blocks; some leave it out without an error."""
-        if role not in self._shown:
-            asked: list[Any] = [{"role": "user", "content": "dummy"}]
-            if role == "tool":
-                call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
-                asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            asked.append({"role": role, "name": "dummy", "content": [{"type": "text", "text": MARK}]})
-            how: dict[str, Any] = {"chat_template": self.template, "tokenize": False} | self.settings
-            try:
-                self._shown[role] = MARK in str(self.tokenizer.apply_chat_template(asked, **how))
-            except Exception:  # it joins contents as texts
-                self._shown[role] = False
-        return self._shown[role]
 
     def parse(self, ids: list[int], before: list[int], schemas: Sequence[Any] | None) -> dict[str, Any]:
         """Return a turn as a message, with `tool_calls` where it has some; what cannot be parsed is plain text.
@@ -251,22 +233,6 @@ class Conversations:
         """Tell without tokenizing whether answers need more than `room` tokens."""
         characters = sum(len(text_of_content(answer["content"])) for answer in answers)
         return characters > room * self._longest_token
-
-
-def text_of_content(content: Any) -> str:
-    """Return the text of a message's content.
-
-    Raises:
-        ValueError: It holds something other than text.
-    """
-    if isinstance(content, str):
-        return content
-    blocks = [part for part in content if isinstance(part, Mapping) and "type" in part]
-    if not blocks:
-        return str(content)
-    if others := [part["type"] for part in blocks if part["type"] != "text"]:
-        raise ValueError(f"an answer holds a content block of type {others[0]!r}: only text reaches the policy")
-    return "".join(str(part.get("text", "")) for part in blocks)
 
 
 def with_observation(prompt: Prompt, observation: Any) -> Prompt:

@@ -63,6 +63,9 @@ def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimi
         )
 
 
+MARK = "answer-5f0c2d"
+"""A text that shows where, and whether, a template writes a content."""
+
 PROMPT_COLUMNS = ("input_ids", "prompt", "text")
 
 
@@ -135,11 +138,9 @@ class PromptEncoder:
             fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks(messages, index)
-        # Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined; the
-        # oldest supported transformers passes a None on.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        prefilled = given[-1].get("role") == "assistant"
         try:
+            given = as_the_template_reads(messages, self.tokenizer, settings=self.template_kwargs)
+            prefilled = given[-1].get("role") == "assistant"
             encoded = self.tokenizer.apply_chat_template(
                 given,
                 add_generation_prompt=not prefilled,
@@ -235,6 +236,66 @@ def _one_id(name: str, value: object) -> int | None:
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Tell whether a prompt is a non-empty list of messages, dicts with a `role`."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def as_the_template_reads(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Return messages without keys that are None, and with one text for blocks of text that the template cannot read.
+
+    Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined. Where a
+    content is a list of blocks, some templates write nothing, and some the list as Python prints it.
+
+    Args:
+        messages: The conversation.
+        tokenizer: Its template is used.
+        chat_template: Another template, or None.
+        settings: Further arguments of the template, or None.
+
+    Raises:
+        ValueError: Such a list holds something other than text.
+    """
+    shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    for message in shown:
+        if isinstance(message.get("content"), list):
+            how = {"chat_template": chat_template, **(settings or {})}
+            if not _writes_blocks(tokenizer, message["role"], how):
+                message["content"] = text_of_content(message["content"])
+    return shown
+
+
+def _writes_blocks(tokenizer: PreTrainedTokenizerBase, role: str, how: Mapping[str, Any]) -> bool:
+    asked: list[Any] = [{"role": "user", "content": "dummy"}]
+    if role == "tool":
+        call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
+        asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    asked.append({"role": role, "name": "dummy", "content": [{"type": "text", "text": MARK}]})
+    if role in ("system", "user"):  # templates want a system message first, and turns that alternate
+        asked = asked[1:]
+    try:
+        text = str(tokenizer.apply_chat_template(asked, tokenize=False, **how))
+    except Exception:  # it joins contents as texts
+        return False
+    return MARK in text and repr(MARK) not in text  # Python's way to print a list is no rendering
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of a message's content.
+
+    Raises:
+        ValueError: It holds something other than text.
+    """
+    if isinstance(content, str):
+        return content
+    blocks = [part for part in content if isinstance(part, Mapping) and "type" in part]
+    if not blocks:
+        return str(content)
+    if others := [part["type"] for part in blocks if part["type"] != "text"]:
+        raise ValueError(f"a message holds a content block of type {others[0]!r}: only text reaches the policy")
+    return "".join(str(part.get("text", "")) for part in blocks)
 
 
 def real_tokens(row: Mapping[str, Any]) -> list[int]:

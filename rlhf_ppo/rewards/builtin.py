@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from rlhf_ppo.data.conversation import text_of_content
+from rlhf_ppo.data.prompts import text_of_content
 from rlhf_ppo.rewards.reward_model import Answer
 from rlhf_ppo.terminal.text import redacted, visible_logger
 

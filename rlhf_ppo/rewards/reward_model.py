@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
-from rlhf_ppo.data.prompts import eos_id, is_conversation
+from rlhf_ppo.data.prompts import as_the_template_reads, eos_id, is_conversation, text_of_content
 from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
@@ -77,7 +77,7 @@ class Answer:
     def _text_before(self) -> str:
         """The text before the response, if it is known as text."""
         if is_conversation(self.prompt):
-            return self.prompt[-1]["content"] if self.prompt[-1].get("role") == "assistant" else ""
+            return text_of_content(self.prompt[-1]["content"]) if self.prompt[-1].get("role") == "assistant" else ""
         return self.prompt if isinstance(self.prompt, str) else ""
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -347,10 +347,7 @@ def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             "the prompt is a conversation, and the reward model's tokenizer has no chat template: set its "
             "chat_template in reward_processing_classes"
         )
-    # Arrow gives every message the union of all messages' keys; templates check whether a key is defined.
-    messages: list[Any] = [
-        {key: value for key, value in message.items() if value is not None} for message in answer.prompt
-    ]
+    messages: list[Any] = list(answer.prompt)
     if answer.messages is not None:
         whole, opens = [*messages, *answer.messages], False
         last = whole[-1]
@@ -359,13 +356,16 @@ def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     else:
         response = answer.response
         if messages[-1].get("role") == "assistant":
-            response = messages.pop()["content"] + answer.continuation
+            response = text_of_content(messages.pop()["content"]) + answer.continuation
         goes_on = not answer.ended and bool(response.strip())
         opens = not answer.ended and not goes_on
         whole = messages if opens else [*messages, {"role": "assistant", "content": response}]
     try:
         encoded = tokenizer.apply_chat_template(
-            whole, continue_final_message=goes_on, add_generation_prompt=opens, return_dict=True
+            as_the_template_reads(whole, tokenizer),
+            continue_final_message=goes_on,
+            add_generation_prompt=opens,
+            return_dict=True,
         )
     except Exception as error:
         raise ValueError(f"the reward model's chat template rejects it: {error}") from error

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
+from rlhf_ppo.data.prompts import as_the_template_reads
 from rlhf_ppo.data.rollout import Responses, micro_batches
 from rlhf_ppo.processes.distributed import derive_seed, get_logger
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -101,6 +102,7 @@ def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str
     example: Any = {column: row[column] for column in (*form, "tools") if row.get(column) is not None}
     is_chat = is_conversational(example)
     if is_chat:
+        example |= {column: as_the_template_reads(example[column], tokenizer) for column in form}
         example = maybe_apply_chat_template(example, tokenizer)
     last = "completion" if form == ("prompt", "completion") else "text"
     if not isinstance(example.get(last), str):

@@ -90,6 +90,28 @@ def test_keys_that_arrow_filled_with_none_are_not_defined_for_the_template() -> 
     assert encode({"prompt": messages}, word_tokenizer(template))["input_ids"] == [3]
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "m.content if m.content is string else ''",
+        "m.content if m.content is string else m.content | map(attribute='text') | join",
+        "m.content + ''",
+        "m.content | trim",
+    ],
+    ids=["leaves lists out", "writes lists", "fails", "prints lists"],
+)
+def test_blocks_of_text_reach_the_model_whatever_the_template_does_with_lists(written: str) -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ WRITTEN }} {% endfor %}".replace("WRITTEN", written)
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+    ]
+    assert encode({"prompt": messages}, word_tokenizer(template))["input_ids"] == [6, 3, 4, 7, 4]
+    tool = [{"role": "user", "content": [{"type": "tool_use", "id": "1"}]}]
+    if "map" not in written:
+        assert "content block of type 'tool_use'" in refused({"prompt": tool}, word_tokenizer(template))
+
+
 def test_conversations_are_refused_without_a_template_or_by_it() -> None:
     messages = [{"role": "user", "content": "a"}]
     assert "set tokenizer.chat_template" in refused({"prompt": messages})

@@ -150,6 +150,14 @@ def test_a_prefilled_turn_goes_on() -> None:
     assert encoded({"prompt": prefilled})[0] == own_ids("[user]w1 w2[end][assistant]w0 w3 w4[end]")[1:]
 
 
+def test_blocks_of_text_are_read_where_the_other_template_knows_only_texts() -> None:
+    blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CONVERSATIONS[0]]
+    prefilled = [*blocks, {"role": "assistant", "content": [{"type": "text", "text": "w0 "}]}]
+    assert encoded({"prompt": [blocks, *CONVERSATIONS[1:]]}) == encoded({"prompt": CONVERSATIONS})
+    expected = own_ids("[user]w1 w2[end][assistant]w0 w3 w4[end]")[1:]
+    assert encoded({"prompt": [prefilled, *CONVERSATIONS[1:]]})[0] == expected
+
+
 def test_a_cut_response_of_nothing_but_special_tokens_is_an_open_turn() -> None:
     rows = [([4, 5], [2, 2])]
     assert encoded({"prompt": CONVERSATIONS[:1]}, rows) == [own_ids("[user]w1 w2[end][assistant]")[1:]]

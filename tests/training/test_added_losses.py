@@ -138,10 +138,12 @@ def test_conversations_are_read_with_the_chat_template(make_trainer: MakeTrainer
         "{% if add_generation_prompt %}<bos>{% endif %}"
     )
     said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
-    rows = [{"messages": said}, {"prompt": said[:1], "completion": said[1:]}]
+    blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in said]
+    rows = [{"messages": said}, {"prompt": said[:1], "completion": said[1:]}, {"messages": blocks}]
     trainer = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=rows, processing_class=tokenizer)
     assert tuple(trainer._ptx.texts[0]) == ([4], [1, 5, 6, 1])
     assert trainer._ptx.texts[1].learned[-3:] == [5, 6, 1]
+    assert trainer._ptx.texts[2] == trainer._ptx.texts[0]
 
 
 @pytest.mark.parametrize(
