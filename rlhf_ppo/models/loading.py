@@ -40,7 +40,7 @@ from rlhf_ppo.models.unwrapping import (
     probe_ids,
     transformers_model,
 )
-from rlhf_ppo.terminal.console import hide_model_bars
+from rlhf_ppo.terminal.console import hide_logs, hide_model_bars
 
 
 def is_function(model: Any) -> bool:
@@ -356,6 +356,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         )
     kwargs = {"trust_remote_code": False, **kwargs}  # None would ask on stdin
     if is_adapter_directory(path):
+        if auto_class is AutoModelForSequenceClassification:
+            return _adapted_classifier(path, argument, **kwargs)
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
         settings = {"dtype": torch.float32, **kwargs}
@@ -381,6 +383,26 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         if str(error).startswith(given):
             raise
         raise ValueError(_of_another_kind(given, auto_class, argument, kwargs, error)) from error
+
+
+def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings: Any) -> Any:
+    """Load a classifier's adapter over its base; refuse a head that is in neither and would be random."""
+    from peft import load_peft_weights
+
+    base = base_of_adapter(path)
+    with hide_logs("transformers.modeling_utils", "LOAD REPORT"):  # of a head that is not in the base
+        model, info = load_pretrained(
+            AutoModelForSequenceClassification, base, argument, output_loading_info=True, **settings
+        )
+    held = load_peft_weights(os.fspath(path), device="cpu")
+    random = [name for name in sorted(info["missing_keys"]) if not any(key.endswith(f".{name}") for key in held)]
+    if random and argument != "value_model":  # a value model may start anew
+        raise ValueError(
+            f"{argument}={os.fspath(path)!r} is an adapter without a head: {random[0]} is neither in it nor in its "
+            f"base {os.fspath(base)!r} and would be random; train one with `rlhf-ppo reward --use_peft`, or with "
+            "task_type='SEQ_CLS' of PEFT"
+        )
+    return load_adapter(model, path)
 
 
 def _of_another_kind(given: str, auto_class: Any, argument: str, settings: dict[str, Any], error: Exception) -> str:

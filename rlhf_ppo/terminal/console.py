@@ -352,17 +352,17 @@ def hide_library_warnings() -> Iterator[None]:
 def hide_library_logs() -> Iterator[None]:
     """Hide `HIDDEN_LOGS` in the block, which may run code of the user: Python's warnings stay as they are."""
     with ExitStack() as hidden:
-        for name, beginning in HIDDEN_LOGS:
-            hidden.enter_context(hide_logs(name, beginning))
+        for name, part in HIDDEN_LOGS:
+            hidden.enter_context(hide_logs(name, part))
         yield
 
 
 @contextmanager
-def hide_logs(name: str, beginning: str = "") -> Iterator[None]:
-    """Hide the messages of a logger that begin with a text in the block."""
+def hide_logs(name: str, part: str = "") -> Iterator[None]:
+    """Hide the messages of a logger that contain a text in the block."""
 
     def passes(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(beginning)
+        return part not in record.getMessage()
 
     logging.getLogger(name).addFilter(passes)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,23 @@ def test_a_directory_whose_weights_are_gone_is_an_error(load: Any, tmp_path: Pat
     tiny_config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"model='{tmp_path}' could not be loaded"):
         load(tmp_path, "model")
+
+
+def test_an_adapter_brings_the_head_that_its_base_lacks_or_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers reports that the head is random, which the adapter then replaces; one without it would not."""
+    tiny_policy().save_pretrained(tmp_path / "base")
+    for name, task in {"whole": TaskType.SEQ_CLS, "headless": None}.items():
+        base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+        get_peft_model(base, LoraConfig(task_type=task, target_modules=["q_proj"])).save_pretrained(tmp_path / name)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.clear()
+    first, again = (load_reward_model(tmp_path / "whole", "reward_model") for _ in range(2))
+    assert torch.equal(first(IDS).logits, again(IDS).logits)
+    with pytest.raises(ValueError, match=r"adapter without a head: score.weight is neither in it nor in its base"):
+        load_reward_model(tmp_path / "headless", "reward_model")
+    assert "LOAD REPORT" not in caplog.text
 
 
 def test_encoder_decoders_are_no_policies(tmp_path: Path) -> None:
