@@ -42,13 +42,21 @@ def smallest(limits: Iterable[PositionLimit | None]) -> PositionLimit | None:
     return min((limit for limit in limits if limit is not None), key=lambda limit: limit.tokens, default=None)
 
 
-def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimit | None) -> None:
+def check_lengths(
+    longest_prompt: int,
+    response_length: int,
+    limit: PositionLimit | None,
+    option: str = "response_length",
+    fix: str | None = None,
+) -> None:
     """Check that a prompt and its response fit the models: `longest_prompt + response_length <= limit.tokens`.
 
     Args:
         longest_prompt: Tokens of the longest prompt.
         response_length: Tokens generated for each prompt.
-        limit: The longest sequence, and why; None where nothing sets a bound.
+        limit: The longest sequence; None without a limit.
+        option: Name of the option that sets `response_length`, for the message.
+        fix: What to change, for the message; None: options of a training run.
 
     Raises:
         ValueError: They do not fit.
@@ -56,10 +64,10 @@ def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimi
     total = longest_prompt + response_length
     if limit is not None and total > limit.tokens:
         room = limit.tokens - response_length
-        fix = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
+        shorter = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
         raise ValueError(
-            f"the longest prompt ({longest_prompt} tokens) and response_length={response_length} take {total} "
-            f"positions, but {limit.reason}: {fix}, or {limit.remedy}"
+            f"the longest prompt ({longest_prompt} tokens) and {option}={response_length} take {total} positions, but "
+            f"{limit.reason}: {fix or f'{shorter}, or {limit.remedy}'}"
         )
 
 
