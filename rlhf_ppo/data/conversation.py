@@ -17,7 +17,7 @@ from typing import Any
 from accelerate.utils import compare_versions
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.data.prompts import PromptEncoder, ids_of, is_conversation
+from rlhf_ppo.data.prompts import PromptEncoder, ids_of, is_conversation, without_nones
 from rlhf_ppo.terminal.text import CONTROL
 
 EPISODE_COLUMN = "<episode>"
@@ -118,8 +118,7 @@ class Conversations:
         """
         if isinstance(prompt, str):
             return self.text_ids(prompt, is_first=True) if prompt else []
-        given = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-        return self._rendered(given, add_generation_prompt=True, tools=schemas)
+        return self._rendered(without_nones(prompt), add_generation_prompt=True, tools=schemas)
 
     def text_ids(self, text: str, is_first: bool = False) -> list[int]:
         """Return the tokens of a text that no template surrounds.
@@ -358,8 +357,5 @@ class EpisodeEncoder(PromptEncoder):
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
         ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a place for the observation
-        outside = max(ids)
-        if self.vocab_size is not None and outside >= self.vocab_size:
-            fix = "use the policy's own tokenizer, or resize_token_embeddings to the tokenizer's length"
-            self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
+        self._check_vocabulary(ids, index)
         return {"input_ids": ids}
