@@ -15,7 +15,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from rlhf_ppo.data.prompts import PromptEncoder, Prompts, smallest
+from rlhf_ppo.data.prompts import PromptEncoder, Prompts, check_lengths, smallest
 from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models.capabilities import position_limit, shared_vocabulary
@@ -210,21 +210,13 @@ class _Search:
         self.prompts = [encode(each, row)["input_ids"] for row, each in enumerate(given)]
         self.policy, self.critic, self.tokenizer, self.how = policy, critic, tokenizer, how
         self.never_sampled = ids.never_sampled
-        self._check_lengths()
+        limit = smallest(map(position_limit, (policy, critic)))
+        fix = "lower max_new_tokens, or leave out long prompts"
+        check_lengths(max(map(len, self.prompts), default=0), how.max_new_tokens, limit, "max_new_tokens", fix)
         eos: Any = tokenizer.eos_token_id
         self.stop: int | None = eos if how.stop_token_id is None else how.stop_token_id
         self.device = next(policy.parameters()).device
         self.num_sampled_tokens = self.num_valued_rows = 0
-
-    def _check_lengths(self) -> None:
-        """Raise a `ValueError` if the longest prompt and its response do not fit both models."""
-        longest = max(map(len, self.prompts), default=0)
-        total, limit = longest + self.how.max_new_tokens, smallest(map(position_limit, (self.policy, self.critic)))
-        if limit is not None and total > limit.tokens:
-            raise ValueError(
-                f"the longest prompt ({longest} tokens) and max_new_tokens={self.how.max_new_tokens} take {total} "
-                f"positions, but {limit.reason}: lower max_new_tokens, or leave out long prompts"
-            )
 
     def text(self, candidate: Candidate) -> str:
         """Decode a candidate."""

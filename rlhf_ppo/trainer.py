@@ -32,7 +32,7 @@ from rlhf_ppo.models.heads import cover_returns, of_own_heads, value_head_of
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs, ResponseValues
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes import distributed
-from rlhf_ppo.processes.signals import raise_if_stopped
+from rlhf_ppo.processes.signals import Stopped, raise_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
@@ -305,7 +305,10 @@ class PPOTrainer(TrainerBase):
         if self.reference is not None:
             self.reference.follow(self._run.loop.model)
         self._count_update()
-        self._sample_or_leave()
+        try:
+            self._sample_and_audit()
+        except Stopped:  # by a signal: the resumed run repeats them
+            self._run.progress.due.append("samples")
         self._report("on_step_end")
 
     # ---- Rollout ----

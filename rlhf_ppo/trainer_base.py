@@ -136,8 +136,7 @@ class TrainerBase(Trainer):
         run = self._run
         run.connect(self.accelerator, self.callback_handler, self.model)
         use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
-        engine = (self.is_deepspeed_enabled, self.is_fsdp_enabled)
-        self._directory = saving.RunDirectory(self.args, self.accelerator, *engine)
+        self._directory = saving.RunDirectory(self.args, self.accelerator)
         # Signal listeners are global; they must not keep the trainer alive.
         pending = partial(TrainerBase._pending, weakref.proxy(self))
         reduce_sum: Any = partial(self.accelerator.reduce, reduction="sum")
@@ -146,12 +145,13 @@ class TrainerBase(Trainer):
         self._learning = InterruptibleLearning(run, self._critic_only, self._rollout_metrics.keep)
         self._checkpoints = saving.CheckpointWriter(run, self._directory, self._learning, self.create_model_card)
         self._stop = SignalStop(run, self._learning, self._save_checkpoint, lambda: self.scorer.stop())
-        how = (self._open_external_run, self._take_update, self._leave_if_stopped, self._finish_run)
-        self._driver = StepDriver(run, self._stop, *how)
+        self._driver = StepDriver(
+            run, self._stop, self._open_external_run, self._take_update, self._leave_if_stopped, self._finish_run
+        )
         self._printed = ""  # the latest sample table
         add_console_and_health(self, self.args, self.sizes, self.reward_models)
         self.add_callback(run.signals)
-        set_up_engine(self.accelerator, self._run.unwrapped(self.model))
+        set_up_engine(self.accelerator, self._models)
 
     @property
     def state(self) -> PPOTrainerState:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -170,6 +170,11 @@ class TrainerBase(Trainer):
     @control.setter
     def control(self, control: TrainerControl) -> None:
         self._run.control = control
+
+    @property
+    def _models(self) -> PolicyAndValue:
+        """Policy and value model without the wrappers of engines and compilation."""
+        return self._run.unwrapped(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; keep the one that `early_accelerator` created."""
@@ -204,14 +209,17 @@ class TrainerBase(Trainer):
         run, args = self._run, self.args
         set_seed(args.seed, device_specific=True)
         run.streams.seed(args.seed)
-        drop_foreign_padding(self._run.unwrapped(self.model).policy)
+        drop_foreign_padding(self._models.policy)
         self._engine.policy_changed()
         self.accelerator.free_memory()
         self.sizes = run.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
-        epoch, num_skipped = self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, trial)
+        self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, trial)
+        self._resume(checkpoint, per_epoch)
         model, loader = self._prepare_for_training(max_steps, loader, checkpoint)
+        check_prepared(self.optimizer, model, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        run.progress.optimization = self._optimization.recorded()
         self._critic_only.begin(self.optimizer, self._optimization.policy_groups)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
@@ -219,23 +227,39 @@ class TrainerBase(Trainer):
         self._tr_loss, self._total_loss_scalar = torch.tensor(loss, device=args.device), 0.0
         self._globalstep_last_logged = run.progress.last_logged_step
         model.zero_grad()
-        functions = self._made_with[1].get("reward_funcs")
-        reference = None if self.reference is None else self.reference.own_policy
-        parts = (self.policy_model, reference, self.reward_models, self.scorer.names)
-        made_of = names_of_parts(*parts, functions, self.dataset_name)
-        health = health_settings(self.callback_handler.callbacks)
-        self._directory.note(self._get_output_dir(trial), self.state.log_history, made_of, health)
+        self._note_run()
         run.stateful.start(checkpoint)
-        saving.load_range(self._run.unwrapped(self.model).value_model, checkpoint)
+        saving.load_range(self._models.value_model, checkpoint)
         if checkpoint is not None and self.reference is not None:
             self.reference.resume(checkpoint, model)
-        counted = (epoch, num_skipped, per_epoch)
-        given = (trial, ignore_keys, self.state.episode, follows_metric(self.lr_scheduler))
-        passes = datasets.Passes(loader, args, run.sizes)
-        run.loop = loop = LoopState(model, passes, checkpoint, *counted, *given)
+        run.loop = LoopState(
+            model, datasets.Passes(loader, args, run.sizes), checkpoint, run.progress.epoch,
+            num_skipped=0 if args.ignore_data_skip else run.progress.batches_in_epoch, updates_per_epoch=per_epoch,
+            trial=trial, ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
+            schedule_follows_metric=follows_metric(self.lr_scheduler),
+        )  # fmt: skip
         self._rollouts.begin(checkpoint, model)
         run.fire("on_train_begin")
-        return loop
+        return run.loop
+
+    def _resume(self, checkpoint: str | None, updates_per_epoch: int) -> None:
+        """Restore counts, unlogged metrics and a partial update from a checkpoint, or start without one."""
+        reference = None if self.reference is None else self.reference.model
+        fingerprint = partial(
+            saving.run_fingerprint, self._run, self._models, reference, self.reward_models, self.train_dataset
+        )
+        num_prompts = num_rows(self.train_dataset) or 0
+        saving.resume(self._run, checkpoint, self._learning, num_prompts, updates_per_epoch, fingerprint)
+
+    def _note_run(self) -> None:
+        """Write the run's identity, settings and parts into its directory."""
+        functions = self._made_with[1].get("reward_funcs")
+        reference = None if self.reference is None else self.reference.own_policy
+        made_of = names_of_parts(
+            self.policy_model, reference, self.reward_models, self.scorer.names, functions, self.dataset_name
+        )
+        health = health_settings(self.callback_handler.callbacks)
+        self._directory.note(output_directory(self.args), self.state.log_history, made_of, health)
 
     @contextmanager
     def _open_external_run(self) -> Iterator[nn.Module]:
@@ -258,13 +282,14 @@ class TrainerBase(Trainer):
 
     def _evaluate_on_start(self) -> None:
         if self.args.eval_on_start:
-            self._evaluate(self._run.loop.trial, self._run.loop.ignore_keys, skip_scheduler=True)
+            loop = self._run.loop
+            self._evaluate(loop.trial, loop.ignore_keys, skip_scheduler=True)
 
     def _begin_epoch(self) -> None:
         """Restore the random numbers of a checkpoint, and repeat an interrupted sample table or evaluation."""
         run = self._run
         run.fire("on_epoch_begin")
-        self._load_rng_state(self._run.loop.checkpoint)
+        self._load_rng_state(run.loop.checkpoint)
         run.streams.mark()
         due = run.progress.due
         if "samples" in due:
@@ -290,13 +315,6 @@ class TrainerBase(Trainer):
         metrics = dict(self._run.metrics)
         self._end_update()
         return metrics
-
-    def _sample_or_leave(self) -> None:
-        """Make a sample table and an audit if they are due; a resumed run repeats them if a signal interrupts them."""
-        try:
-            self._sample_and_audit()
-        except Stopped:
-            self._run.progress.due.append("samples")
 
     def _count_update(self) -> None:
         """Count an update, step the schedule, and keep the metrics for the next log."""
@@ -349,10 +367,11 @@ class TrainerBase(Trainer):
         return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
 
     def _log_save_evaluate(self) -> None:
-        loop = self._run.loop
-        when: Any = (loop.trial, loop.epoch, loop.ignore_keys, loop.start, loop.learning_rate)
-        norm: Any = loop.grad_norm
-        self._maybe_log_save_evaluate(self._tr_loss, norm, loop.model, *when)
+        loop: Any = self._run.loop
+        self._maybe_log_save_evaluate(
+            self._tr_loss, loop.grad_norm, loop.model, loop.trial, loop.epoch, loop.ignore_keys, loop.start,
+            loop.learning_rate,
+        )  # fmt: skip
 
     def _leave_if_stopped(self) -> None:
         """Leave the run with `RunStopped` if a signal ended it."""
@@ -373,7 +392,8 @@ class TrainerBase(Trainer):
         self._run.guard.check_weights()
         self._run.guard.say_what_was_skipped()
         num_episodes = self.state.max_steps * self.sizes.batch_size
-        return self._finalize_training(loop.trial, num_episodes, loop.start)
+        with self._checkpoints.finishing():
+            return self._finalize_training(loop.trial, num_episodes, loop.start)
 
     # ---- Optimizer steps ----
 
@@ -426,7 +446,7 @@ class TrainerBase(Trainer):
             return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        # Rollouts are full batches; evaluation covers every row. On the CPU there is no memory to pin.
+        # Rollouts are full batches; evaluations cover every row. The CPU pins no memory.
         pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
         with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)
@@ -471,13 +491,6 @@ class TrainerBase(Trainer):
         self._optimization.take(scheduler, self.args, num_training_steps)
         return scheduler
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        is_sharding = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        check_prepared(self.optimizer, prepared[0], self.args, is_sharding)
-        self._run.progress.optimization = self._optimization.recorded()
-        return prepared
-
     # ---- Checkpoints ----
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -496,13 +509,8 @@ class TrainerBase(Trainer):
             push_checkpoint(self, run, newest)
         self._checkpoints.rotate(newest)
 
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
-        with self._checkpoints.finishing():
-            return super()._finalize_training(trial, num_train_samples, start_time)
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = as_module(self.model_wrapped)
-        with saving.without_frozen(engine, self._run.unwrapped(self.model), self.is_deepspeed_enabled):
+        with saving.without_frozen(as_module(self.model_wrapped), self._models, self.is_deepspeed_enabled):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -530,28 +538,31 @@ class TrainerBase(Trainer):
         self._checkpoints.save_model(output_dir, _internal_call, write)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        self._checkpoints.save_files(output_dir, self._run.unwrapped(self.model), self.processing_class, state_dict)
+        self._checkpoints.save_files(output_dir, self._models, self.processing_class, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            saving.load_models(self._run.unwrapped(self.model), resume_from_checkpoint, super()._load_from_checkpoint)
+            saving.load_models(self._models, resume_from_checkpoint, super()._load_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
         check_optimizer(self.optimizer, checkpoint)
-        policy = self._run.unwrapped(self.model).policy
-        loading = saving.loading_without_policy_state(checkpoint, policy) if self.is_fsdp_enabled else nullcontext()
+        loading = nullcontext()
+        if self.is_fsdp_enabled:
+            loading = saving.loading_without_policy_state(checkpoint, self._models.policy)
         with explaining_load_error(checkpoint, "its optimizer.pt or scheduler.pt"), loading:
             super()._load_optimizer_and_scheduler(checkpoint)
-        own = (self._run, self._optimization)
-        saving.apply_own_optimization(*own, checkpoint, self.optimizer, self._get_learning_rate)
+        saving.apply_own_optimization(
+            self._run, self._optimization, checkpoint, self.optimizer, self._get_learning_rate
+        )
 
     def _load_best_model(self) -> None:
-        saving.load_range(self._run.unwrapped(self.model).value_model, best := self._checkpoints.checked_best())
+        best = self._checkpoints.checked_best()
+        saving.load_range(self._models.value_model, best)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
@@ -580,9 +591,13 @@ class TrainerBase(Trainer):
             if eval_dataset not in names:
                 raise ValueError(f"eval_dataset={eval_dataset!r} is none of {names}")
         elif eval_dataset is not None:
-            check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
-            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
+            eval_dataset = self._prepared_eval(eval_dataset)
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+
+    def _prepared_eval(self, eval_dataset: Any) -> Any:
+        """Check and tokenize held-out prompts that a call passes."""
+        check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
+        return self._preparation.prepared(eval_dataset, "eval_dataset")
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Like `evaluate` with a data set, but nothing is logged.
@@ -596,9 +611,8 @@ class TrainerBase(Trainer):
             The metrics of `evaluate`, as `metrics`; `predictions` and `label_ids` are None. `generate_completions`
             returns responses.
         """
-        return super().predict(
-            self._preparation.prepared(test_dataset, "test_dataset"), ignore_keys, metric_key_prefix
-        )
+        test_dataset = self._preparation.prepared(test_dataset, "test_dataset")
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Evaluate during training, and step a schedule that follows a metric.
@@ -706,22 +720,18 @@ class TrainerBase(Trainer):
             ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
         """
         check_audit(self.args, num_prefixes, num_continuations, self._rollouts.play is not None)
-        if eval_dataset is not None:
-            check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
-            eval_dataset = self._preparation.prepared(eval_dataset, "eval_dataset")
-        elif self.eval_dataset is None:
+        sets: Any = self.eval_dataset if eval_dataset is None else self._prepared_eval(eval_dataset)
+        if sets is None:
             raise ValueError("eval_dataset=None: an audit needs held-out prompts; pass eval_dataset")
-        run, sets = self._run, cast(Any, self.eval_dataset if eval_dataset is None else eval_dataset)
+        run, gather = self._run, cast(Callable[..., Any], self.accelerator.gather_for_metrics)
         generator = np.random.default_rng((self.args.seed, self.args.process_index))
         self._engine.policy_changed()
         with rollouts.apart_from_training(run, self.model_wrapped) as model:
             batches = evaluations.held_out_prompts(
                 sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
             )
-            continue_prefixes = partial(rollouts.audit_columns, run, self._rollouts, model, self._returns_of_responses)
-            drawn = (num_prefixes, num_continuations, generator)
-            gather: Callable[..., Any] = self.accelerator.gather_for_metrics
-            rows = [gather(continue_prefixes(batch, *drawn)) for batch in batches]
+            audited = partial(rollouts.audit_columns, run, self._rollouts, model, self._returns_of_responses)
+            rows = [gather(audited(batch, num_prefixes, num_continuations, generator)) for batch in batches]
         run.timer.drain()
         run.logged.drain()
         result = audit(prefixes_of(torch.cat(rows)), self.args.seed)
@@ -747,8 +757,7 @@ class TrainerBase(Trainer):
         elif num_rows(self.train_dataset) is not None:
             collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
             rows: Any = self.train_dataset
-            given = (rows, args.eval_batch_size, collate)
-            yield evaluations.first_prompts(*given, self.accelerator, args.device)
+            yield evaluations.first_prompts(rows, args.eval_batch_size, collate, self.accelerator, args.device)
         elif latest is not None:
             yield latest.take(range(len(latest))[: args.eval_batch_size])
 
@@ -788,8 +797,10 @@ class TrainerBase(Trainer):
             ValueError: The search, or a trial, cannot run.
         """
         args, accelerator = self.args, self.accelerator
-        how = (n_trials, direction, backend, kwargs)
-        search.check_search(args, accelerator, self.eval_dataset, *how, compares_score=compute_objective is None)
+        search.check_search(
+            args, accelerator, self.eval_dataset, n_trials, direction, backend, kwargs,
+            compares_score=compute_objective is None,
+        )  # fmt: skip
         given = self._as_given | {"kl_controller": self.kl_controller}
         recipe = search.Recipe(type(self), *self._made_with, given)
         recipe.check_starts_anew(args)
@@ -879,26 +890,6 @@ class TrainerBase(Trainer):
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Count epochs, steps and samples in PPO updates."""
         return datasets.counts(self.sizes, dataloader)
-
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
-        counted = (max_steps, num_update_steps_per_epoch, num_train_epochs)
-        super()._init_training_state(*counted, resume_from_checkpoint, trial)
-        run, num_prompts = self._run, num_rows(self.train_dataset) or 0
-        reference = None if self.reference is None else self.reference.model
-        made_of = (self._run.unwrapped(self.model), reference, self.reward_models, self.train_dataset)
-        fingerprint = partial(saving.run_fingerprint, run, *made_of)
-        saving.resume(
-            run, resume_from_checkpoint, self._learning, num_prompts, num_update_steps_per_epoch, fingerprint
-        )
-        progress = run.progress
-        return progress.epoch, 0 if self.args.ignore_data_skip else progress.batches_in_epoch
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore each rank's random numbers; reseed them if the number of processes changed."""

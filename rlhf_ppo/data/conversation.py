@@ -324,8 +324,5 @@ class EpisodeEncoder(PromptEncoder):
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
         ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a place for the observation
-        outside = max(ids)
-        if self.vocab_size is not None and outside >= self.vocab_size:
-            fix = "use the policy's own tokenizer, or resize_token_embeddings to the tokenizer's length"
-            self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
+        self._check_vocabulary(ids, index)
         return {"input_ids": ids}

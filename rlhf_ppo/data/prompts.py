@@ -22,6 +22,13 @@ from rlhf_ppo.data.rollout import check_shape
 from rlhf_ppo.terminal.console import hide_data_bars
 from rlhf_ppo.terminal.text import visible_logger
 
+logger = visible_logger(__name__)
+
+PROMPT_COLUMNS = ("input_ids", "prompt", "text")
+
+MAX_DROPPED_AT_FIRST = 10_000
+"""Number of prompts at the start of a stream that may be too long; an endless stream would be read forever."""
+
 
 class PositionLimit(NamedTuple):
     """A longest sequence.
@@ -42,13 +49,21 @@ def smallest(limits: Iterable[PositionLimit | None]) -> PositionLimit | None:
     return min((limit for limit in limits if limit is not None), key=lambda limit: limit.tokens, default=None)
 
 
-def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimit | None) -> None:
+def check_lengths(
+    longest_prompt: int,
+    response_length: int,
+    limit: PositionLimit | None,
+    option: str = "response_length",
+    fix: str | None = None,
+) -> None:
     """Check that a prompt and its response fit the models: `longest_prompt + response_length <= limit.tokens`.
 
     Args:
         longest_prompt: Tokens of the longest prompt.
         response_length: Tokens generated for each prompt.
-        limit: The longest sequence, and why; None where nothing sets a bound.
+        limit: The longest sequence; None without a limit.
+        option: Name of the option that sets `response_length`, for the message.
+        fix: What to change, for the message; None: options of a training run.
 
     Raises:
         ValueError: They do not fit.
@@ -56,28 +71,26 @@ def check_lengths(longest_prompt: int, response_length: int, limit: PositionLimi
     total = longest_prompt + response_length
     if limit is not None and total > limit.tokens:
         room = limit.tokens - response_length
-        fix = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
+        shorter = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
         raise ValueError(
-            f"the longest prompt ({longest_prompt} tokens) and response_length={response_length} take {total} "
-            f"positions, but {limit.reason}: {fix}, or {limit.remedy}"
+            f"the longest prompt ({longest_prompt} tokens) and {option}={response_length} take {total} positions, but "
+            f"{limit.reason}: {fix or f'{shorter}, or {limit.remedy}'}"
         )
 
 
 MARK = "answer-5f0c2d"
 """A text that shows where, and whether, a template writes a content."""
 
-PROMPT_COLUMNS = ("input_ids", "prompt", "text")
-
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Turns one row of a data set into a checked prompt.
+    """Tokenization and checks of a row's prompt.
 
     Attributes:
         tokenizer: The policy's tokenizer.
-        name: What error messages call the data set.
+        name: Name of the data set in errors.
         vocab_size: Number of ids that all models embed, or None.
-        vocab_of: The model that embeds no more, for error messages.
+        vocab_of: The model with that vocabulary, for errors.
         template_kwargs: Further arguments of the chat template, or None.
     """
 
@@ -92,13 +105,13 @@ class PromptEncoder:
         prompt_column(columns, self.name)
 
     def row(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """Return the whole row with its prompt's `input_ids`, without `attention_mask`."""
+        """Return the row with the `input_ids` of its prompt, without `attention_mask`."""
         if not isinstance(row, Mapping):
             raise TypeError(no_row(row, index, self.name))
         return {key: value for key, value in row.items() if key != "attention_mask"} | self(row, index)
 
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """Return the new columns of a row: `input_ids`, and `prompt` where the prompt is in `text`."""
+        """Return the new columns of a row: `input_ids`, and `prompt` if the prompt is in `text`."""
         column = prompt_column(row, self.name)
         ids = self._declared(row, index) if column == "input_ids" else self._tokenized(row[column], index)
         self._check(ids, index, is_text=column != "input_ids")
@@ -118,7 +131,7 @@ class PromptEncoder:
 
     def _tokenized(self, prompt: Any, index: int) -> list[int]:
         if isinstance(prompt, str):
-            # What a tokenizer adds to "" (BOS) would hide that nothing was asked.
+            # BOS, which a tokenizer adds to "", would hide that the prompt is empty.
             ids = self._of_text(prompt, index) if prompt.strip() else []
             return ids[:-1] if self._appends_eos else ids
         if is_conversation(prompt):
@@ -129,7 +142,7 @@ class PromptEncoder:
     def _of_text(self, prompt: str, index: int) -> list[int]:
         try:
             return _as_list(self.tokenizer(prompt)["input_ids"])
-        except (TypeError, UnicodeError) as error:  # tokenizers takes what is not UTF-8 for another type
+        except (TypeError, UnicodeError) as error:  # tokenizers rejects text that is not UTF-8 as another type
             fix = "it may hold half of a surrogate pair; read the data with errors='replace'"
             self._fail(index, f"has a prompt that the tokenizer cannot read ({prompt!r:.60}; {error})", fix)
 
@@ -153,7 +166,7 @@ class PromptEncoder:
         return _as_list(ids_of(encoded))
 
     def _check_blocks(self, messages: Sequence[Mapping[str, Any]], index: int) -> None:
-        """Check that no message holds an image or a sound, which many templates leave out without an error."""
+        """Check that no message holds an image or a sound; many templates drop them without an error."""
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
         kinds = [str(block.get("type")) for content in contents for block in content if isinstance(block, Mapping)]
         if unread := [kind for kind in kinds if kind.startswith(("image", "audio", "video"))]:
@@ -167,6 +180,9 @@ class PromptEncoder:
         if is_text and ids[-1] == self.tokenizer.eos_token_id:
             fix = "leave EOS out of the prompt; a chat template must end in the opening of the assistant's turn"
             self._fail(index, f"ends in the EOS token ({ids[-1]}), so there is nothing to answer", fix)
+        self._check_vocabulary(ids, index)
+
+    def _check_vocabulary(self, ids: list[int], index: int) -> None:
         outside = min(ids) if min(ids) < 0 else max(ids)
         if outside < 0 or (self.vocab_size is not None and outside >= self.vocab_size):
             fix = "use the policy's own tokenizer, or resize_token_embeddings to the tokenizer's length"
@@ -175,7 +191,7 @@ class PromptEncoder:
     @functools.cached_property
     def _says_nothing(self) -> set[int | None]:
         tokenizer = self.tokenizer
-        is_word = str(tokenizer.pad_token).isalnum()  # some take a word that texts have for padding
+        is_word = str(tokenizer.pad_token).isalnum()  # some tokenizers pad with a word
         pad = set() if is_word else {pad_id(tokenizer)}
         bos = _one_id("bos_token_id", tokenizer.bos_token_id)
         return (pad | {bos}) - {_one_id("unk_token_id", tokenizer.unk_token_id)}
@@ -190,15 +206,15 @@ class PromptEncoder:
 
 
 def no_row(row: Any, index: int, name: str) -> str:
-    """Say that a row is none."""
+    """Return the error message for a row that is not a dict."""
     return f"row {index} of {name} is {row!r:.60} ({type(row).__name__}): a row is a dict such as {{'prompt': ...}}"
 
 
 def prompt_column(columns: Iterable[str], name: str) -> str:
-    """Return the column that holds the prompts: the first of `input_ids`, `prompt`, `text` that exists.
+    """Return the column of the prompts: the first of `PROMPT_COLUMNS` that exists.
 
     Raises:
-        ValueError: None of them exists.
+        ValueError: None exists.
     """
     found = list(columns)
     for column in PROMPT_COLUMNS:
@@ -211,17 +227,17 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the token that ends a text, if the tokenizer has one."""
+    """Return the id of EOS, or None without one."""
     return _one_id("eos_token_id", tokenizer.eos_token_id)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the token that fills rows, if the tokenizer has one."""
+    """Return the id of PAD, or None without one."""
     return _one_id("pad_token_id", tokenizer.pad_token_id)
 
 
 def ids_of(encoded: object) -> Any:
-    """Return the `input_ids` of what a tokenizer returned; a `TypeError` where it returned no mapping."""
+    """Return the `input_ids` of a tokenizer's output; raise a `TypeError` if it is not a mapping."""
     if not isinstance(encoded, Mapping):
         raise TypeError(f"the tokenizer returned a {type(encoded).__name__}, not a mapping with input_ids")
     return encoded["input_ids"]
@@ -234,7 +250,7 @@ def _one_id(name: str, value: object) -> int | None:
 
 
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    """Tell whether a prompt is a non-empty list of messages, dicts with a `role`."""
+    """Return whether a prompt is a non-empty list of messages, dicts with a `role`."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
@@ -299,7 +315,7 @@ def text_of_content(content: Any) -> str:
 
 
 def real_tokens(row: Mapping[str, Any]) -> list[int]:
-    """Return a row's `input_ids`, only those that `attention_mask` marks where the row has one.
+    """Return a row's `input_ids`; with an `attention_mask`, only the ids that it marks.
 
     Raises:
         TypeError: `input_ids` are not integers.
@@ -329,8 +345,8 @@ class Prompts:
         input_ids: Token ids, long `(B, C)`, padded on the left.
         attention_mask: True on real tokens, bool `(B, C)`.
         columns: The data set's other columns, each a list of `B` values; reward functions receive them.
-        on_host: A copy of the mask on the host, a bool NumPy array, and the mask that it is a copy of; made where it
-            is not given, or is a copy of another mask.
+        on_host: A copy of the mask on the host, a bool NumPy array, and the copied mask; made if None or of another
+            mask.
 
     Raises:
         ValueError: A prompt is empty, or the mask has another shape than the ids.
@@ -352,7 +368,7 @@ class Prompts:
 
     @property
     def mask(self) -> Any:
-        """The mask on the host, read from the device once: a bool NumPy array `(B, C)`."""
+        """The mask on the host, copied from the device once: a bool NumPy array `(B, C)`."""
         return self.on_host[0]
 
     def __len__(self) -> int:
@@ -372,11 +388,11 @@ class Prompts:
 
     @classmethod
     def from_collated(cls, batch: Mapping[str, Any], device: torch.device) -> Prompts:
-        """Take a collator's output, whatever side it padded on, and move the padding to the left.
+        """Make prompts of a collator's output, padded on either side; move the padding to the left.
 
         Args:
-            batch: `input_ids` and `attention_mask`, both `(B, C)`, and any other columns.
-            device: Where the tensors go.
+            batch: `input_ids` and `attention_mask`, both `(B, C)`, and other columns.
+            device: Device of the prompts.
 
         Returns:
             The prompts, without columns that are padding in every row.
@@ -394,7 +410,7 @@ class Prompts:
         return cls(ids, mask, columns, on_host=(on_host, mask))
 
     def repeated(self, times: int) -> Prompts:
-        """Return every prompt `times` times, next to each other: rows 0, 0, ..., 1, 1, ..."""
+        """Repeat every prompt `times` times in adjacent rows: 0, 0, ..., 1, 1, ..."""
         if times == 1:
             return self
         columns = {name: [value for value in values for _ in range(times)] for name, values in self.columns.items()}
@@ -406,12 +422,6 @@ class Prompts:
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         mask = self.attention_mask[list(rows)]
         return Prompts(self.input_ids[list(rows)], mask, columns, on_host=(self.mask[list(rows)], mask))
-
-
-logger = visible_logger(__name__)
-
-MAX_DROPPED_AT_FIRST = 10_000
-"""How many prompts at the start of a stream may be too long; otherwise an endless stream would be read for ever."""
 
 
 def num_rows(dataset: Any) -> int | None:
@@ -430,9 +440,9 @@ def prepare_prompts(
 ) -> Any:
     """Tokenize every prompt once, check every row, and drop the prompts that are too long.
 
-    The prompt is taken from the first of these columns that exists: `input_ids` (token ids; where an `attention_mask`
-    stands beside them only its real tokens count), `prompt` (text, or a conversation for the chat template), `text`.
-    All other columns stay, for reward functions; a data set with `text` also gets it as `prompt`.
+    The prompt is in the first of these columns that exists: `input_ids` (token ids; with an `attention_mask`, its real
+    tokens), `prompt` (text, or a conversation for the chat template), `text`. All other columns stay, for reward
+    functions; `text` is copied to `prompt`.
 
     Args:
         dataset: A `datasets.Dataset` or `IterableDataset`, a torch data set of either kind, or a list, of dict rows.
@@ -442,14 +452,13 @@ def prepare_prompts(
 
     Returns:
         A data set of the same kind (a list for a torch map-style data set) whose rows have `input_ids: list[int]`.
-        A stream is checked as its rows come, and has no length.
+        Rows of a stream are checked when read; it has no length.
 
     Raises:
         TypeError: `dataset` is none of these kinds.
-        ValueError: No column holds prompts, no row is left, or a row is neither text nor conversation nor ids, is
-            empty, is a text that ends in EOS, holds an id that a model does not have, or is a conversation for
-            which there is no chat template; names the row, counted from 0. `input_ids` that end in EOS are one warning
-            with their number.
+        ValueError: No column holds prompts, no row is left, or a row (named, from 0) is invalid: neither text nor
+            conversation nor ids, empty, a text that ends in EOS, with an id outside the vocabulary, or a conversation
+            without a chat template. `input_ids` that end in EOS are only counted in a warning.
     """
     fits = _LengthFilter(encode.name, max_prompt_length, eos_id(encode.tokenizer))
     if isinstance(dataset, datasets.Dataset):
@@ -466,11 +475,11 @@ def prepare_prompts(
 
 
 def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
-    """Check that something is a data set of rows, by its type and its first row; a stream's is not read.
+    """Check the type of a data set and its first row; streams are not read.
 
     Args:
-        dataset: What the user passed.
-        name: What error messages call it.
+        dataset: The user's data set.
+        name: Its name in errors.
         check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
 
     Raises:
@@ -491,7 +500,7 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
     else:
         try:
             first = dataset[0]
-        except Exception as error:  # a table of pandas has columns under its keys
+        except Exception as error:  # the keys of a pandas table are columns
             raise TypeError(
                 f"{name} is a {type(dataset).__name__}, whose row 0 cannot be read ({error!r}): pass a list of dicts, "
                 "or datasets.Dataset.from_pandas(table)"
@@ -505,10 +514,10 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
 
 
 def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
-    """Count the tokens of the longest prompt in a data set that `prepare_prompts` returned.
+    """Return the number of tokens of the longest prompt in a result of `prepare_prompts`.
 
     Raises:
-        TypeError: `dataset` is a stream; call `check_lengths` for each of its batches instead.
+        TypeError: It is a stream; call `check_lengths` for each batch instead.
     """
     if isinstance(dataset, torch.utils.data.IterableDataset | datasets.IterableDataset):
         raise TypeError("the longest prompt of a stream is not known before its end; check each batch instead")
@@ -518,10 +527,10 @@ def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
 
 @dataclass(frozen=True)
 class PromptCollator:
-    """Puts prompts into one batch, padded on the left whatever the tokenizer's padding side.
+    """Collator that pads prompts on the left, whatever the tokenizer's padding side.
 
     Attributes:
-        pad_token_id: The id to fill with; it may equal EOS, as padding is told by the mask alone.
+        pad_token_id: Id of the padding; it may equal EOS, since only the mask marks padding.
     """
 
     pad_token_id: int
@@ -533,8 +542,8 @@ class PromptCollator:
             rows: `B` rows with `input_ids`, and any other columns.
 
         Returns:
-            `input_ids` and `attention_mask`, long `(B, C)`, and every other column as a list of `B` values (None where
-            a row has no such column).
+            `input_ids` and `attention_mask`, long `(B, C)`, and every other column as a list of `B` values, None for
+            rows without it.
         """
         prompts = [real_tokens(row) for row in rows]
         others = dict.fromkeys(key for row in rows for key in row if key not in ("input_ids", "attention_mask"))
@@ -546,13 +555,13 @@ class PromptCollator:
 
 
 def left_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """Stack `B` lists of at most `C` integers into a long `(B, C)` tensor, filled with `value` on the left."""
+    """Stack `B` lists of at most `C` integers into a long `(B, C)` tensor, padded with `value` on the left."""
     length = max(len(row) for row in rows)
     return torch.tensor([[value] * (length - len(row)) + list(row) for row in rows], dtype=torch.long)
 
 
 class NoPrompts(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """Stands where the prompts of a trainer are that samples none."""
+    """Placeholder for the prompts of a trainer that receives responses."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -560,7 +569,7 @@ class NoPrompts(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 @dataclass
 class _LengthFilter:
-    """Tells which prompts are short enough, and logs how many were not; and how many of those kept end in EOS."""
+    """Filter for long prompts; it logs how many it dropped, and how many of the others end in EOS."""
 
     name: str
     max_length: int | None
@@ -595,7 +604,7 @@ class _LengthFilter:
         return fits
 
     def has_ended(self, ids: Sequence[int]) -> bool:
-        """Tell whether a prompt ends in EOS."""
+        """Return whether a prompt ends in EOS."""
         return self.eos_token_id is not None and ids[-1] == self.eos_token_id
 
     def _warn_of_ended(self, which: str) -> None:
@@ -605,7 +614,7 @@ class _LengthFilter:
         )
 
     def report(self, num_rows: int, num_kept: int, num_ended: int) -> None:
-        """Log how many of `num_rows` prompts were dropped, and how many end in EOS; raise if none is left.
+        """Log how many of `num_rows` prompts were dropped, and how many end in EOS.
 
         Raises:
             ValueError: There is no prompt, or none is short enough.
@@ -627,7 +636,7 @@ class _LengthFilter:
 
 
 class _PromptStream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """A torch stream whose rows are encoded and checked as they come."""
+    """A torch stream whose rows are encoded and checked when read."""
 
     def __init__(self, dataset: Iterable[Mapping[str, Any]], encode: PromptEncoder, fits: _LengthFilter) -> None:
         self.dataset, self.encode, self.fits = dataset, encode, fits
@@ -637,7 +646,7 @@ class _PromptStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         return (row for row in rows if self.fits.streamed(row["input_ids"]))
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on, so that a stream that shuffles itself does so anew."""
+        """Set the epoch of the wrapped stream, which may shuffle by it."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -659,7 +668,7 @@ def _prepare_dataset(
         if fits.max_length is not None:
             kept = prompts.filter(fits, input_columns="input_ids", num_proc=num_proc, desc=f"Measuring {encode.name}")
     num_ended = 0
-    if "input_ids" in dataset.column_names:  # texts that end in EOS were refused
+    if "input_ids" in dataset.column_names:  # texts that end in EOS are errors
         batches = kept.select_columns("input_ids").iter(1000)
         num_ended = sum(fits.has_ended(ids) for batch in batches for ids in cast(Any, batch)["input_ids"])
     fits.report(len(prompts), len(kept), num_ended)

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 class HostMasks(NamedTuple):
-    """The masks of a batch on the host, bool NumPy arrays.
+    """A batch's masks on the host, bool NumPy arrays.
 
     Attributes:
         attention: True on real tokens, `(B, L)`.
         response: True on the response tokens that the policy wrote, in the last `T` columns, `(B, T)`.
-        source: The tensors that they are copies of.
+        source: The tensors that were copied.
     """
 
     attention: Any
@@ -36,30 +36,30 @@ class HostMasks(NamedTuple):
 
     @classmethod
     def of(cls, attention_mask: Tensor, response_mask: Tensor) -> Self:
-        """Copy masks, bool, in one piece, once their device has computed them."""
+        """Copy both masks from their device with one transfer."""
         width = attention_mask.shape[1]
         both = torch.cat([attention_mask.bool(), response_mask.bool()], dim=1).cpu().numpy()
         return cls(both[:, :width], both[:, width:], (attention_mask, response_mask))
 
     def are_of(self, attention_mask: Tensor, response_mask: Tensor) -> bool:
-        """Tell whether they are copies of these very tensors."""
+        """Return whether these tensors were copied."""
         return self.source[0] is attention_mask and self.source[1] is response_mask
 
 
 @dataclass(frozen=True)
 class PackedIndices:
-    """Places of the `N` real tokens of `B` rows, of which `M` are a response's.
+    """Indices of the `N` real tokens of `B` rows, and of the `M` response tokens among them.
 
     Attributes:
-        tokens: Places in the flattened `(B, L)`, long `(N,)`.
-        positions: Number of each token in its own row, from 0, long `(N,)`.
-        squeezed: Places in the flattened `(B, longest)` where every row begins at the left, long `(N,)`.
+        tokens: Indices into the flattened `(B, L)`, long `(N,)`.
+        positions: Position of each token in its row, from 0, long `(N,)`.
+        squeezed: Indices into the flattened `(B, longest)`, where each row begins at the left, long `(N,)`.
         lengths: Real tokens of each row, long `(B,)`.
-        starts: Where each row begins among the real tokens, and where the last ends, int32 `(B + 1,)`.
+        starts: Index of each row's first token among the real tokens, then `N`, int32 `(B + 1,)`.
         longest: Tokens of the longest row.
-        response_tokens: Places of the response tokens in the flattened `(B, L)`, long `(M,)`; none where no response
-            was told.
-        responses: Their places in the flattened `(B, T)`, long `(M,)`, with holes where the mask has some.
+        response_tokens: Indices of the response tokens in the flattened `(B, L)`, long `(M,)`; empty without a
+            response mask.
+        responses: Their indices in the flattened `(B, T)`, long `(M,)`.
     """
 
     tokens: Tensor
@@ -73,13 +73,13 @@ class PackedIndices:
 
     @classmethod
     def of(cls, attention_mask: Tensor, response_mask: Tensor | None = None) -> Self:
-        """Find the places from masks on a device; those of a response are none without its mask."""
+        """Compute the indices from masks on a device."""
         response_mask = attention_mask[:, :0] if response_mask is None else response_mask
         return cls.from_host(HostMasks.of(attention_mask, response_mask), attention_mask.device)
 
     @classmethod
     def from_host(cls, masks: HostMasks, device: torch.device) -> Self:
-        """Find the places from masks on the host, and send them to a device in one piece."""
+        """Compute the indices from masks on the host, and copy them to a device with one transfer."""
         width, length, lengths = masks.attention.shape[1], masks.response.shape[1], masks.attention.sum(axis=1)
         rows, columns = masks.attention.nonzero()
         ends = lengths.cumsum()
@@ -101,41 +101,37 @@ class PackedIndices:
         return cls(tokens, positions, squeezed, lengths, starts.to(torch.int32), longest, response_tokens, responses)
 
     def squeeze(self, values: Tensor) -> Tensor:
-        """Move the real tokens of `(B, L)` to the left, `(B, longest)`, with 0 behind them."""
+        """Move the real tokens of `(B, L)` to the left, `(B, longest)`, padded with 0."""
         num_rows = len(self.lengths)
         squeezed = values.new_zeros(num_rows * self.longest)
         return squeezed.index_copy_(0, self.squeezed, values.flatten()[self.tokens]).view(num_rows, self.longest)
 
     @property
     def squeezed_mask(self) -> Tensor:
-        """True on the real tokens once they are at the left, bool `(B, longest)`."""
+        """True on the real tokens of a squeezed batch, bool `(B, longest)`."""
         return torch.arange(self.longest, device=self.lengths.device) < self.lengths[:, None]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting for the device: from pinned memory."""
+    """Copy a tensor from the host to a device; for CUDA from pinned memory, without waiting."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def check_bool(**masks: Tensor | None) -> None:
-    """Check the dtype of masks that are not None.
-
-    Raises:
-        TypeError: One is not bool; says which.
-    """
+    """Raise a `TypeError` if a mask is neither bool nor None."""
     for name, mask in masks.items():
         if mask is not None and mask.dtype != torch.bool:
             raise TypeError(f"{name} has dtype {mask.dtype}, expected torch.bool; convert it with {name}.bool()")
 
 
 def check_masks(masks: HostMasks) -> None:
-    """Check that each row is a left-padded prompt and a right-padded response, in which the policy wrote something.
+    """Check that each row is a left-padded prompt and a right-padded response with a token of the policy.
 
     Args:
         masks: Attention `(B, C + T)` and response `(B, T)`.
 
     Raises:
-        ValueError: A row is not; names the first such row.
+        ValueError: A row is not; the message names the first one.
     """
     attention, written = masks.attention, masks.response
     context = attention.shape[1] - written.shape[1]
@@ -158,32 +154,30 @@ def check_masks(masks: HostMasks) -> None:
 
 
 def _falls(mask: Any) -> Any:
-    """Tell in which rows True is followed by False."""
+    """Return in which rows True is followed by False."""
     return (mask[:, :-1] & ~mask[:, 1:]).any(axis=1)
 
 
 @dataclass(frozen=True)
 class Responses:
-    """Responses behind their prompts, with the two masks that everything later reads.
+    """Prompts and responses, with the two masks that all later steps read.
 
     `attention_mask` marks all real tokens: prompt and response, whoever wrote them. `response_mask` marks the response
-    tokens that the policy wrote. It may have holes: tokens of tools and environments between the policy's turns, which
-    the models read, and which losses, rewards, KL, advantages, statistics and lengths leave out. All other positions
-    are padding.
+    tokens that the policy wrote. It may have holes between turns: tokens of tools and environments. Models read those
+    tokens; losses, rewards, KL, advantages, statistics and lengths ignore them. All other positions are padding.
 
     Attributes:
         query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
         attention_mask: True on real tokens of either part, bool `(B, C + T)`, without holes.
-        response_mask: True on the response's tokens that the policy wrote, the stop token included, bool `(B, T)`.
-        sampling_logprobs: Log-probabilities that the generation engine drew the response tokens with, nats, float32
-            `(B, T)`, 0 outside the mask; None if it does not say them.
-        ended: Whether the response ended by itself, bool `(B,)`, where it is known; None: its last token tells.
-        on_host: Copies of both masks on the host, where batches are cut; made and checked where they are not given,
-            or are copies of other masks.
+        response_mask: True on the response tokens that the policy wrote, including the stop token, bool `(B, T)`.
+        sampling_logprobs: Log-probabilities with which the generation engine drew the response tokens, nats, float32
+            `(B, T)`, 0 outside the mask; None if the engine does not return them.
+        ended: Whether the response ended by itself, bool `(B,)`; None: its last token decides.
+        on_host: Copies of both masks on the host; made, and the masks checked, if None or of other masks.
 
     Raises:
         TypeError: A mask is not bool.
-        ValueError: A shape does not fit, or a row's masks are not as said here.
+        ValueError: A shape does not fit, or a row fails `check_masks`.
     """
 
     query_responses: Tensor
@@ -224,7 +218,7 @@ class Responses:
 
     @property
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What models read: token ids and attention mask, `(B, C + T)`, and response mask, `(B, T)`."""
+        """Inputs of the models: token ids and attention mask, `(B, C + T)`, and response mask, `(B, T)`."""
         return self.query_responses, self.attention_mask, self.response_mask
 
     @property
@@ -234,7 +228,7 @@ class Responses:
 
     @property
     def masks(self) -> HostMasks:
-        """Both masks on the host, read from the device once."""
+        """Both masks on the host, copied from the device once."""
         return cast(HostMasks, self.on_host)
 
     @property
@@ -244,7 +238,7 @@ class Responses:
 
     @functools.cached_property
     def places(self) -> PackedIndices:
-        """Where the real tokens are."""
+        """Indices of the real tokens."""
         return PackedIndices.from_host(self.masks, self.attention_mask.device)
 
     @property
@@ -260,20 +254,20 @@ class Responses:
         return self._with(chosen, {name: value[rows] for name, value in self._tensors().items()})
 
     def longest_first(self) -> list[int]:
-        """Return the rows' indices in falling order of their lengths, equal ones in their own order."""
+        """Return the rows' indices, longest row first; a stable sort."""
         return (-self.lengths).argsort(kind="stable").tolist()
 
     def parts(self, max_rows: int) -> list[Self]:
-        """Cut into parts of at most `max_rows` rows."""
+        """Split into parts of at most `max_rows` rows."""
         return self.parts_of([min(max_rows, len(self) - start) for start in range(0, len(self), max_rows)])
 
     def parts_of(self, sizes: Sequence[int]) -> list[Self]:
-        """Cut into parts of these numbers of rows, in order, each trimmed to its longest real prompt and response."""
+        """Split into consecutive parts of these sizes, each trimmed to its longest prompt and response."""
         ends = itertools.accumulate(sizes)
         return [self[end - size : end].trimmed() for size, end in zip(sizes, ends, strict=True)]
 
     def trimmed(self) -> Self:
-        """Drop the columns that are padding in every row, left of the prompts and right of the responses."""
+        """Drop the outer columns that are padding in every row."""
         masks, context = self.masks, self.context_length
         length = int(masks.attention[:, context:].any(axis=0).sum())
         left = padding_columns(masks.attention[:, :context])
@@ -285,7 +279,7 @@ class Responses:
         return self._with((masks.attention[:, left : context + length], masks.response[:, :length]), cut)
 
     def _with(self, masks: tuple[Any, Any], tensors: dict[str, Tensor]) -> Self:
-        """Replace tensors, of which `masks` are the two masks on the host."""
+        """Replace tensors; `masks` are the new masks on the host."""
         on_host = HostMasks(*masks, (tensors["attention_mask"], tensors["response_mask"]))
         return dataclasses.replace(self, on_host=on_host, **tensors)
 
@@ -296,22 +290,22 @@ class Responses:
 
 @dataclass(frozen=True)
 class Rollout(Responses):
-    """Responses of the current policy with everything that was known when they were sampled.
+    """Responses of the current policy with their log-probabilities, values and scores.
 
     Attributes:
-        ended: Whether the response ended by itself, with a stop token, a stop string or as the caller said, bool
+        ended: Whether the response ended by itself: with a stop token, a stop string or as the caller set it, bool
             `(B,)`.
         logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
         ref_logprobs: The same under the reference policy; None if there is none.
         values: Value estimate before each response token, float32 `(B, T)`.
-        final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`; used when a cut
-            response bootstraps.
+        final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`;
+            `bootstrap_truncated` uses it.
         scores: Weighted score of each response, paid at its last token, before scaling, clipping and the missing-EOS
-            penalty, float32 `(B,)`; NaN where no source scored the response.
+            penalty, float32 `(B,)`; NaN if no source scored the response.
         token_scores: Weighted rewards of single tokens, float32 `(B, T)`, 0 outside the mask.
-        scores_by_source: What each reward source gave, unweighted, float32 `(B,)` each; NaN where it gave none.
-        own_heads: With several heads of the value model: the head that learns from each response, long `(B,)`.
-        own_values: The value of that head before each response token, float32 `(B, T)`; `values` is the mean of all.
+        scores_by_source: Unweighted scores of each reward source, float32 `(B,)`; NaN without a score.
+        own_heads: With several value heads, the head that learns from each response, long `(B,)`.
+        own_values: Value of that head before each response token, float32 `(B, T)`; `values` is the mean of all heads.
         value_spread: Standard deviation of the heads' values, in the reward's unit, float32 `(B, T)`.
     """
 
@@ -339,10 +333,10 @@ class Rollout(Responses):
         return self.response_mask & ~self.scores.isnan()[:, None]
 
     def once(self, name: Hashable, compute: Callable[[], T]) -> T:
-        """Compute a figure of this rollout when it is first asked for, and keep it.
+        """Return a cached figure of this rollout; the first call computes it.
 
         Args:
-            name: What the figure is called.
+            name: Key of the figure.
             compute: Computes it.
         """
         figures: dict[Hashable, Any] = self.__dict__.setdefault("_figures", {})  # of this object, not of its copies
@@ -361,7 +355,7 @@ class Rollout(Responses):
         return self.sampling_logprobs.masked_fill(~self.response_mask, 0.0)
 
     def importance_weights(self, clip_max: float, mode: str = "token") -> Tensor | None:
-        """Return the weights that correct for the engine's arithmetic, `(B, T)`; None without its log-probabilities.
+        """Return importance weights of the policy over the engine, `(B, T)`; None without sampling log-probabilities.
 
         Args:
             clip_max: Largest weight.
@@ -373,7 +367,7 @@ class Rollout(Responses):
 
 
 def padding_columns(left_padded_mask: Any) -> int:
-    """Count the leading columns of a mask on the host, bool NumPy `(B, C)`, that are False in every row."""
+    """Count the leading columns of a bool NumPy mask `(B, C)` that are False in every row."""
     return int((~left_padded_mask.any(axis=0)).cumprod().sum())
 
 
@@ -383,14 +377,14 @@ def pad_right(parts: list[Tensor], width: int | None = None, padding_value: floa
     Args:
         parts: Tensors with equal dtype.
         width: `T`; the longest part's when None.
-        padding_value: What fills the shorter ones.
+        padding_value: Value of the padding.
     """
     width = max(part.shape[1] for part in parts) if width is None else width
     return torch.cat([functional.pad(part, (0, width - part.shape[1]), value=padding_value) for part in parts])
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise ValueError where a tensor has another shape than its field says."""
+    """Raise a `ValueError` if a tensor has another shape."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
 
@@ -401,15 +395,15 @@ R = TypeVar("R", bound=Responses)
 def forward_in_batches(
     responses: R, evaluate: Callable[[R], Sequence[Tensor]], max_rows: int, is_packed: bool
 ) -> tuple[Tensor, ...]:
-    """Evaluate a few rows at a time, trimmed, and put the results together, padded on the right to `T`.
+    """Evaluate `max_rows` trimmed rows at a time, and concatenate the results, padded on the right to `T`.
 
-    Padded rows share a pass with rows of about their length; packed ones, which have no padding, stay in their order.
+    Padded rows are batched with rows of similar length. Packed rows have no padding, and keep their order.
 
     Args:
-        responses: `B` responses behind their prompts.
-        evaluate: Gives tensors `(b, T')` or `(b,)` of `b` rows whose longest response has `T'` tokens.
-        max_rows: Most rows of a pass.
-        is_packed: Whether the models see real tokens only.
+        responses: `B` prompts with their responses.
+        evaluate: Returns tensors `(b, T')` or `(b,)` for `b` rows whose longest response has `T'` tokens.
+        max_rows: Maximum rows of a forward pass.
+        is_packed: Whether the models pack rows.
 
     Returns:
         Tensors `(B, T)` or `(B,)`.
@@ -429,7 +423,7 @@ def forward_in_batches(
 
 @dataclass(frozen=True)
 class Experience(Responses):
-    """What the policy and value losses read.
+    """Inputs of the policy and value losses.
 
     Attributes:
         logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
@@ -437,15 +431,15 @@ class Experience(Responses):
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
         returns: Targets of the value loss, float32 `(B, T)`, 0 outside the loss mask: advantages before whitening plus
             values, with the value model's lambda.
-        loss_mask: True on the tokens that are learned from, bool `(B, T)`: the policy's, in responses with a score.
-            Rows without one stay in the batch, so that every rank makes the same passes.
-        importance_weights: Factors of the policy's per-token losses, float32 `(B, T)`, or None: all 1.
-        loss_weights: How much each token's policy loss counts in the mini-batch's, float32 `(B, T)`, or None: all 1.
-        is_positive: Which responses are imitated, bool `(B,)`, or None: none.
-        nll_weights: How much each token's negative log-likelihood counts, float32 `(B, T)`, or None: not at all.
-        value_weights: How much each token's value loss counts, float32 `(B, T)`, or None: all 1.
-        entropy_weights: How much each token's entropy counts in the bonus, float32 `(B, T)`, or None: all 1.
-        own_heads: The head of the value model that learns from each row, long `(B,)`; None: it has one head.
+        loss_mask: True on the learned tokens, bool `(B, T)`: the policy's tokens in responses with a score. Rows
+            without a score stay in the batch: every rank runs the same number of passes.
+        importance_weights: Factors of the policy loss, float32 `(B, T)`; None: all 1.
+        loss_weights: Weights of the policy loss in the mini-batch, float32 `(B, T)`; None: all 1.
+        is_positive: Which responses are imitated, bool `(B,)`; None: no response.
+        nll_weights: Weights of the negative log-likelihood, float32 `(B, T)`; None: all 0.
+        value_weights: Weights of the value loss, float32 `(B, T)`; None: all 1.
+        entropy_weights: Weights of the entropy bonus, float32 `(B, T)`; None: all 1.
+        own_heads: The value head that learns from each row, long `(B,)`; None: there is one head.
     """
 
     logprobs: Tensor
@@ -479,16 +473,16 @@ class Experience(Responses):
         old_logprobs: str = "training",
         entropy_weights: Tensor | None = None,
     ) -> Self:
-        """Return what is learned from a rollout.
+        """Make the experience of a rollout; the arguments are its fields.
 
         Args:
             rollout: The rollout.
             advantages: Whitened, `(B, T)`.
             returns: `(B, T)`.
-            weights: Importance weights, `(B, T)`, or None: all 1.
-            is_positive: Which responses are imitated, bool `(B,)`, or None: none.
+            weights: Importance weights, `(B, T)`; None: all 1.
+            is_positive: Which responses are imitated, bool `(B,)`; None: no response.
             old_logprobs: "training" or "sampling"; see `Rollout.old_logprobs`.
-            entropy_weights: How much each token's entropy counts, `(B, T)`, or None: all 1.
+            entropy_weights: Weights of the entropy bonus, `(B, T)`; None: all 1.
         """
         return cls(
             query_responses=rollout.query_responses,
@@ -507,7 +501,7 @@ class Experience(Responses):
         )
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
-        """Yield `num_mini_batches` disjoint parts of equal size, drawn with `generator`, longest rows first."""
+        """Yield `num_mini_batches` random, disjoint parts of equal size, each with its longest rows first."""
         order, lengths = torch.randperm(len(self), generator=generator), self.lengths
         for chunk in order.chunk(num_mini_batches):
             rows = chunk.numpy()
@@ -517,17 +511,17 @@ class Experience(Responses):
 def micro_batches(
     rows: R, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
 ) -> list[R]:
-    """Cut rows into parts of at most `max_rows` rows, or within `max_tokens` tokens if that is given.
+    """Split rows into parts of at most `max_rows` rows, or of at most `max_tokens` tokens.
 
-    Rows that follow each other stay together, so that padding them to the longest adds little; packed rows have no
-    padding, and parts of about equally many tokens take the least memory.
+    Consecutive rows have similar lengths and stay together, which needs little padding. Packed rows have no padding:
+    parts with similar numbers of tokens take the least memory.
 
     Args:
         rows: The rows.
-        max_rows: Most rows of a part.
-        max_tokens: Most tokens of a part, prompts included, unless a row alone has more.
-        gather: Concatenates a tensor over all ranks, each of which makes as many parts as the one that needs most.
-        is_packed: Whether the models see real tokens only.
+        max_rows: Maximum rows of a part.
+        max_tokens: Maximum tokens of a part, prompts included; a longer row is a part of its own. None: `max_rows`.
+        gather: Concatenates a tensor over all ranks. Every rank makes as many parts as the rank that needs most.
+        is_packed: Whether the models pack rows.
     """
     lengths: list[int] = rows.lengths.tolist()
     if max_tokens is not None:
@@ -540,20 +534,20 @@ def micro_batches(
 
 
 def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:
-    """Order rows so that parts of `max_rows` that follow each other have about equally many tokens.
+    """Order rows so that consecutive parts of `max_rows` rows have similar numbers of tokens.
 
-    The longest row that is left goes to the part that has the fewest tokens and still room.
+    The longest remaining row goes to the part with the fewest tokens that is not full.
 
     Args:
         lengths: Tokens of each row.
-        max_rows: Rows of each part but the last, which has those that are left.
+        max_rows: Rows of each part; the last may have fewer.
 
     Returns:
         Indices of the rows, part after part.
     """
     room = [min(max_rows, len(lengths) - start) for start in range(0, len(lengths), max_rows)]
     parts: list[list[int]] = [[] for _ in room]
-    with_room = [(0, part) for part in range(len(room))]  # a heap: the one with the fewest tokens comes first
+    with_room = [(0, part) for part in range(len(room))]  # a heap: the part with the fewest tokens first
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         tokens, part = heapq.heappop(with_room)
         parts[part].append(row)
@@ -563,11 +557,11 @@ def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:
 
 
 def sizes_within(lengths: Sequence[int], max_tokens: int) -> list[int]:
-    """Count the rows of parts that follow each other and have as many rows as fit.
+    """Fill consecutive parts with as many rows as fit.
 
     Args:
         lengths: Tokens of each row.
-        max_tokens: Most tokens of a part; a longer row is a part of its own.
+        max_tokens: Maximum tokens of a part; a longer row is a part of its own.
 
     Returns:
         Number of rows of each part.
@@ -586,8 +580,8 @@ def split_until(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Halve the part with the most rows until there are `num_parts`, none of them empty.
 
     Args:
-        sizes: Number of rows of each part, `num_parts` rows or more in all.
-        num_parts: How many parts there must be, at least as many as there are.
+        sizes: Number of rows of each part; their sum is at least `num_parts`.
+        num_parts: Number of parts, at least `len(sizes)`.
     """
     starts = itertools.accumulate(sizes, initial=0)
     parts = [(-size, start) for size, start in zip(sizes, starts, strict=False)]  # a heap: the largest part first

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import PositionLimit, PromptEncoder, Prompts
+from rlhf_ppo.data.prompts import PromptEncoder, Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
@@ -220,7 +220,10 @@ def respond(
         bf16=model.dtype == torch.bfloat16, use_cpu=model.device.type == "cpu",
     )  # fmt: skip
     engine = make_engine(args, model, Accelerator(), tokenizer, None)
-    _check_lengths(max(len(row["input_ids"]) for row in encoded), how, getattr(engine, "longest_sequence", None))
+    longest = max(len(row["input_ids"]) for row in encoded)
+    limit = getattr(engine, "longest_sequence", None)  # of vLLM, which would cut responses
+    fix = "lower max_new_tokens, leave out prompts, or take another engine"
+    check_lengths(longest, how.max_new_tokens, limit, "max_new_tokens", fix)
     config = (greedy_config if how.is_greedy else sampling_config)(args, ends[0] if ends else None)
     config.eos_token_id = ends or None
     set_seed(how.seed)
@@ -266,16 +269,6 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
     return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
-
-
-def _check_lengths(longest_prompt: int, how: Answering, limit: PositionLimit | None) -> None:
-    """Raise a `ValueError` if the engine would cut a response; other engines than vLLM have the model's own limits."""
-    total = longest_prompt + how.max_new_tokens
-    if limit is not None and total > limit.tokens:
-        raise ValueError(
-            f"the longest prompt ({longest_prompt} tokens) and max_new_tokens={how.max_new_tokens} take {total} "
-            f"positions, but {limit.reason}: lower max_new_tokens, leave out prompts, or take another engine"
-        )
 
 
 def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:

@@ -402,17 +402,14 @@ class RunDirectory:
 
     Args:
         args: The arguments.
-        accelerator: Gives the processes.
-        is_deepspeed: Whether DeepSpeed loads checkpoints.
-        is_fsdp: Whether FSDP loads checkpoints.
+        accelerator: Gives the processes and the engine.
 
     Attributes:
         run: The run.
     """
 
-    def __init__(self, args: PPOConfig, accelerator: Accelerator, is_deepspeed: bool, is_fsdp: bool) -> None:
+    def __init__(self, args: PPOConfig, accelerator: Accelerator) -> None:
         self.args, self.accelerator = args, accelerator
-        self.is_deepspeed, self.is_fsdp = is_deepspeed, is_fsdp
         self.run = Run.new()
         self._history: History | None = None
         self._given_up: str | None = None  # a warning about abandoned checkpoints
@@ -454,7 +451,7 @@ class RunDirectory:
 
     def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
         checkpoint = _whole_checkpoint(directory, wanted)
-        complete.check_engine(checkpoint, self.is_deepspeed, self.is_fsdp)
+        complete.check_engine(checkpoint, zero_stage(self.accelerator) is not None, is_fsdp(self.accelerator))
         step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
         learned = saved.num_learned_minibatches(checkpoint)
         run, abandoned = runs.continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))

@@ -25,10 +25,15 @@ OWN_SIGNATURE = {"__init__", "_get_dataloader", "create_model_card", "push_to_hu
 CALLED: dict[str, tuple[str, ...]] = {
     "_clip_grad_norm": ("model",),
     "_determine_best_metric": ("metrics", "trial"),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
     "_get_grad_norm": ("model", "grad_norm"),
+    "_init_training_state": (
+        "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial",
+    ),
     "_maybe_log_save_evaluate": (
         "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time", "learning_rate",
     ),
+    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
 }  # fmt: skip
 """Trainer's private methods that are called with arguments and not overridden."""
 
