@@ -18,6 +18,7 @@ from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError, StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
+from tests.models.architectures import tiny_model
 from tests.runs import QUICK
 
 STOP = 1
@@ -161,3 +162,11 @@ def test_a_judge_s_answers_are_whole(limit: Any, answer: Any, expected: str, mon
     rows = [{"input_ids": [5, 9, 3]}, {"input_ids": [4]}]
     with pytest.raises((RuntimeError, ValueError), match=expected):
         respond(tiny_policy(), make_tokenizer(), rows, "the data", Answering(max_new_tokens=4))
+
+
+def test_a_judged_model_with_a_table_of_positions_reads_none_beyond_it_and_a_rotary_one_does() -> None:
+    rows = [{"input_ids": [5, 9, 3]}, {"input_ids": [4]}]
+    with pytest.raises(ValueError, match=r"max_new_tokens=62 take 65 positions, but the model has 64: lower"):
+        respond(tiny_model("gpt2"), make_tokenizer(), rows, "the data", Answering(max_new_tokens=62))
+    rotary = tiny_model("llama")
+    assert len(respond(rotary, make_tokenizer(), rows, "the data", Answering(max_new_tokens=62))) == 2
