@@ -263,7 +263,8 @@ def as_the_template_reads(
     """Return messages without keys that are None, and with one text for blocks of text that the template cannot read.
 
     Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined. Where a
-    content is a list of blocks, some templates write nothing, and some the list as Python prints it.
+    content is a list of blocks, some templates write nothing, and some the list as Python prints it. (Of a tool's
+    answer the printed list stays, as in TRL.)
 
     Args:
         messages: The conversation.
@@ -295,7 +296,8 @@ def _writes_blocks(tokenizer: PreTrainedTokenizerBase, role: str, how: Mapping[s
         text = str(tokenizer.apply_chat_template(asked, tokenize=False, **how))
     except Exception:  # it joins contents as texts
         return False
-    return MARK in text and repr(MARK) not in text  # Python's way to print a list is no rendering
+    is_printed = repr(MARK) in text and role != "tool"  # the list as Python prints it, which TRL's agents read
+    return MARK in text and not is_printed
 
 
 def text_of_content(content: Any) -> str:
