@@ -35,10 +35,7 @@ MakeArgs = Callable[..., PPOConfig]
 
 
 def prompts(*rows: list[int], fill: int = 0) -> Prompts:
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[fill] * (width - len(row)) + row for row in rows])
-    mask = torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
-    return Prompts(ids, mask, {})
+    return Prompts.of_rows(rows, fill, torch.device("cpu"))
 
 
 def scripted_policy(script: dict[int, int]) -> Any:
