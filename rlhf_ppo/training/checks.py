@@ -34,6 +34,12 @@ from rlhf_ppo.training.learning import POLICY_LOSSES
 from rlhf_ppo.training.optimization import checked_pair
 from rlhf_ppo.training.run_state import RunState, SpecialTokens
 
+logger = get_logger(__name__)
+
+_WIDE_FOR_RESPONSES = 0.1
+_16_BITS = {torch.bfloat16, torch.float16}
+_PATH = (str, os.PathLike)
+
 KEPT = frozenset(
     """
     kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _as_given
@@ -100,15 +106,6 @@ def _check_step(owner: type, name: str, value: Any, ours: Any) -> None:
             f"{owner.__name__}.{name}={value!r:.60} cannot take the place of PPOTrainer.{name}{expected}: {error}; "
             "give it another name, or these parameters"
         ) from error
-
-
-logger = get_logger(__name__)
-
-_WIDE_FOR_RESPONSES = 0.1
-
-_16_BITS = {torch.bfloat16, torch.float16}
-
-_PATH = (str, os.PathLike)
 
 
 def check_arguments(args: Any) -> None:
@@ -312,7 +309,7 @@ def _check_doors(kl_controller: Any, engine: Any) -> None:
         check_coefficient(kl_controller)
 
 
-def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_controller: Any, **given: bool) -> None:
+def warn_of_unused_options(run: RunState, models: Any, policy_loss: Any, kl_controller: Any, **given: bool) -> None:
     """Warn of options without effect in a run, each with its value, the reason and a fix; and of wide clip ranges.
 
     Args:
