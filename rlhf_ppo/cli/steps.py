@@ -284,7 +284,7 @@ class Entry:
     output: dict[str, str] | None = None
 
     def changes(self, now: Entry) -> str:
-        """Tell which options and files are others now, empty if none are. A file that is gone counts as unchanged.
+        """Return which options and files are others now, empty if none are. A file that is gone counts as unchanged.
 
         Args:
             now: What the step would be started with now.
@@ -389,7 +389,7 @@ def hash_of_all(hashes: Mapping[str, str]) -> str:
 
 
 def why_incomplete(output: Mapping[str, str]) -> str | None:
-    """Tell which file of a step's output is gone or was changed, or None.
+    """Return which file of a step's output is gone or was changed, or None.
 
     Args:
         output: The files' hashes by their paths, as `hashes_of` found them.

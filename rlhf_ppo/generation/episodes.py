@@ -248,7 +248,7 @@ class EpisodePlayer:
         return ids
 
     def _has_stopped(self, record: EpisodeRecord) -> bool:
-        """Tell whether the policy has ended its turn itself."""
+        """Return whether the policy has ended its turn itself."""
         strings = self.limits.stop_strings
         if record.ids[-1] in self.limits.stops:
             return True

@@ -178,7 +178,7 @@ class Job:
         return Prompts(self.prompts.input_ids.to(device), self.prompts.attention_mask.to(device), {})
 
     def is_same(self, other: Job) -> bool:
-        """Tell whether another job asks for the same rollout."""
+        """Return whether another job asks for the same rollout."""
         one, two = self.prompts, other.prompts
         same = self.seed == other.seed and torch.equal(one.attention_mask, two.attention_mask)
         return same and torch.equal(one.input_ids, two.input_ids)

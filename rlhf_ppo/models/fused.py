@@ -414,7 +414,7 @@ def _is_on_cpu(tensor: Tensor) -> bool:
 
 @functools.cache
 def multiplies_into_float32(device: str, dtype: torch.dtype) -> bool:
-    """Tell whether a device returns products of 16-bit matrices in float32, without rounding.
+    """Return whether a device returns products of 16-bit matrices in float32, without rounding.
 
     Args:
         device: Its type; no CPU does.

@@ -267,7 +267,7 @@ def check_critic_head(model: nn.Module, argument: str) -> None:
 
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
-    """Tell whether the model's score is its head applied to the last token's hidden state.
+    """Return whether the model's score is its head applied to the last token's hidden state.
 
     True for causal models (`score(h_last)`), False for encoders that pool (BERT's `classifier(pooler(h_0))`). Runs the
     model on three tokens. The head's name decides for a sharded model, which cannot run yet, and non-finite scores.
@@ -476,7 +476,7 @@ def multiply_in_float32(head: nn.Module) -> None:
 
 
 def is_in_float32(head: nn.Module) -> bool:
-    """Tell whether a head, which may have adapters, multiplies in float32."""
+    """Return whether a head, which may have adapters, multiplies in float32."""
     return any(type(layer) is Float32Linear for layer in head.modules())
 
 

@@ -87,12 +87,12 @@ def attention_of(body: nn.Module) -> str | None:
 
 
 def packs_rows(body: nn.Module) -> bool:
-    """Tell whether a backbone was seen to separate packed rows under its present attention."""
+    """Return whether a backbone was seen to separate packed rows under its present attention."""
     return vars(body).get(PACKS, "") == attention_of(body)
 
 
 def uses_flash_attention(body: nn.Module) -> bool:
-    """Tell whether a backbone's attention is flash attention, which runs on accelerators."""
+    """Return whether a backbone's attention is flash attention, which runs on accelerators."""
     return str(attention_of(body)).startswith("flash_attention")
 
 
@@ -205,7 +205,7 @@ def _options(states: tuple[Tensor, Tensor, Tensor], scaling: float | None, windo
 
 
 def _flash_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether PyTorch's flash attention takes these heads; only `sdpa` pads heads of odd sizes."""
+    """Return whether PyTorch's flash attention takes these heads; only `sdpa` pads heads of odd sizes."""
     if query.device.type != "cuda" or torch.version.hip is not None or query.shape[-1] % 8:
         return False
     grouped = query.shape[1] != key.shape[1]

@@ -110,7 +110,7 @@ def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _uses_fsdp(args: PPOConfig) -> bool:
-    """Tell whether FSDP will shard the models, before there is an accelerator."""
+    """Return whether FSDP will shard the models, before there is an accelerator."""
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
