@@ -124,9 +124,10 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
         if episodes is not None:
             episodes.environments.close()
     sizes = args.fill_derived(devices.count, num_prompts)
-    in_turn = devices.engine == "" and not args.torch_compile
-    how = (devices.sharding, mixed_precision_dtype(args), in_turn)
-    found = estimate_run(args, sizes, policy, value_model, frozen, prompt_length, *how)
+    found = estimate_run(
+        args, sizes, policy, value_model, frozen, prompt_length, devices.sharding, mixed_precision_dtype(args),
+        sequential_backward=devices.engine == "" and not args.torch_compile,
+    )  # fmt: skip
     rates = (script_args.device_flops, script_args.device_bandwidth)
     dtype = multiplied_dtype(args, policy)
     show(found, args, sizes, devices, prompt_length, rates, dtype, script_args.device_memory)

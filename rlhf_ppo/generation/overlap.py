@@ -591,8 +591,8 @@ def _respond(policy: nn.Module, how: HowToSample, job: Job) -> Responses:
         return responses
 
     def forward(part: Responses) -> tuple[Tensor]:
-        given = (*part.batch, how.temperature)
-        return (response_logprobs(policy, *given, with_entropy=False, places=part.places).logprobs,)
+        found = response_logprobs(policy, *part.batch, how.temperature, with_entropy=False, places=part.places)
+        return (found.logprobs,)
 
     (logprobs,) = forward_in_batches(responses, forward, how.rows_per_pass, packs_rows(backbone(policy)))
     return replace(responses, sampling_logprobs=logprobs)

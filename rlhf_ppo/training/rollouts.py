@@ -468,8 +468,9 @@ def metrics_of_evaluation(
         prefix: Prefix of each key.
         score_unit: Moments that scale scores in training, or None.
     """
-    shaped = (columns["scores"], columns.pop("token_scores"), columns["ended"].bool(), run.args)
-    columns["scores"] = scores_in_reward_unit(*shaped, score_unit)
+    columns["scores"] = scores_in_reward_unit(
+        columns["scores"], columns.pop("token_scores"), columns["ended"].bool(), run.args, score_unit
+    )
     run.timer.drain()
     extra = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}
     return metrics.evaluation_metrics(columns, prefix) | extra
