@@ -313,9 +313,6 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def read_record(output_dir: Path) -> dict[str, Entry]:
     """Read `pipeline.json`; a directory without one gives an empty record.
 
-    Args:
-        output_dir: The pipeline's directory.
-
     Raises:
         OSError: It cannot be opened.
         ValueError: It holds something else; the message names the file, the key and the fix.

@@ -175,10 +175,6 @@ def check_best_metric(
 def missing_best_metric(args: PPOConfig, metrics: Mapping[str, float]) -> str | None:
     """Return an error message if an evaluation lacks `metric_for_best_model`.
 
-    Args:
-        args: The arguments.
-        metrics: The evaluation's metrics.
-
     Returns:
         The message, or None if the metric exists or is not set.
     """

@@ -208,12 +208,7 @@ class SamplesAhead:
         """Write the state of the next rollout into a checkpoint."""
 
     def load(self, checkpoint: str, policy: nn.Module) -> None:
-        """Read the file of `save`, if the checkpoint has it.
-
-        Args:
-            checkpoint: The checkpoint's directory.
-            policy: The policy.
-        """
+        """Read the file of `save`, if the checkpoint has it."""
 
     def hand_over(self, policy: nn.Module, version: int) -> None:
         """Sample the next rollouts with the policy's weights.

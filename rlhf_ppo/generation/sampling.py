@@ -296,9 +296,6 @@ class StopStrings:
     def end(self, ids: Sequence[int]) -> int | None:
         """Find the first token that completes a stop string.
 
-        Args:
-            ids: A response's token ids.
-
         Returns:
             Number of tokens up to and including it, or None.
         """

@@ -314,9 +314,6 @@ def copy_model(model: nn.Module) -> nn.Module:
     """Copy a model, once for the processes of a node.
 
     The copy of a sharded model is sharded too, and a rank holds at most one whole parameter.
-
-    Args:
-        model: A transformers model.
     """
     if not is_sharded(model):
         return copy_once(model)

@@ -141,9 +141,6 @@ class KeptCompletions:
     def rows(self, step: int) -> list[dict[str, Any]]:
         """Return this rank's rows of an update, or an empty list if it is not the latest.
 
-        Args:
-            step: The update's number.
-
         Returns:
             A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
             (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
@@ -269,9 +266,6 @@ def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]],
 
 def find_completions(output_dir: str | Path) -> dict[int, Path]:
     """Return the file of each update of the directory's current run; files of earlier runs are left out.
-
-    Args:
-        output_dir: The run's directory.
 
     Raises:
         ValueError: A file is damaged.

@@ -430,11 +430,6 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_rows: int
 def check_critic_alone(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
     """Check that the value model can learn alone, during critic warm-up or in `num_critic_epochs`.
 
-    Args:
-        args: The arguments.
-        policy: The trained language model.
-        value_model: The trained value model.
-
     Raises:
         ValueError: It cannot.
     """

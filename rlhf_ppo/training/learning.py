@@ -274,9 +274,6 @@ class CriticOnly:
     returns have lambda 1. Warm-up ends after `critic_warmup_steps` updates, or, on all ranks together, before an
     update whose values explain enough of the returns' variance.
 
-    Args:
-        run: The run.
-
     Attributes:
         warmup_is_over: Whether the explained variance has reached the threshold.
         in_critic_epoch: Whether the current mini-batch belongs to an epoch of the value model alone.

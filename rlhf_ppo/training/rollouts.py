@@ -351,9 +351,6 @@ def _forward(
 class RolloutMetrics:
     """Metrics, counts and first responses of the current update's rollout.
 
-    Args:
-        run: The run.
-
     Attributes:
         completions: Responses of the latest update; None if none are kept.
         num_response_tokens: Tokens of the responses of all ranks.

@@ -106,10 +106,6 @@ def loading_without_policy_state(checkpoint: str, policy: nn.Module) -> Iterator
     """Let FSDP load an optimizer without state for the policy, as written during critic warm-up.
 
     torch requires the state of every parameter with `requires_grad`.
-
-    Args:
-        checkpoint: The checkpoint's directory.
-        policy: The trained language model.
     """
     held = [each for each in policy.parameters() if each.requires_grad]
     if "policy" in complete.models_with_optimizer_state(checkpoint):
