@@ -267,6 +267,9 @@ def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]],
 def find_completions(output_dir: str | Path) -> dict[int, Path]:
     """Return the file of each update of the directory's current run; files of earlier runs are left out.
 
+    Args:
+        output_dir: The run's directory.
+
     Raises:
         ValueError: A file is damaged.
     """
@@ -280,8 +283,12 @@ def find_completions(output_dir: str | Path) -> dict[int, Path]:
     return {step: found[step][1] for step in sorted(found)}
 
 
-def read_completions(path: str | Path) -> list[dict[str, Any]]:
-    """Read the responses of an update from a file.
+def read_completions(path: str | Path, num_rows: int | None = None) -> list[dict[str, Any]]:
+    """Read the responses of an update.
+
+    Args:
+        path: The file.
+        num_rows: Number of rows; None: all.
 
     Raises:
         ValueError: The file is damaged, or lacks a column.
@@ -292,7 +299,7 @@ def read_completions(path: str | Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is damaged: {error}") from error
     if missing := [name for name in _TYPES if name not in table.column_names]:
         raise ValueError(f"{path} has no column {missing[0]!r}: it was not written by rlhf_ppo")
-    return table.to_pylist()
+    return table.slice(0, num_rows).to_pylist()
 
 
 def _names(folder: Path, step: int) -> Iterator[Path]:
