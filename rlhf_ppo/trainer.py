@@ -176,9 +176,8 @@ class PPOTrainer(TrainerBase):
         preparation = construction.prompt_preparation(args, tokenizer, tokens, models, functions, episodes)
         train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
         self.sizes = sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
-        self._run = run = RunState(
-            args, tokenizer, tokens, functions, sizes, preparation.vocabulary, preparation.limit
-        )
+        vocabulary, limit = preparation.vocabulary, preparation.limit
+        self._run = run = RunState(args, tokenizer, tokens, functions, sizes, vocabulary, limit)
         self.kl_controller = construction.make_kl_controller(args, kl_controller)
         self._critic_only, self.score_moments = learning.CriticOnly(run), RunningMoments()
         run.stateful.register("kl_controller", self.kl_controller)
@@ -186,19 +185,17 @@ class PPOTrainer(TrainerBase):
             run.stateful.register("score_moments", self.score_moments)
         distributed.use_one_device(args)
         with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
-            both = PolicyAndValue(models.policy, models.value_model, args.temperature)
             super().__init__(
-                model=both, args=args, data_collator=data_collator or PromptCollator(tokens.pad),
-                train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
-                callbacks=callbacks, optimizers=optimizers,
+                model=PolicyAndValue(models.policy, models.value_model, args.temperature), args=args,
+                data_collator=data_collator or PromptCollator(tokens.pad), train_dataset=train_dataset,
+                eval_dataset=eval_dataset, processing_class=tokenizer, callbacks=callbacks, optimizers=optimizers,
             )  # fmt: skip
 
         # Make the parts that need Trainer's accelerator.
-        parts = construction.make_parts(
+        self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = construction.make_parts(
             self, run, models, preparation, episodes, engine, sequential_backward=self._sequential_backward,
             generate=lambda *given: self.generate_responses(*given),
         )  # fmt: skip
-        self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = parts
         self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._critic_only, ptx_dataset)
         self._check_columns = self._check_data(data_collator, has_callbacks=bool(callbacks))
         self._warn_of_unused_options(models, has_engine=engine is not None)

@@ -22,7 +22,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
 from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
-from rlhf_ppo.config.unused import RunContext, unused_options
+from rlhf_ppo.config.unused import TrainerContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, check_rows
 from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.models.reference import Reference
@@ -318,11 +318,11 @@ def warn_of_unused_options(run: RunState, models: Any, policy_loss: Any, kl_cont
         policy_loss: The policy loss that replaces PPO's, or None.
         kl_controller: The KL controller.
         **given: `is_stepped`, `has_engine`, `has_evaluation`, `has_episodes`, `has_chats`, `has_optimizer` and
-            `has_schedule` of `RunContext`.
+            `has_schedule` of `TrainerContext`.
     """
     args, dtypes = run.args, {parameter.dtype for parameter in models.policy.parameters()}
     of_name = POLICY_LOSSES.get(args.policy_loss)
-    beside = RunContext(
+    beside = TrainerContext(
         has_reference=models.reference is not None,
         has_loss=of_name is not None and policy_loss is not of_name,
         has_controller=args.kl_target is None and not isinstance(kl_controller, FixedKLController),
