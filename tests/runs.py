@@ -82,6 +82,16 @@ class RecordingTrainer(PPOTrainer):
         return table
 
 
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.mark, "exploded")
+
+
 class InOnePass(PPOTrainer):
     """Overrides `compute_loss`, and so takes one backward pass for both models, as engines do."""
 
