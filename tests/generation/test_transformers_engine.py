@@ -311,7 +311,7 @@ def test_calls_are_as_many_on_every_rank_where_passes_are_in_step(monkeypatch: p
     sizes: list[int] = []
     monkeypatch.setattr(engine, "gathers_in_passes", lambda policy: True)
 
-    def generated(model: Any, ids: Tensor, mask: Tensor, *how: Any) -> Tensor:
+    def generated(model: Any, ids: Tensor, mask: Tensor, *how: Any, **options: Any) -> Tensor:
         sizes.append(len(ids))
         return ids.new_zeros(len(ids), 1)
 
