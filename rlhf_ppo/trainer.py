@@ -149,8 +149,8 @@ class PPOTrainer(TrainerBase):
         checks.check_arguments(args)
         self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
         self._episodes = episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
-        sources = (episodes, reward_funcs, reward_model, train_dataset, eval_dataset)
-        self._is_stepped = all(each is None for each in sources)
+        given = (episodes, reward_funcs, reward_model, train_dataset, eval_dataset)
+        self._is_stepped = all(each is None for each in given)  # for `step`, which receives responses and scores
         functions = construction.reward_functions(reward_funcs, reward_model, episodes, self._is_stepped)
         checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
         tokenizer = construction.load_tokenizer(model) if processing_class is None else processing_class
@@ -176,9 +176,8 @@ class PPOTrainer(TrainerBase):
         preparation = construction.prompt_preparation(args, tokenizer, tokens, models, functions, episodes)
         train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
         self.sizes = sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
-        self._run = run = RunState(
-            args, tokenizer, tokens, functions, sizes, preparation.vocabulary, preparation.limit
-        )
+        vocabulary, limit = preparation.vocabulary, preparation.limit
+        self._run = run = RunState(args, tokenizer, tokens, functions, sizes, vocabulary, limit)
         self.kl_controller = construction.make_kl_controller(args, kl_controller)
         self._critic_only, self.score_moments = learning.CriticOnly(run), RunningMoments()
         run.stateful.register("kl_controller", self.kl_controller)
@@ -186,22 +185,20 @@ class PPOTrainer(TrainerBase):
             run.stateful.register("score_moments", self.score_moments)
         distributed.use_one_device(args)
         with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
-            both = PolicyAndValue(models.policy, models.value_model, args.temperature)
             super().__init__(
-                model=both, args=args, data_collator=data_collator or PromptCollator(tokens.pad),
-                train_dataset=train_dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
-                callbacks=callbacks, optimizers=optimizers,
+                model=PolicyAndValue(models.policy, models.value_model, args.temperature), args=args,
+                data_collator=data_collator or PromptCollator(tokens.pad), train_dataset=train_dataset,
+                eval_dataset=eval_dataset, processing_class=tokenizer, callbacks=callbacks, optimizers=optimizers,
             )  # fmt: skip
 
         # Make the parts that need Trainer's accelerator.
-        parts = construction.make_parts(
+        self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = construction.make_parts(
             self, run, models, preparation, episodes, engine, sequential_backward=self._sequential_backward,
             generate=lambda *given: self.generate_responses(*given),
         )  # fmt: skip
-        self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = parts
         self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._critic_only, ptx_dataset)
         self._check_columns = self._check_data(data_collator, has_callbacks=bool(callbacks))
-        self._warn_of_odd_options(models, has_engine=engine is not None)
+        self._warn_of_unused_options(models, has_engine=engine is not None)
 
     # ---- The loop ----
 
@@ -419,13 +416,16 @@ class PPOTrainer(TrainerBase):
         if args.value_loss == "hl_gauss" and args.value_range is None:
             cover_returns(self.value_model, returns, learning.valued_tokens(mask, args), run.gather)
         whitened = masked_whiten(advantages, mask, reduce_sum=run.sum_over_ranks)
-        whitened, of_entropy = learning.masked_by_agreement(rollout, whitened, args, run.gather)
+        whitened, entropy_weights = learning.masked_by_agreement(rollout, whitened, args, run.gather)
         weights = rollout.importance_weights(args.importance_sampling_clip_max, args.importance_sampling_mode)
-        of_tokens = (shaped, returns, whitened)
-        scores = self._rollout_metrics.record(rollout, self.kl_controller, self._score_unit, of_tokens, weights)
-        weights = weights if args.importance_sampling_correction and args.old_logprobs == "training" else None
-        positive = positive_responses(scores, args)
-        return Experience.of(rollout, whitened, returns, weights, positive, args.old_logprobs, of_entropy)
+        scores = self._rollout_metrics.record(
+            rollout, self.kl_controller, self._score_unit, (shaped, returns, whitened), weights
+        )
+        corrects = args.importance_sampling_correction and args.old_logprobs == "training"
+        return Experience.of(
+            rollout, whitened, returns, weights if corrects else None, positive_responses(scores, args),
+            args.old_logprobs, entropy_weights,
+        )  # fmt: skip
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Compute each token's reward: minus its KL penalty, plus its token reward, plus the score at the last token.
@@ -509,14 +509,14 @@ class PPOTrainer(TrainerBase):
         if num_tokens == 0:
             return 0.0
         losses = list[Tensor]()
-        of_texts = 0.0 if self._ptx is None else self._ptx.learn(model, statistics, self._forward_context)
-        parts = learning.weighted_micro_batches(minibatch, num_tokens, self._run.unwrapped(model).packs_rows, run)
+        ptx_loss = 0.0 if self._ptx is None else self._ptx.learn(model, statistics, self._forward_context)
+        parts = learning.weighted_micro_batches(minibatch, num_tokens, run.unwrapped(model).packs_rows, run)
         for part, is_last in self._learning.micro_batches(parts):
             with learning.accumulate(self.accelerator, model, is_last, self.args):
                 loss, (output, policy, value) = self._backward(model, part, num_tokens)
             statistics.add(part, output, None if self._critic_only.in_critic_epoch else policy, value)
             losses.append(loss * self.accelerator.num_processes)
-        losses[-1] = losses[-1] + of_texts
+        losses[-1] = losses[-1] + ptx_loss
         grad_norm = self._optimizer_step(model, losses, statistics)
         if self._ptx is not None:
             self._ptx.count_step()
@@ -611,8 +611,10 @@ class PPOTrainer(TrainerBase):
         """
         if self._policy_loss is not None:
             return self._policy_loss(logprobs, experience, self.args)
-        clips = (self.args.cliprange, experience.importance_weights, self.args.cliprange_high, self.args.dual_clip)
-        return clipped_policy_loss(logprobs, experience.logprobs, experience.advantages, *clips)
+        return clipped_policy_loss(
+            logprobs, experience.logprobs, experience.advantages, self.args.cliprange, experience.importance_weights,
+            self.args.cliprange_high, self.args.dual_clip,
+        )  # fmt: skip
 
     def _value_loss(self, output: PolicyAndValueOutput | ResponseValues, part: Experience) -> ValueLoss:
         values, logits = output.values, output.value_logits
@@ -683,12 +685,13 @@ class PPOTrainer(TrainerBase):
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """
-        given = (self._run, queries, responses, scores, response_masks, sampling_logprobs, ended)
-        rows, found = given_responses(*given)
+        checked, checked_scores = given_responses(
+            self._run, queries, responses, scores, response_masks, sampling_logprobs, ended
+        )
 
         def collect(model: nn.Module) -> Rollout:
             model.eval()
-            return self._score_rollout(model, rows, self.tokens.ended(rows), lambda: found)
+            return self._score_rollout(model, checked, self.tokens.ended(checked), lambda: checked_scores)
 
         return self._driver.step(collect)
 
@@ -749,17 +752,19 @@ class PPOTrainer(TrainerBase):
         check = column_check({} if may_be_added_later else self.scorer.sources, added or ())
         check(eval_dataset=self.eval_dataset)
         if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # an overridden one may return other metrics
-            given = (run.args, self.scorer.names, run.reward_funcs, self.eval_dataset, self.reference is not None)
-            check_best_metric(*given, callbacks_may_log=has_callbacks)
+            check_best_metric(
+                run.args, self.scorer.names, run.reward_funcs, self.eval_dataset, self.reference is not None,
+                callbacks_may_log=has_callbacks,
+            )  # fmt: skip
         return check
 
-    def _warn_of_odd_options(self, models: construction.Models, has_engine: bool) -> None:
+    def _warn_of_unused_options(self, models: construction.Models, has_engine: bool) -> None:
         episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces
-        unread = self.args.chat_template_kwargs is None or episodes is not None
-        checks.warn_of_odd_options(
+        skips_search = self.args.chat_template_kwargs is None or episodes is not None
+        checks.warn_of_unused_options(
             self._run, models, self._policy_loss, self.kl_controller, is_stepped=self._is_stepped,
             has_engine=has_engine, has_evaluation=self.eval_dataset is not None,
             has_episodes=episodes is not None and episodes.rollout_func is None,
-            has_chats=unread or may_hold_chats(self.train_dataset, self.eval_dataset),
+            has_chats=skips_search or may_hold_chats(self.train_dataset, self.eval_dataset),
             has_optimizer=has_optimizer, has_schedule=has_schedule,
         )  # fmt: skip

@@ -390,7 +390,7 @@ class TrainerBase(Trainer):
             self._log_save_evaluate()
         self._leave_if_stopped()
         self._run.guard.check_weights()
-        self._run.guard.say_what_was_skipped()
+        self._run.guard.log_skipped()
         num_episodes = self.state.max_steps * self.sizes.batch_size
         with self._checkpoints.finishing():
             return self._finalize_training(loop.trial, num_episodes, loop.start)
@@ -893,7 +893,7 @@ class TrainerBase(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore each rank's random numbers; reseed them if the number of processes changed."""
-        if checkpoint is None or saving.draws_anew(self._run):
+        if checkpoint is None or saving.reseed_if_processes_changed(self._run):
             return
         with (
             raise_on_all_ranks(self.accelerator),

@@ -82,6 +82,16 @@ class RecordingTrainer(PPOTrainer):
         return table
 
 
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.mark, "exploded")
+
+
 class InOnePass(PPOTrainer):
     """Overrides `compute_loss`, and so takes one backward pass for both models, as engines do."""
 
@@ -94,17 +104,22 @@ def logged(trainer: Any, metric: str) -> list[float]:
     return [entry[metric] for entry in trainer.state.log_history if metric in entry]
 
 
+def record(trainer: PPOTrainer, method: str) -> list[Any]:
+    """Return a list to which each later call of a trainer's method adds its result."""
+    results: list[Any] = []
+    original = getattr(trainer, method)
+
+    def recording(*given: Any) -> Any:
+        results.append(original(*given))
+        return results[-1]
+
+    setattr(trainer, method, recording)
+    return results
+
+
 def record_rollouts(trainer: PPOTrainer) -> list[Any]:
-    """Collect the rollouts that a trainer makes."""
-    rollouts: list[Any] = []
-    collect = trainer.collect_rollout
-
-    def collect_rollout(*args: Any) -> Any:
-        rollouts.append(collect(*args))
-        return rollouts[-1]
-
-    trainer.collect_rollout = collect_rollout  # pyright: ignore[reportAttributeAccessIssue]
-    return rollouts
+    """Record the rollouts that a trainer makes."""
+    return record(trainer, "collect_rollout")
 
 
 def parameters(trainer: PPOTrainer) -> dict[str, Tensor]:

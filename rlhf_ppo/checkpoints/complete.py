@@ -95,11 +95,7 @@ def why_incomplete(directory: str) -> str | None:
 
 
 def newest_trl_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the newest checkpoint that TRL's SFT and reward trainers resume from exactly, or None.
-
-    Args:
-        output_dir: The run's directory.
-    """
+    """Return the newest checkpoint that TRL's SFT and reward trainers resume from exactly, or None."""
     return next((path for path in list_checkpoints(output_dir) if _is_complete_for_trl(path)), None)
 
 

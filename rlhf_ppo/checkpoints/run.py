@@ -317,9 +317,6 @@ def locked(output_dir: str) -> Iterator[None]:
     It is a POSIX record lock: it ends with its process, also after SIGKILL, and child processes do not inherit it. It
     works over NFS if the server supports locks; without support, a warning is logged.
 
-    Args:
-        output_dir: The run's directory.
-
     Raises:
         InUseError: Another process, or another trainer of this one, holds the lock.
     """
@@ -344,11 +341,7 @@ def locked(output_dir: str) -> Iterator[None]:
 
 
 def in_use(output_dir: str | os.PathLike[str]) -> bool:
-    """Return whether a process, this one included, trains in a directory.
-
-    Args:
-        output_dir: The run's directory.
-    """
+    """Return whether a process, this one included, trains in a directory."""
     path = Path(output_dir, LOCK_NAME)
     if (os.getpid(), os.path.realpath(path)) in _held:  # closing the file below would release the lock
         return True

@@ -15,7 +15,7 @@ from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPO
 from rlhf_ppo.cli.checks import Problems, check_step_options, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
-from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.options import CHAT_TEMPLATE_KWARGS, JudgeArguments
 from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
@@ -124,9 +124,10 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
         if episodes is not None:
             episodes.environments.close()
     sizes = args.fill_derived(devices.count, num_prompts)
-    in_turn = devices.engine == "" and not args.torch_compile
-    how = (devices.sharding, mixed_precision_dtype(args), in_turn)
-    found = estimate_run(args, sizes, policy, value_model, frozen, prompt_length, *how)
+    found = estimate_run(
+        args, sizes, policy, value_model, frozen, prompt_length, devices.sharding, mixed_precision_dtype(args),
+        sequential_backward=devices.engine == "" and not args.torch_compile,
+    )  # fmt: skip
     rates = (script_args.device_flops, script_args.device_bandwidth)
     dtype = multiplied_dtype(args, policy)
     show(found, args, sizes, devices, prompt_length, rates, dtype, script_args.device_memory)
@@ -261,11 +262,7 @@ class GenerateArguments:
     top_p: PositiveShare = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
     stop_token_id: Count | None = option(None, "Id of the token that ends a response; None: the tokenizer's EOS.")
     batch_size: AtLeastOne = option(64, "Rows in a batch.")
-    chat_template_kwargs: str | None = option(
-        None,
-        'JSON object of further arguments of the chat template, such as {"enable_thinking": false}. None: those that '
-        "the model was trained with, if it is a run's directory.",
-    )
+    chat_template_kwargs: str | None = option(None, CHAT_TEMPLATE_KWARGS)
     seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
     output: str = option("responses.jsonl", "File to write: one JSON object per prompt.")

@@ -79,9 +79,6 @@ def evaluate(argv: Sequence[str] | None = None) -> WinRate | None:
 def judge_responses(args: JudgeArguments) -> WinRate:
     """Generate missing responses, ask the judge, and print and save the verdicts.
 
-    Args:
-        args: The options.
-
     Raises:
         ConnectionError: The server of a judge does not answer.
         OSError, ValueError: The data, a model or the judge is wrong, or there is no verdict at all.
@@ -337,13 +334,7 @@ def _better(verdict: Any) -> str:
 
 
 def keep_verdict(folder: Path, args: JudgeArguments, judged: Path) -> Verdict:
-    """Make the verdict on a model, write it into the folder of the judged table, and return it.
-
-    Args:
-        folder: The folder.
-        args: The options.
-        judged: The table.
-    """
+    """Make the verdict on a model, write it into the folder of the judged table, and return it."""
     run = folder.parent if folder.name == JUDGED else args.model
     judgement = Judgement.of(read_win_rate(win_rate_beside(judged)))
     verdict = verdict_of(recorded_runs([run] if run else []), [judgement])
@@ -352,13 +343,7 @@ def keep_verdict(folder: Path, args: JudgeArguments, judged: Path) -> Verdict:
 
 
 def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
-    """Write the win rate beside its table; null if nothing was judged.
-
-    Args:
-        found: The win rate.
-        args: The options.
-        judged: The table.
-    """
+    """Write the win rate beside its table; null if nothing was judged."""
     rate, interval = (found.rate, found.interval()) if found.judged else (None, None)
     written = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
     options = {key: redacted(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}

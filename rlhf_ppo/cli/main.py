@@ -511,12 +511,7 @@ def _default(default: Any) -> str:
 
 
 def print_command(console: Console, command: str) -> None:
-    r"""Print a command line that can be copied: lines break between options, with a `\` at the end.
-
-    Args:
-        console: The terminal.
-        command: The command line.
-    """
+    r"""Print a command line that can be copied: lines break between options, with a `\` at the end."""
     lines, line = [], ""
     for part in command.replace(" --", "\n--").split("\n"):
         if line and len(line) + len(part) + 5 > console.width:

@@ -64,9 +64,6 @@ class Plan:
 def planned(pipeline: Pipeline) -> dict[str, Plan]:
     """Return what the next start does with each step, by its name.
 
-    Args:
-        pipeline: The steps.
-
     Raises:
         OSError: The record cannot be opened.
         ValueError: The record is damaged, or a finished step has other options or data now.
@@ -415,10 +412,6 @@ def check_steps(pipeline: Pipeline, steps: Iterable[Step]) -> Problems:
 
     Models that earlier steps write stand for the models that these steps start from. The steps of several seeds differ
     in nothing to check.
-
-    Args:
-        pipeline: The whole pipeline.
-        steps: The steps to check.
 
     Returns:
         The problems of all steps.

@@ -284,7 +284,7 @@ class Entry:
     output: dict[str, str] | None = None
 
     def changes(self, now: Entry) -> str:
-        """Tell which options and files are others now, empty if none are. A file that is gone counts as unchanged.
+        """Return which options and files are others now, empty if none are. A file that is gone counts as unchanged.
 
         Args:
             now: What the step would be started with now.
@@ -312,9 +312,6 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def read_record(output_dir: Path) -> dict[str, Entry]:
     """Read `pipeline.json`; a directory without one gives an empty record.
-
-    Args:
-        output_dir: The pipeline's directory.
 
     Raises:
         OSError: It cannot be opened.
@@ -389,7 +386,7 @@ def hash_of_all(hashes: Mapping[str, str]) -> str:
 
 
 def why_incomplete(output: Mapping[str, str]) -> str | None:
-    """Tell which file of a step's output is gone or was changed, or None.
+    """Return which file of a step's output is gone or was changed, or None.
 
     Args:
         output: The files' hashes by their paths, as `hashes_of` found them.

@@ -98,9 +98,6 @@ def resumed_checkpoint(args: Any) -> str | None:
 
     `resume_from_checkpoint=True` chooses the newest complete checkpoint; Trainer would also choose an incomplete one.
 
-    Args:
-        args: The arguments.
-
     Raises:
         ValueError: There is no such checkpoint, or no complete one.
     """
@@ -152,11 +149,7 @@ def ending_with_checkpoint(trainer: Trainer) -> Iterator[None]:
 
 
 class _EndsTraining(StopOnSignal):
-    """Ends Trainer's own loop as soon as the checkpoint that a signal asks for is written.
-
-    Args:
-        trainer: The trainer.
-    """
+    """Ends Trainer's own loop as soon as the checkpoint that a signal asks for is written."""
 
     def __init__(self, trainer: Trainer) -> None:
         accelerator = trainer.accelerator

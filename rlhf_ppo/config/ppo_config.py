@@ -34,7 +34,7 @@ from rlhf_ppo.config.validation import (
     ranges_of,
 )
 from rlhf_ppo.config.validation import option as _option
-from rlhf_ppo.terminal.text import RedactsSecrets, visible_logger
+from rlhf_ppo.terminal.text import RedactsSecrets
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,6 @@ def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
 
 # Some fields intentionally replace those of TrainingArguments (a property, or types without None).
 # pyright: reportIncompatibleVariableOverride=false, reportIncompatibleMethodOverride=false
-
-
-logger = visible_logger(__name__)
 
 
 @dataclass(repr=False)  # RedactsSecrets' own hides tokens

@@ -13,7 +13,7 @@ from rlhf_ppo.terminal.text import redacted
 
 
 @dataclass(frozen=True)
-class RunContext:
+class TrainerContext:
     """Properties of a trainer that decide, beside its arguments, which options have an effect.
 
     Attributes:
@@ -78,7 +78,7 @@ def _is_one_step(args: PPOConfig) -> bool:
 
 
 # fmt: off
-UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], str, str], ...] = (
+UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool], str, str], ...] = (
     (("kl_horizon",), lambda args, _: args.kl_target is None, "kl_target is not set", "set kl_target"),
     (("positive_nll_threshold",), lambda args, _: args.positive_nll_coef == 0,
      "positive_nll_coef is 0", "set positive_nll_coef, such as to 0.1"),
@@ -166,7 +166,7 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, RunContext], bool], st
 """Options, the condition under which they have no effect, the reason, and the remedy; the first match counts."""
 
 
-def unused_options(args: PPOConfig, run: RunContext) -> dict[str, str]:
+def unused_options(args: PPOConfig, run: TrainerContext) -> dict[str, str]:
     """Return the options with a value other than their default that have no effect.
 
     Options set by a preset are not included.

@@ -1,7 +1,7 @@
 """Tokens of conversations with tools and environments: prompts, answers between two turns, and parsed turns.
 
-The convention is that of TRL's `GRPOTrainer`: no turn of the policy is decoded and tokenized again. The tokens of an
-answer are the difference that it makes to a conversation that the chat template renders.
+As in TRL's `GRPOTrainer`, turns of the policy are never decoded and tokenized again. The tokens of an answer are those
+that it adds to a conversation rendered with the chat template.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlhf_ppo.data.prompts import (
 from rlhf_ppo.terminal.text import CONTROL
 
 EPISODE_COLUMN = "<episode>"
-"""Column of a rollout's prompts that holds what is known of each row's episode; reward functions do not get it."""
+"""Column of a rollout's prompts with the record of each row's episode; reward functions do not receive it."""
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row without the column `prompt`."""
@@ -41,7 +41,7 @@ Prompt = str | Messages
 
 
 def check_versions() -> None:
-    """Raise a `ValueError` where TRL or transformers is too old for tools and environments."""
+    """Raise a `ValueError` if TRL or transformers is too old for tools and environments."""
     for name, lowest in NEEDS.items():
         if compare_versions(name, "<", lowest):
             raise ValueError(
@@ -51,11 +51,11 @@ def check_versions() -> None:
 
 
 class Conversations:
-    """Renders prompts and answers with a tokenizer's chat template, or without one, and parses the policy's turns.
+    """Render prompts and answers, with or without a chat template, and parse the policy's turns.
 
     Args:
-        tokenizer: The policy's tokenizer. It stays as it is.
-        has_tools: Whether the policy may call tools, which needs a template that shows calls and answers.
+        tokenizer: The policy's tokenizer; it is not changed.
+        has_tools: Whether the policy may call tools; the template must then render calls and answers.
         settings: Further arguments of the chat template.
 
     Raises:
@@ -124,11 +124,11 @@ class Conversations:
         return self._rendered(prompt, add_generation_prompt=True, tools=schemas)
 
     def text_ids(self, text: str, is_first: bool = False) -> list[int]:
-        """Return the tokens of a text that no template surrounds.
+        """Return the tokens of a text without a template.
 
         Args:
             text: The text.
-            is_first: Whether it begins the sequence: then the tokenizer may put BOS before it.
+            is_first: Whether the text begins the sequence; the tokenizer may then add BOS.
         """
         encoded = ids_of(self.tokenizer(text, add_special_tokens=is_first))
         eos = self.tokenizer.eos_token_id
@@ -143,7 +143,7 @@ class Conversations:
         return list(ids_of(encoded)[0])
 
     def parse(self, ids: list[int], before: list[int], schemas: Sequence[Any] | None) -> dict[str, Any]:
-        """Return a turn as a message, with `tool_calls` where it has some; what cannot be parsed is plain text.
+        """Return a turn as a message, with its `tool_calls`; a turn that cannot be parsed is plain text.
 
         Args:
             ids: The turn.
@@ -167,13 +167,13 @@ class Conversations:
         """Return the tokens between two turns: the answers, and the opening of the policy's next turn.
 
         Args:
-            answers: Messages of tools, or of the user where a text environment speaks.
+            answers: Messages of tools; in a text environment, of the user.
 
         Raises:
             ValueError: The template does not preserve the tokens before the answers.
         """
         before: list[dict[str, Any]] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": ""}]
-        if answers[0]["role"] == "tool":  # some templates take the header from the name in the call
+        if answers[0]["role"] == "tool":  # some templates take the header from the name of the call
             function = {"name": answers[0]["name"], "arguments": {}}
             before[1]["tool_calls"] = [{"type": "function", "function": function}]
         else:
@@ -185,7 +185,7 @@ class Conversations:
         whole = self._with_answers(before, answers)
         alike = [place for place, token in enumerate(whole) if token == eos][: len(ends)]
         if answers[0]["role"] == "user" and alike and len(alike) == len(ends):
-            start = whole[: alike[-1] + 1]  # some templates drop a turn's thoughts once the user speaks again
+            start = whole[: alike[-1] + 1]  # some templates drop a turn's thoughts after the next user message
         if whole[: len(start)] != start:
             raise ValueError(
                 "the chat template of processing_class renders a conversation's beginning otherwise once an answer "
@@ -209,7 +209,7 @@ class Conversations:
         return ids + self.text_ids(rendered)
 
     def defused_ids(self, text: str) -> list[int]:
-        """Tokenize a text in which no special token is read as one: each is cut behind its first character."""
+        """Tokenize a text without special tokens: each one in it is split after its first character."""
         ids: list[int] = []
         start = 0
         for found in self._added.finditer(text):
@@ -219,7 +219,7 @@ class Conversations:
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
-        """Finds tokens that were added to the vocabulary, which a text must not smuggle in."""
+        """Pattern of the tokens added to the vocabulary, which answers must not inject."""
         tokenizer: Any = self.tokenizer
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
@@ -230,13 +230,13 @@ class Conversations:
         return max(map(len, tokenizer.get_vocab()))
 
     def cannot_fit(self, answers: Messages, room: int) -> bool:
-        """Tell without tokenizing whether answers need more than `room` tokens."""
+        """Return, without tokenizing, whether answers surely need more than `room` tokens."""
         characters = sum(len(text_of_content(answer["content"])) for answer in answers)
         return characters > room * self._longest_token
 
 
 def with_observation(prompt: Prompt, observation: Any) -> Prompt:
-    """Append what `reset` returned to a prompt's last message, as it is, in a new prompt.
+    """Return a new prompt whose last message ends with the unchanged result of `reset`.
 
     Args:
         prompt: A text or a conversation.
@@ -259,13 +259,13 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
 
 
 def as_json(messages: Messages) -> str:
-    """Write messages as JSON, with escapes for the characters that `visible` would change."""
+    """Write messages as JSON; escape the characters that `visible` would change."""
     text = json.dumps(list(messages), ensure_ascii=False, default=str)
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def as_lines(messages: str) -> str:
-    """Return messages, given as JSON, as text with a line for each: who speaks, and calls as `name(arguments)`."""
+    """Return JSON messages as text, one line each: the speaker, the text, and calls as `name(arguments)`."""
     lines: list[str] = []
     for message in json.loads(messages):
         calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
@@ -278,14 +278,14 @@ def as_lines(messages: str) -> str:
 
 @dataclass(frozen=True)
 class EpisodeEncoder(PromptEncoder):
-    """Tokenizes a prompt as far as it is known before `reset`; the rollout tokenizes it again.
+    """Tokenization of prompts before `reset`; the rollout tokenizes them again, with the result of `reset`.
 
     Attributes:
         conversations: Renders the prompts.
-        schemas: The tools of each environment by its name; those of None where no column chooses.
-        is_mixed: Whether the column `environment` chooses.
+        schemas: The tools of each environment by its name; by None if no column names environments.
+        is_mixed: Whether the column `environment` names the environment of each row.
         needs_chat: Names of the environments whose prompts must be conversations.
-        misfits: Says for each environment why it cannot take a row; empty if it can.
+        misfits: For each environment, returns why it cannot take a row; empty if it can.
     """
 
     conversations: Conversations = field(kw_only=True)
@@ -295,11 +295,7 @@ class EpisodeEncoder(PromptEncoder):
     misfits: Mapping[str | None, Callable[[Mapping[str, Any]], str]] = field(kw_only=True)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Check that no column holds token ids, to which no observation can be appended.
-
-        Raises:
-            ValueError: One does.
-        """
+        """Raise a `ValueError` if a column holds token ids, to which no observation can be appended."""
         if "input_ids" in columns:
             raise ValueError(
                 f"{self.name} has the column input_ids, but tools and environments write into the prompt: give it as "
@@ -323,6 +319,6 @@ class EpisodeEncoder(PromptEncoder):
             fix = "set tokenizer.chat_template, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
-        ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a place for the observation
+        ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
         self._check_vocabulary(ids, index)
         return {"input_ids": ids}

@@ -198,10 +198,11 @@ def estimate_run(
     optimizer_bytes = optimizer_bytes_per_parameter(*Trainer.get_optimizer_cls_and_kwargs(args), args.device)
     in_autocast = dtype is not None and sharding.stored is None
     autocast = functools.partial(torch.autocast, device, dtype, enabled=in_autocast)
-    checkpointing = (args.gradient_checkpointing, settings_of(args.gradient_checkpointing_kwargs))
-    with as_in_learning(*checkpointing, policy, value_model):
-        given = (workload, optimizer_bytes, sharding, autocast, args.offload_frozen)
-        return estimate_update(policy, value_model, frozen, *given)
+    checkpointing = settings_of(args.gradient_checkpointing_kwargs)
+    with as_in_learning(args.gradient_checkpointing, checkpointing, policy, value_model):
+        return estimate_update(
+            policy, value_model, frozen, workload, optimizer_bytes, sharding, autocast, args.offload_frozen
+        )
 
 
 def mean_prompt_length(dataset: Any) -> int:

@@ -175,10 +175,6 @@ def check_best_metric(
 def missing_best_metric(args: PPOConfig, metrics: Mapping[str, float]) -> str | None:
     """Return an error message if an evaluation lacks `metric_for_best_model`.
 
-    Args:
-        args: The arguments.
-        metrics: The evaluation's metrics.
-
     Returns:
         The message, or None if the metric exists or is not set.
     """
@@ -388,12 +384,7 @@ def _to_wandb(df: pd.DataFrame, trainer: Trainer) -> None:
     import wandb
 
     if wandb.run is not None:
-        wandb.log(
-            {
-                "completions": wandb.Table(dataframe=_mapped(df, visible)),
-                "train/global_step": trainer.state.global_step,
-            }
-        )
+        _log_table(wandb, _mapped(df, visible), trainer)
 
 
 def _to_tensorboard(df: pd.DataFrame, trainer: Trainer) -> None:
@@ -408,12 +399,13 @@ def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
     import trackio  # pyright: ignore[reportMissingImports]
 
     if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
-        trackio.log(
-            {
-                "completions": trackio.Table(dataframe=_mapped(df, markdown)),
-                "train/global_step": trainer.state.global_step,
-            }
-        )
+        _log_table(trackio, _mapped(df, markdown), trainer)
+
+
+def _log_table(tracker: Any, df: pd.DataFrame, trainer: Trainer) -> None:
+    """Log a table with the module `wandb` or `trackio`."""
+    table = tracker.Table(dataframe=df)
+    tracker.log({"completions": table, "train/global_step": trainer.state.global_step})
 
 
 def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:

@@ -264,12 +264,7 @@ def given_answers(
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's EOS, and those of the model's generation configuration.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-    """
+    """Return the tokens that end a response: the tokenizer's EOS, and those of the generation configuration."""
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
     return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))

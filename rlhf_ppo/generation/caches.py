@@ -55,7 +55,7 @@ class StateBuffer:
         """Return the kept states followed by new ones, `(B, heads, n, D)`.
 
         Args:
-            kept: `view`, or a tensor that the cache was given in its place; None at first.
+            kept: `view`, or the tensor that has replaced it; None at first.
             new: The new states.
         """
         num_kept, num_new = 0 if kept is None else kept.shape[-2], new.shape[-2]
@@ -70,7 +70,7 @@ class StateBuffer:
         return self.memory[..., self.start : self.end, :]
 
     def keep(self, num_last: int | None = None) -> Tensor:
-        """Keep the last states only, all if None, and return them."""
+        """Return the last `num_last` states, or all if None, and drop the others."""
         if num_last is not None:
             self.start = max(self.start, self.end - num_last)
         self.view = self.memory[..., self.start : self.end, :]
@@ -103,12 +103,12 @@ class PreallocatedSlidingLayer(DynamicSlidingWindowLayer):
 
 
 def _extended(layer: Any, keys: Tensor, values: Tensor, num_kept: int | None = None) -> tuple[Tensor, Tensor]:
-    """Append to a layer's buffers and return the states; the layer keeps the last ones only, all if None."""
+    """Append to a layer's buffers and return the states; the layer keeps the last `num_kept`, or all if None."""
     if not layer.is_initialized:
         layer.lazy_initialization(keys, values)
     has_some = layer.keys is not None and layer.keys.numel() > 0
     kept = (layer.keys, layer.values) if has_some else (None, None)
-    dtype = autocast_dtype(keys.device.type)  # without the cast attention casts all of them again at each token
+    dtype = autocast_dtype(keys.device.type)  # or attention would cast all states for each token
     states = (
         layer.buffers[0].extended(kept[0], keys.to(dtype or keys.dtype)),
         layer.buffers[1].extended(kept[1], values.to(dtype or torch.promote_types(keys.dtype, values.dtype))),
@@ -118,14 +118,14 @@ def _extended(layer: Any, keys: Tensor, values: Tensor, num_kept: int | None = N
 
 
 def preallocated_cache(model: Any, keeps_all: bool = False) -> dict[str, Any]:
-    """Make the cache that `generate` would make, with preallocated layers of attention, as an argument of `generate`.
+    """Make `generate`'s cache with preallocated attention layers; return it as an argument of `generate`.
 
     Args:
         model: A transformers model.
-        keeps_all: Layers that attend to the last tokens only keep the others, too.
+        keeps_all: Sliding-window layers keep all states.
 
     Returns:
-        `{}` if `generate` would make a cache of another kind.
+        `{}` if `generate` would make another kind of cache.
     """
     name = "_prepare_cache_for_generation"
     if (
@@ -145,10 +145,10 @@ def preallocated_cache(model: Any, keeps_all: bool = False) -> dict[str, Any]:
 
 
 def read_once(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
-    """Read equal prompts of adjacent rows once, all but the last token, whose logits `generate` needs.
+    """Read equal prompts of adjacent rows once, except for the last token, whose logits `generate` needs.
 
     Args:
-        model: A transformers model whose rows can be continued beside others than before.
+        model: A transformers model whose rows can be continued beside other rows.
         ids: Prompts, long `(B, C)`, left-padded.
         mask: 1 on real tokens, long `(B, C)`.
         cache: An empty cache. It stays empty if no rows are equal or a prompt has one token; otherwise it then holds
@@ -164,22 +164,22 @@ def read_once(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
 
 
 _READING = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
-"""Reads all given tokens; the token that it adds is not read."""
+"""Reads all given tokens, but not the token that it generates."""
 
 # ---- Kept between turns ----
 
 KeptRows = dict[int, tuple[np.ndarray, list[tuple[Tensor, Tensor]]]]
-"""Of each row, by its name, the tokens that were read, and each layer's keys and values `(heads, n, D)` of them."""
+"""By name of a row: its read tokens, and their keys and values `(heads, n, D)` in each layer."""
 
 
 @dataclass(frozen=True)
 class KeptCaches:
     """Caches of the rows of a `generate` call, which a later call continues.
 
-    A token's keys and values depend on the tokens before it, not on padding: they can move to other columns.
+    Keys and values of a token depend on the tokens before it, not on padding, so they can move to other columns.
 
     Attributes:
-        kept: What is kept of rows.
+        kept: The kept rows.
         names: Names of the rows of this call.
     """
 
@@ -187,10 +187,10 @@ class KeptCaches:
     names: list[int]
 
     def cache(self, model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
-        """Take the rows' caches, as an argument of `generate`, which reads what they do not hold.
+        """Return the rows' caches as an argument of `generate`, which reads the tokens that they lack.
 
-        A cache has as many columns for each row. All rows therefore keep as many unread tokens as the one that has
-        fewest; what others have more is read here, rows with about as many together.
+        All rows of a cache have the same number of columns. The row with the fewest unread tokens sets how many
+        `generate` reads; the other rows' additional tokens are read here, in groups of similar size.
 
         Args:
             model: A transformers model that `continues`.
@@ -212,13 +212,13 @@ class KeptCaches:
         return self._taken(model, range(len(ids)), starts, width - fewest)
 
     def _num_known(self, name: int, row: np.ndarray) -> int:
-        """Return how many first tokens are kept of a row, without its last, whose logits are needed."""
+        """Return the number of a row's first tokens that are kept; the last, whose logits are needed, is not one."""
         known = self.kept[name][0][: len(row) - 1] if name in self.kept else row[:0]
         differs = np.flatnonzero(known != row[: len(known)])
         return int(differs[0]) if len(differs) else len(known)
 
     def _read(self, model: Any, places: list[int], ids: Tensor, mask: Tensor, most: int) -> None:
-        """Read the last `most` tokens of rows, some perhaps again, and keep the caches."""
+        """Read the last `most` tokens of rows, for some rows again, and keep the caches."""
         starts = (mask == 0).sum(dim=1).tolist()
         first, rows = min(starts), torch.arange(len(places))
         cache = self._taken(model, places, [start - first for start in starts], ids.shape[1] - first - most)
@@ -228,7 +228,7 @@ class KeptCaches:
         of_rows.keep(rows, rows >= 0, getattr(output, CACHE), output.sequences, mask[:, first:])
 
     def _taken(self, model: Any, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
-        """Stack the first tokens' keys and values of rows, each from its start to `columns`."""
+        """Stack the keys and values of rows, each from its start to `columns`."""
         given = preallocated_cache(model, keeps_all=True)
         rows = [self.kept.pop(self.names[place])[1] for place in places]
         for index, layer in enumerate(given[CACHE].layers):
@@ -240,10 +240,10 @@ class KeptCaches:
 
         Args:
             rows: Indices of the rows of the batch in this call, long `(B,)`.
-            leaving: Which of them leave it, bool `(B,)`.
+            leaving: Whether each row leaves the batch, bool `(B,)`.
             cache: The batch's cache of `N` columns.
             ids: The batch's tokens, long `(B, C)` with `C >= N`.
-            mask: 0 on the padding before them, long `(B, M)`.
+            mask: 0 on the left padding, long `(B, M)`.
         """
         starts, tokens = (mask == 0).sum(dim=1).tolist(), ids.cpu().numpy()
         columns, of_call = cache.get_seq_length(), rows.tolist()

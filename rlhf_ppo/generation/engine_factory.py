@@ -38,14 +38,14 @@ ENGINE_NEEDS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class BaselineCompletions:
-    """Responses of other policies to the same prompts, for reward functions that compare with them.
+    """Baseline responses to the same prompts, for reward functions that compare with them.
 
     A baseline is the reference, or a second sample of the policy, as in self-play (Wu et al., arXiv 2405.00675).
 
     Attributes:
         kinds: Keys of `OPPONENT_COLUMNS`, each once.
         tokenizer: The policy's tokenizer.
-        ended: Tells which responses ended by themselves, bool `(B,)`.
+        ended: Returns which responses ended by themselves, bool `(B,)`.
     """
 
     kinds: tuple[str, ...]
@@ -64,19 +64,19 @@ class BaselineCompletions:
         return cls(tuple(kind for kind in OPPONENT_COLUMNS if kind in asked), tokenizer, ended)
 
     def respond(self, prompts: Prompts, generate: Callable[[str], Responses]) -> Prompts:
-        """Sample a response of each baseline, with random numbers apart from the policy's.
+        """Sample a response of each baseline, with separate random numbers.
 
-        The seed follows from the state of the generators: it changes at each call, is the same after resuming, and is
-        not part of a checkpoint.
+        The seed is derived from the state of the generators: it changes at each call, is the same after resuming, and
+        is not part of a checkpoint.
 
         Args:
             prompts: `B` prompts.
             generate: Samples a response to each prompt from a baseline of a kind.
 
         Returns:
-            The prompts with four more columns for each baseline: the texts of its `B` responses, without special
-            tokens; with `_ids` behind the name, their token ids; with `_written`, which of these the baseline wrote;
-            with `_ended`, whether they ended by themselves.
+            The prompts with four more columns for each baseline: `<name>`, the texts of its `B` responses without
+            special tokens; `<name>_ids`, their token ids; `<name>_written`, whether the baseline wrote each token;
+            `<name>_ended`, whether they ended by themselves.
         """
         columns = dict(prompts.columns)
         for kind in self.kinds:
@@ -105,10 +105,10 @@ def make_engine(
     Args:
         args: The arguments.
         policy: The policy that is trained.
-        accelerator: Knows the processes and the kind of sharding.
+        accelerator: Gives the processes and the sharding.
         tokenizer: The policy's tokenizer.
-        stop_strings: Texts that end a row too, or None. Only transformers' `generate` stops there; responses of other
-            engines are cut there afterwards, which gives the same responses for more work.
+        stop_strings: Texts that also end a row, or None. Only transformers' `generate` stops at them; responses of
+            other engines are truncated afterwards: the same responses, for more work.
         baseline_kinds: Kinds of baselines that reward functions compare with.
         rows: Returns the number of rows to generate at once; None: `args.local_rollout_forward_batch_size`.
         local_batch_size: Rows of an update on this process; vLLM generates all of them at once, unless
@@ -144,18 +144,18 @@ def make_engine(
 
 
 def is_recent_enough(engine: str) -> bool:
-    """Tell whether the installed library of an engine is as new as `ENGINE_NEEDS` demands."""
+    """Return whether the installed library of an engine has the version of `ENGINE_NEEDS`."""
     name, lowest = ENGINE_NEEDS.get(engine, ("transformers", "0"))
     return compare_versions(name, ">=", lowest)
 
 
 def has_flash_attention() -> bool:
-    """Tell whether transformers finds flash attention, or `kernels`, with which it downloads it."""
+    """Return whether transformers finds flash attention, or `kernels`, which downloads it."""
     return is_flash_attn_available() or is_kernels_available()
 
 
 def _check_continuous(args: PPOConfig, policy: nn.Module, accelerator: Accelerator) -> None:
-    """Raise where continuous batching cannot run: sharded layers, float32 or deterministic `top_p` on a GPU."""
+    """Raise a `ValueError` if continuous batching cannot run: sharded layers; on a GPU float32 or exact `top_p`."""
     if is_fsdp(accelerator):
         raise ValueError(
             "generation_engine='continuous' cannot run under FSDP, whose layers are gathered by all ranks in step; "

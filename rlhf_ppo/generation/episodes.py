@@ -1,7 +1,7 @@
-"""Episodes: the turns of a policy, and between them what tools and environments answer.
+"""Episodes: turns of the policy, and answers of tools and environments between them.
 
-`EpisodePlayer` runs all episodes of a batch side by side, in rounds. A round samples one turn of each running episode,
-lets tools and environments answer, and appends the answers' tokens. No turn is tokenized again.
+`EpisodePlayer` runs all episodes of a batch in parallel, in rounds. A round samples one turn of each running episode,
+calls tools and environments, and appends the tokens of their answers. Turns are never tokenized again.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, stop_tokens
 from rlhf_ppo.generation.sampling import StopStrings
 
 Sample = Callable[[Prompts, int], Sampled]
-"""Samples at most so many tokens behind each prompt."""
+"""Takes prompts and the maximum number of tokens to sample after each."""
 
 CUTS = ("length", "calls", "time", "environment")
-"""What may cut an episode: `response_length`, `max_tool_calling_iterations`, `tool_timeout`, or the environment."""
+"""Reasons of a cut: `response_length`, `max_tool_calling_iterations`, `tool_timeout`, or the environment."""
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """What ends turns and episodes.
+    """Limits of turns and episodes.
 
     Attributes:
-        response_length: Most tokens behind the prompt, those of answers included.
-        max_rounds: Most rounds of calls; None: any number.
+        response_length: Maximum tokens after the prompt, including answers.
+        max_rounds: Maximum rounds of calls; None: any number.
         stops: Tokens that end a turn.
-        stop_strings: Texts that end a turn too, or None.
-        longest_sequence: Most tokens that the models can place, or None.
-        pad: Fills shorter rows.
+        stop_strings: Texts that also end a turn, or None.
+        longest_sequence: Maximum tokens that the models support, or None.
+        pad: Id of the padding.
     """
 
     response_length: int
@@ -54,23 +54,23 @@ class EpisodeLimits:
 
 @dataclass
 class EpisodeRecord:
-    """One episode, while it is played and after.
+    """A running or finished episode.
 
     Attributes:
         episode: Its environment and tools.
         prompt: The prompt with the text of `reset`.
-        prompt_ids: The prompt's tokens.
-        room: Most tokens behind the prompt.
-        ids: Tokens behind the prompt.
-        written: Which of them the policy wrote.
-        logprobs: The engine's log-probabilities of them, nats, 0 on the others.
+        prompt_ids: Tokens of the prompt.
+        room: Maximum tokens after the prompt.
+        ids: Tokens after the prompt.
+        written: Whether the policy wrote each of them.
+        logprobs: The engine's log-probabilities of the policy's tokens, nats; 0 for other tokens.
         messages: Turns and answers as messages.
-        turn_ends: For each turn the number of tokens up to its end.
-        turn_rewards: For each turn the environment's reward of it.
-        rounds: How often tools or the environment have answered.
-        calls: For each answered call its tool's name, whether it failed, and its seconds.
-        ended: Whether it ended by itself.
-        cut: What cut it, one of `CUTS`, or empty.
+        turn_ends: Number of tokens up to the end of each turn.
+        turn_rewards: The environment's reward for each turn.
+        rounds: Number of answers of tools or the environment.
+        calls: Name of the tool, failure and seconds of each answered call.
+        ended: Whether the episode ended by itself.
+        cut: One of `CUTS`, or empty.
     """
 
     episode: Episode
@@ -95,27 +95,27 @@ class EpisodeRecord:
 
     @property
     def turn_start(self) -> int:
-        """Where the turn that is being sampled begins: behind the last answer."""
+        """Start of the current turn: the end of the last answer."""
         gaps = (place for place in range(len(self.ids), 0, -1) if not self.written[place - 1])
         return next(gaps, 0)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the episode has ended or was cut."""
         return self.ended or bool(self.cut)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What tables and files show: `messages`, `turn_reward` for each turn, and `end`, as JSON values.
+        """Entries for tables and files as JSON values: `messages`, `turn_reward` for each turn, and `end`.
 
-        The end is what cut it, `done` if the environment ended it, or `answer` if the policy did.
+        `end` is the reason of a cut, `done` if the environment ended the episode, or `answer` if the policy did.
         """
         by_policy = not self.episode.kind.is_text and self.messages[-1]["role"] == "assistant"
         end = self.cut or ("answer" if by_policy else "done")
         return {"messages": self.messages, "turn_reward": self.turn_rewards, "end": end}
 
     def extend(self, ids: Sequence[int], written: bool, logprobs: Sequence[float] | None = None) -> None:
-        """Append tokens that the policy wrote, or others."""
+        """Append tokens of the policy, or of an answer."""
         self.ids += ids
         self.written += [written] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
@@ -123,7 +123,7 @@ class EpisodeRecord:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What ranks exchange in each round if all of them must sample as many rows, for as many tokens; else nothing.
+    """Exchange of the ranks in each round, if all must sample the same numbers of rows and tokens; none by default.
 
     Attributes:
         most: Returns the largest of each number over all ranks.
@@ -136,14 +136,14 @@ class Ranks:
 
 @dataclass
 class EpisodePlayer:
-    """Plays the episodes of a batch.
+    """Run the episodes of a batch.
 
     Attributes:
         sample: Samples the turns.
         conversations: Renders prompts and answers.
-        limits: What ends turns and episodes.
-        ranks: What ranks exchange in each round.
-        seconds: Time that tools and environments took.
+        limits: Limits of turns and episodes.
+        ranks: Exchange of the ranks in each round.
+        seconds: Seconds of tools and environments.
     """
 
     sample: Sample
@@ -156,8 +156,8 @@ class EpisodePlayer:
         """Tokenize the prompts of a batch.
 
         Args:
-            prompts: `B` rows; their ids are not read, since the text of `reset` is part of the prompt.
-            episodes: Their environments, which have been reset.
+            prompts: `B` rows; their ids are ignored, because the prompt includes the text of `reset`.
+            episodes: Their environments, after `reset`.
 
         Raises:
             ValueError: A prompt is empty, or leaves no room for a token.
@@ -170,11 +170,11 @@ class EpisodePlayer:
 
         Args:
             prompts: `B` rows.
-            records: What `begin` returned.
+            records: The result of `begin`.
 
         Returns:
-            The responses, with gaps where the policy did not write, and the prompts that they follow. The column
-            `prompt` has the texts of `reset`; `EPISODE_COLUMN` has an `EpisodeRecord` for each row.
+            The responses, with gaps for answers, and their prompts. The column `prompt` includes the texts of `reset`;
+            `EPISODE_COLUMN` has the `EpisodeRecord` of each row.
         """
         device, running = prompts.input_ids.device, records
         while (num_and_most := self._of_all_ranks(running))[0]:
@@ -192,7 +192,7 @@ class EpisodePlayer:
     def _begun(self, episode: Episode, prompt: Prompt | None) -> EpisodeRecord:
         prompt = self.conversations.default_prompt() if prompt is None else prompt
         whole = with_observation(prompt, episode.observation)
-        if isinstance(prompt, str):  # each text is tokenized alone, so that a word does not run into the next
+        if isinstance(prompt, str):  # tokenized separately, or a token could span both texts
             ids = self.conversations.prompt_ids(prompt, None)
             if isinstance(episode.observation, str) and episode.observation:
                 ids = ids + self.conversations.text_ids(episode.observation, is_first=not ids)
@@ -216,7 +216,7 @@ class EpisodePlayer:
     # ---- Turns ----
 
     def _of_all_ranks(self, running: Sequence[EpisodeRecord]) -> tuple[int, int]:
-        """Return the number of rows of the next call, and for how many tokens; a longer turn is continued later."""
+        """Return rows and maximum tokens of the next call; a longer turn continues in the next round."""
         limit, left = self.limits.longest_sequence, [record.left for record in running]
         longest = max((len(record.prompt_ids) + len(record.ids) for record in running), default=1)
         own = [len(running), max(left, default=1), longest]
@@ -238,7 +238,7 @@ class EpisodePlayer:
             record.extend(turn, True, None if logprobs is None else logprobs[row][: len(turn)])
 
     def _cut(self, ids: list[int], record: EpisodeRecord) -> list[int]:
-        """Cut what was sampled behind a stop token or stop string, and at the episode's length."""
+        """Cut sampled ids after a stop token or stop string, and at the episode's length."""
         ends = [place + 1 for place, token in enumerate(ids) if token in self.limits.stops]
         ids = ids[: min([*ends[:1], record.left])]
         if self.limits.stop_strings is not None:
@@ -248,7 +248,7 @@ class EpisodePlayer:
         return ids
 
     def _has_stopped(self, record: EpisodeRecord) -> bool:
-        """Tell whether the policy has ended its turn itself."""
+        """Return whether the policy has ended its turn."""
         strings = self.limits.stop_strings
         if record.ids[-1] in self.limits.stops:
             return True
@@ -257,13 +257,13 @@ class EpisodePlayer:
     # ---- Answers ----
 
     def _answer(self, running: Sequence[EpisodeRecord]) -> None:
-        """Let tools and environments answer the turns that are over."""
+        """Call tools and environments for finished turns."""
         calling: list[tuple[EpisodeRecord, list[dict[str, Any]]]] = []
         acting: list[tuple[EpisodeRecord, str]] = []
         for record in running:
             stopped = self._has_stopped(record)
             if not stopped and record.left > 0:
-                continue  # the turn goes on
+                continue  # the turn is unfinished
             turn = record.ids[record.turn_start :]
             record.turn_ends.append(len(record.ids))
             record.turn_rewards.append(0.0)
@@ -301,7 +301,7 @@ class EpisodePlayer:
             self._take(record, given)
 
     def _take(self, record: EpisodeRecord, given: Round) -> None:
-        """Pay the turn, and append the answers unless the episode is over or they do not fit."""
+        """Add the turn's reward, and append the answers unless the episode is over or they do not fit."""
         record.rounds += 1
         record.turn_rewards[-1] += given.turn_reward
         record.calls += [(answer.name, answer.failed, answer.seconds) for answer in given.answers]
@@ -324,7 +324,7 @@ class EpisodePlayer:
             record.cut = "length"
 
     def _answer_ids(self, record: EpisodeRecord, messages: list[dict[str, Any]], is_last: bool) -> list[int] | None:
-        """Return the tokens between two turns, or None where they do not fit."""
+        """Return the tokens between two turns, or None if they do not fit."""
         if self.conversations.cannot_fit(messages, record.left):
             return None
         if is_conversation(record.prompt):
@@ -345,8 +345,8 @@ def responses_of(prompts: Prompts, records: Sequence[EpisodeRecord], pad: int, h
     Args:
         prompts: The prompts.
         records: The episodes.
-        pad: Fills shorter ones.
-        has_logprobs: Whether the engine has told all log-probabilities.
+        pad: Id of the padding.
+        has_logprobs: Whether the engine has returned all log-probabilities.
     """
     device, width = prompts.input_ids.device, max(len(record.ids) for record in records)
 
@@ -368,13 +368,13 @@ def responses_of(prompts: Prompts, records: Sequence[EpisodeRecord], pad: int, h
 
 
 def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: int) -> tuple[Responses, Prompts]:
-    """Check what a `rollout_func` returned, and stack it.
+    """Check and stack the result of a `rollout_func`.
 
     Args:
         returned: A dict with `prompt_ids`, `completion_ids`, `logprobs` (or None), optionally `env_mask`, and columns.
-        num_rows: How many rows it was given.
+        num_rows: Number of rows that it was given.
         prompts: Their prompts.
-        pad: Fills shorter rows.
+        pad: Id of the padding.
 
     Raises:
         TypeError: It is no dict.
@@ -408,7 +408,7 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
     records: list[Any] = []
     logprobs = rows.get("logprobs", masks)
     for ids, written, of_row in zip(rows["completion_ids"], masks, logprobs, strict=True):
-        # vLLM's NaN may come as None; on what the policy did not write, anything may stand.
+        # vLLM's NaN may be None; values of tokens that the policy did not write are ignored.
         own = [math.nan if number is None else number for number in of_row]
         own = [number if is_own else 0.0 for number, is_own in zip(own, written, strict=True)]
         records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=own, ended=False))
@@ -421,9 +421,9 @@ def _plain_row(row: Any) -> list[Any]:
 
 
 def stop_ids(policy: nn.Module, stop: int | None) -> tuple[int, ...]:
-    """Return the tokens that end a turn: the stop token, and those that the model's own configuration names beside it.
+    """Return the tokens that end a turn: the stop token, and those of the model's generation configuration.
 
-    Some models end a turn that calls a tool with another token than their EOS.
+    Some models end a turn with a tool call with another token than EOS.
 
     Args:
         policy: The language model.

@@ -1,7 +1,7 @@
 """Generation one update ahead: a worker process or a server samples the next rollout while the models learn.
 
-The worker has a copy of the policy in memory that both processes share. The trainer writes its weights there before an
-update; the rollout after that update is sampled with them. See docs/adr/0024-one-update-ahead.md.
+The worker has a copy of the policy in memory that both processes share. Before an update the trainer copies its
+weights there; the rollout after that update is sampled with them. See docs/adr/0024-one-update-ahead.md.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ _OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("ACCELERATE_", "FSDP_", "PMI_", "OMPI_", "MV2_"),
 )
-"""Beginnings of variables that would make the worker one of the launcher's ranks."""
+"""Prefixes of environment variables that would make the worker a rank of the launcher."""
 _NUMERICS = (
     *("cudnn.deterministic", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
     *("cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision"),
     *("cuda.matmul.allow_bf16_reduced_precision_reduction", "cuda.matmul.allow_fp16_reduced_precision_reduction"),
 )
-"""Settings of `torch.backends` that decide the digits of results; `full_determinism` and `tf32` set some of them."""
+"""Settings of `torch.backends` that change the last digits; `full_determinism` and `tf32` set some of them."""
 _WRAPPER = "_checkpoint_wrapped_module."  # in names of parameters, where FSDP recomputes activations
 
 
 class Place(NamedTuple):
-    """Where a tensor is in the shared memory.
+    """Location of a tensor in the shared memory.
 
     Attributes:
         start: Its first byte.
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind it."""
+        """The byte after its last one."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, memory: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 def _keep_output(*given: Any) -> None:
-    """Stand in for a forward hook that a worker does not need."""
+    """Replacement for a forward hook that a worker does not need."""
 
 
 def _unneeded_hook() -> Callable[..., None]:
@@ -99,7 +99,7 @@ def _unneeded_hook() -> Callable[..., None]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a model, with a `Place` instead of each tensor, and without the hooks of gradient checkpointing."""
+    """Pickle a model with a `Place` for each tensor, and without the hooks of gradient checkpointing."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -133,8 +133,8 @@ class HowToSample:
         temperature: Sampling temperature, for log-probabilities.
         rows_per_pass: Rows of a forward pass that computes log-probabilities.
         stop: The stop token, or None.
-        pad: Fills the columns behind a response.
-        stop_strings: Texts that end a response too, or None.
+        pad: Id of the padding.
+        stop_strings: Texts that also end a response, or None.
         num_threads: Threads of PyTorch.
     """
 
@@ -154,11 +154,11 @@ class Job:
     """A rollout to sample.
 
     Attributes:
-        prompts: `B` prompts on the host; their columns are not needed.
+        prompts: `B` prompts on the host, without columns.
         config: The sampling distribution and the length limit.
         rows: Rows to generate at once.
         seed: Seeds all random numbers.
-        numerics: How PyTorch computes, see `numerics`.
+        numerics: Settings of PyTorch's arithmetic; see `numerics`.
     """
 
     prompts: Prompts
@@ -178,18 +178,18 @@ class Job:
         return Prompts(self.prompts.input_ids.to(device), self.prompts.attention_mask.to(device), {})
 
     def is_same(self, other: Job) -> bool:
-        """Tell whether another job asks for the same rollout."""
+        """Return whether another job asks for the same rollout."""
         one, two = self.prompts, other.prompts
         same = self.seed == other.seed and torch.equal(one.attention_mask, two.attention_mask)
         return same and torch.equal(one.input_ids, two.input_ids)
 
 
 class SamplesAhead:
-    """Samples rollouts with weights that were handed over, while the models learn; every rank makes the same calls.
+    """Sample rollouts with the weights of `hand_over` while the models learn; every rank makes the same calls.
 
     Attributes:
-        version: Number of updates that the handed-over weights have had; None: there are none yet.
-        seconds: Seconds that sampling the latest rollout took.
+        version: Number of updates of these weights; None before the first `hand_over`.
+        seconds: Seconds of sampling the latest rollout.
     """
 
     def __init__(self) -> None:
@@ -198,34 +198,29 @@ class SamplesAhead:
         self.running: Job | None = None
 
     def begin(self) -> None:
-        """Get ready for a run."""
+        """Prepare for a run."""
 
     def close(self) -> None:
-        """Forget the weights and the rollout that is being sampled."""
+        """Drop the weights and the running rollout."""
         self.running = self.version = None
 
     def save(self, directory: str) -> None:
         """Write the state of the next rollout into a checkpoint."""
 
     def load(self, checkpoint: str, policy: nn.Module) -> None:
-        """Read the file of `save`, if the checkpoint has it.
-
-        Args:
-            checkpoint: The checkpoint's directory.
-            policy: The policy.
-        """
+        """Read the file of `save`, if the checkpoint has it."""
 
     def hand_over(self, policy: nn.Module, version: int) -> None:
         """Sample the next rollouts with the policy's weights.
 
         Args:
             policy: The policy, which an engine may have sharded.
-            version: Number of updates that its weights have had.
+            version: Number of updates of its weights.
         """
         raise NotImplementedError
 
     def start(self, job: Job) -> None:
-        """Begin with a rollout.
+        """Start sampling a rollout.
 
         Raises:
             RuntimeError: The worker process has died.
@@ -233,11 +228,11 @@ class SamplesAhead:
         raise NotImplementedError
 
     def lag(self, done: int) -> int:
-        """Return how many updates the weights are behind those of a policy with so many updates."""
+        """Return the number of updates between the weights and a policy with `done` updates."""
         return 0 if self.version is None else done - self.version
 
     def take(self, job: Job, device: torch.device) -> Responses:
-        """Wait for a rollout, which `start` was called with; another one is sampled now, with the same weights.
+        """Wait for the rollout of `start`; another rollout is sampled now, with the same weights.
 
         Args:
             job: The rollout.
@@ -250,7 +245,7 @@ class SamplesAhead:
             ConnectionError: The server has died or hangs.
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
             RuntimeError: The worker process has failed, died, or not answered in time.
-            Stopped: A signal has come.
+            Stopped: A signal has arrived.
         """
         if self.running is None or not self.running.is_same(job):
             self.start(job)
@@ -261,7 +256,7 @@ class SamplesAhead:
 
 
 class SamplesInWorker(SamplesAhead):
-    """Samples rollouts in a worker process.
+    """Sample rollouts in a worker process.
 
     Args:
         policy: The policy, before an engine wraps it.
@@ -298,7 +293,7 @@ class SamplesInWorker(SamplesAhead):
     # ---- The worker's life ----
 
     def begin(self) -> None:
-        """Start the worker; it imports its libraries while the caller goes on."""
+        """Start the worker; it imports its libraries while the caller continues."""
         self.close()
         number, length = _shared_file(self._size + len(self._pickled))
         ours, theirs = socket.socketpair()
@@ -317,7 +312,7 @@ class SamplesInWorker(SamplesAhead):
             place.within(self._memory).copy_(value)
 
     def close(self) -> None:
-        """End the worker; forget its weights."""
+        """End the worker, and drop its weights."""
         super().close()
         if self._connection is not None:
             self._connection.close()
@@ -330,7 +325,7 @@ class SamplesInWorker(SamplesAhead):
 
     @torch.no_grad()
     def hand_over(self, policy: nn.Module, version: int) -> None:
-        """Copy the policy's weights into the shared memory, once the worker rests."""
+        """Copy the policy's weights into the shared memory, once the worker is idle."""
         self._finish()
         for name, value in whole_parameters(policy, self._places if self.version is None else self._trained):
             self._view(name).copy_(value)
@@ -343,7 +338,7 @@ class SamplesInWorker(SamplesAhead):
             save_file(weights, Path(directory, SAMPLING_WEIGHTS_NAME), metadata={"version": str(self.version)})
 
     def load(self, checkpoint: str, policy: nn.Module) -> None:
-        """Take the weights that a checkpoint keeps for the next rollout, if it does; the policy gives the frozen ones.
+        """Load a checkpoint's weights for the next rollout, if it has them; frozen weights are the policy's.
 
         Raises:
             ValueError: The file belongs to another policy, or cannot be read.
@@ -369,7 +364,7 @@ class SamplesInWorker(SamplesAhead):
     # ---- Rollouts ----
 
     def start(self, job: Job) -> None:
-        """Let the worker begin with a rollout."""
+        """Send a rollout to the worker."""
         self._finish()
         assert self._connection is not None
         try:
@@ -387,7 +382,7 @@ class SamplesInWorker(SamplesAhead):
         return Responses(*batch, sampling_logprobs=logprobs)
 
     def _finish(self) -> None:
-        """Wait until the worker rests."""
+        """Wait until the worker is idle."""
         if self.running is not None:
             self._reply()
 
@@ -420,17 +415,17 @@ class SamplesInWorker(SamplesAhead):
 
 
 class SamplesOnServer(SamplesAhead):
-    """Samples rollouts on a vLLM server.
+    """Sample rollouts on a vLLM server.
 
-    Nothing of it is in a checkpoint, because a server's samples cannot be repeated: the first rollout of a resumed run
-    is sampled with the weights of the checkpoint.
+    Checkpoints hold no state of it, because a server's samples cannot be repeated: a resumed run samples its first
+    rollout with the weights of the checkpoint.
 
     Args:
-        engine: Asks the server.
+        engine: Calls the server.
         policy: The policy.
         stop: The stop token, or None.
-        pad: Fills the columns behind a response.
-        stop_strings: Texts that end a response too, or None.
+        pad: Id of the padding.
+        stop_strings: Texts that also end a response, or None.
     """
 
     def __init__(
@@ -441,12 +436,12 @@ class SamplesOnServer(SamplesAhead):
         self.stop, self.pad, self.stop_strings = stop, pad, stop_strings
 
     def hand_over(self, policy: nn.Module, version: int) -> None:
-        """Send the policy's weights to the server, if it has not got them for an evaluation."""
+        """Send the policy's weights to the server, unless an evaluation has sent them."""
         self.engine.send_weights(policy)
         self.version = version
 
     def start(self, job: Job) -> None:
-        """Let the server begin with a rollout."""
+        """Send a rollout to the server."""
         self.running, self._answer = job, self.engine.ask(self.policy, job.prompts, job.config)
 
     def _take(self, job: Job, device: torch.device) -> Responses:
@@ -458,11 +453,11 @@ class SamplesOnServer(SamplesAhead):
 
 
 def whole_parameters(policy: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole values of parameters that ZeRO-3 or FSDP2 may have sharded; every rank reads all.
+    """Yield names and unsharded values of parameters under ZeRO-3 and FSDP2; every rank reads all of them.
 
     Args:
         policy: The policy.
-        names: The parameters to yield. A value is valid until the next one is asked for.
+        names: The parameters to yield. A value is valid until the next one is requested.
     """
     for name, parameter in policy.named_parameters():
         if (name := name.replace(_WRAPPER, "")) in names:
@@ -471,7 +466,7 @@ def whole_parameters(policy: nn.Module, names: Collection[str]) -> Iterator[tupl
 
 
 def numerics() -> dict[str, Any]:
-    """Return this process's settings that decide the digits of results: determinism, precision of products."""
+    """Return this process's settings that change the last digits: determinism and precision of products."""
     values = {name: attrgetter(name)(torch.backends) for name in _NUMERICS}
     return {"deterministic": torch.get_deterministic_debug_mode(), **values}
 
@@ -488,7 +483,7 @@ def set_numerics(values: dict[str, Any]) -> None:
 
 
 def _shared_file(length: int) -> tuple[int, int]:
-    """Return the descriptor of a file in memory that has no name, and its length, which is above 0."""
+    """Return the descriptor of an unnamed file in memory, and its length, which is above 0."""
     length = max(length, 1)
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("rlhf_ppo")
@@ -519,7 +514,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def run_worker(socket_number: int, memory_number: int, size: int, length: int) -> None:
-    """Sample rollouts until the connection ends, which it does with the trainer's process too.
+    """Sample rollouts until the connection ends, at the latest with the trainer's process.
 
     Args:
         socket_number: Descriptor of the connection.
@@ -546,7 +541,7 @@ def run_worker(socket_number: int, memory_number: int, size: int, length: int) -
 
 
 def _read(connection: Connection, jobs: queue.SimpleQueue[bytes]) -> None:
-    """Put messages into a queue; end the process when the other side has ended, even while it samples."""
+    """Queue messages; end the process when the other side has ended, even during sampling."""
     try:
         while True:
             jobs.put(connection.recv_bytes())
@@ -591,8 +586,8 @@ def _respond(policy: nn.Module, how: HowToSample, job: Job) -> Responses:
         return responses
 
     def forward(part: Responses) -> tuple[Tensor]:
-        given = (*part.batch, how.temperature)
-        return (response_logprobs(policy, *given, with_entropy=False, places=part.places).logprobs,)
+        found = response_logprobs(policy, *part.batch, how.temperature, with_entropy=False, places=part.places)
+        return (found.logprobs,)
 
     (logprobs,) = forward_in_batches(responses, forward, how.rows_per_pass, packs_rows(backbone(policy)))
     return replace(responses, sampling_logprobs=logprobs)

@@ -70,18 +70,18 @@ class GenerationEngine(Protocol):
 
 @runtime_checkable
 class Continues(Protocol):
-    """An engine that can keep what it has read of an episode for the next turn; any other reads it again."""
+    """An engine that can keep an episode's cache for the next turn; other engines read the episode again."""
 
     def continuing(self) -> GenerationEngine:
         """Return an engine for the turns of one batch of episodes, whose prompts name their rows in `ROW_COLUMN`.
 
-        Its `sample` reads of a row that it knows only what is new. The weights stay as they are meanwhile.
+        Its `sample` reads only the new tokens of a known row. The weights do not change meanwhile.
         """
         ...
 
 
 def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
-    """Return `max_new_tokens` and `pad_token_id`; a `ValueError` if one is not set."""
+    """Return `max_new_tokens` and `pad_token_id`; raise a `ValueError` if one is not set."""
     if config.max_new_tokens is None or config.pad_token_id is None:
         raise ValueError(f"max_new_tokens={config.max_new_tokens} and pad_token_id={config.pad_token_id} must be set")
     return config.max_new_tokens, config.pad_token_id
@@ -102,12 +102,12 @@ def prompt_rows(prompts: Prompts) -> list[list[int]]:
 def stack_rows(
     ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], filling: int, device: torch.device
 ) -> Sampled:
-    """Put rows of different lengths into tensors.
+    """Stack rows of different lengths into tensors.
 
     Args:
         ids: Each row's sampled ids.
         logprobs: Their log-probabilities, nats.
-        filling: The id behind shorter rows.
+        filling: Id of the padding.
         device: Device of the tensors.
 
     Returns:
@@ -140,15 +140,14 @@ def sample_with(
         policy: A causal language model, or a `PeftModel` around one.
         prompts: `B` left-padded prompts.
         config: The sampling distribution, the stop token (or several) and the length limit.
-        stop_strings: Texts that end a row too, or None.
+        stop_strings: Texts that also end a row, or None.
 
     Returns:
         The engine's responses.
 
     Raises:
         NonFiniteLogitsError: The log-probability of a token is missing, NaN or infinite.
-        RuntimeError: A row ends before the limit without a stop token or string, or holds an id that must not be
-            sampled.
+        RuntimeError: A row ends before the limit without a stop token or string, or holds a suppressed id.
         TypeError, ValueError: The result has another type or shape.
     """
     return checked(engine, engine.sample(policy, prompts, config), prompts, config, stop_strings)
@@ -175,7 +174,7 @@ def checked(
     is_forbidden = is_real & ((ids < 0) | torch.isin(ids, suppressed))
     values = torch.zeros_like(ids) if answer.logprobs is None else answer.logprobs
     is_unknown = is_real & ~values.isfinite()
-    if bool(is_cut.any() | is_forbidden.any() | is_unknown.any()):  # the device is waited for once
+    if bool(is_cut.any() | is_forbidden.any() | is_unknown.any()):  # one wait for the device
         _refuse_cut_rows(engine, answer, is_cut, lengths, prompts, most, stop_strings)
         _refuse_tokens(engine, answer, is_forbidden, is_unknown)
     return answer

@@ -38,14 +38,14 @@ _UNIT = 2**52
 
 
 class IntegerTopP(LogitsProcessor):
-    """Masks the tokens that transformers' `TopPLogitsWarper` masks, with sums of integers, equal in any order.
+    """Top-p with sums of integers, which do not depend on their order; masks the same tokens as `TopPLogitsWarper`.
 
-        S_v = sum_{w: p_w <= p_v} round(2^52 p_w),    v stays where S_v > 2^52 (1 - p); the likeliest always stays
+        S_v = sum_{w: p_w <= p_v} round(2^52 p_w),    keep v if S_v > 2^52 (1 - p), and always the likeliest
 
-    A GPU adds floats up in an order that changes from run to run. Nucleus sampling: Holtzman et al., 1904.09751.
+    A GPU sums floats in another order in each run. Nucleus sampling: Holtzman et al., 1904.09751.
 
     Args:
-        top_p: Probability that stays, 0 to 1.
+        top_p: Probability to keep, 0 to 1.
     """
 
     def __init__(self, top_p: float) -> None:
@@ -64,7 +64,7 @@ class IntegerTopP(LogitsProcessor):
 
 
 class InverseCDFSampling(LogitsProcessor):
-    r"""Draws each row's token and masks all others: greedy decoding then takes it.
+    r"""Draw each row's token and mask all others, so that greedy decoding takes it.
 
     `y = min {v : F_v > u F_V}` with `F_v = sum_{w <= v} p_w` in float64 and one `u ~ U[0, 1)` a row (inverse transform
     sampling; Devroye 1986, III.2): a token of probability 0 is never drawn.
@@ -84,9 +84,8 @@ def sampling_processors(
 ) -> tuple[GenerationConfig, LogitsProcessorList]:
     """Return the configuration and processors with which `generate` samples.
 
-    On a CPU a processor draws the token and `generate` is greedy. Elsewhere `generate` draws by itself: an accelerator
-    makes random numbers fast, but its sums of floats differ from run to run. Under `full_determinism`, `top_p` adds
-    integers up.
+    On a CPU a processor draws the token, and `generate` is greedy. On an accelerator, which draws fast, `generate`
+    draws; under `full_determinism`, `IntegerTopP` replaces its sums of floats.
 
     Args:
         config: The sampling distribution: `do_sample`, `temperature`, `top_k`, `top_p` and `min_p`.
@@ -134,10 +133,10 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 class FiniteLogitsCheck(LogitsProcessor):
-    """Finds rows whose largest logit is not finite; the first of all processors.
+    """Check that each row's largest logit is finite; the first processor.
 
-    On a CPU it raises the error at once. On an accelerator that would make the host wait for each token, and drawing
-    from NaN would end the process: the row gets logits of 0, and `check` raises the error after generation.
+    On a CPU it raises the error at once. On an accelerator, where the host would wait for each token and drawing from
+    NaN would end the process, a bad row gets logits of 0, and `check` raises the error after generation.
     """
 
     def __init__(self) -> None:
@@ -158,7 +157,7 @@ class FiniteLogitsCheck(LogitsProcessor):
             raise NonFiniteLogitsError("its logits are NaN or infinite")
 
     def check_beside(self, flags: Tensor) -> Tensor:
-        """Like `check`, and return other flags, bool `(B,)`, on the host, which waits for the device once."""
+        """Like `check`; also copy other flags, bool `(B,)`, to the host, with one wait for the device."""
         if self._failed is not None:
             flags = torch.cat((flags, self._failed[None]))
         flags = flags.cpu()
@@ -227,7 +226,7 @@ def float32_head_apart(policy: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _weights_stored(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator[None]:
-    """Give layers, unless they are sharded, separate weights of another type inside a context."""
+    """Store the weights of unsharded layers in another type inside a context, separate from tied weights."""
     own = [
         (layer, layer.weight)
         for layer in layers
@@ -276,10 +275,10 @@ _CONTEXT = 4
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Finds the token that completes a stop string in a response.
+    """Search for the token that completes a stop string in a response.
 
-    Texts are decoded with special tokens, which may be part of a stop string, and from the response's first token on:
-    a stop string in the prompt, or one that begins in the prompt, ends nothing.
+    Texts are decoded with special tokens, which a stop string may contain, and from the response's first token on: a
+    stop string that is or begins in the prompt does not count.
 
     Attributes:
         tokenizer: The policy's tokenizer.
@@ -291,14 +290,11 @@ class StopStrings:
 
     @property
     def num_tail_tokens(self) -> int:
-        """Number of last tokens that hold a stop string which the last token completes: a token is at least a byte."""
+        """Number of last tokens that contain any stop string ending in the last token; a token has at least a byte."""
         return max(len(text.encode()) for text in self.strings) + _CONTEXT
 
     def end(self, ids: Sequence[int]) -> int | None:
         """Find the first token that completes a stop string.
-
-        Args:
-            ids: A response's token ids.
 
         Returns:
             Number of tokens up to and including it, or None.
@@ -307,12 +303,12 @@ class StopStrings:
         return next((n for n in range(1, len(ids) + 1) if self.is_completed(ids[:n])), None)
 
     def is_completed(self, ids: Sequence[int]) -> bool:
-        """Tell whether a response's last token completes a stop string."""
+        """Return whether a response's last token completes a stop string."""
         # Only the whole response decides: a tail's first token may decode to another text than inside the response.
         return self.is_in(ids[-self.num_tail_tokens :]) and self.is_in(ids)
 
     def is_in(self, ids: Sequence[int]) -> bool:
-        """Tell whether a response's text holds a stop string."""
+        """Return whether a response's text holds a stop string."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in str(text) for string in self.strings)
 
@@ -332,7 +328,7 @@ class StopStrings:
 
 
 class StopsAtStrings(StoppingCriteria):
-    """Ends each row of `generate` with the token at which `StopStrings.end` cuts it.
+    """End each row of `generate` at the token of `StopStrings.end`.
 
     transformers' own `StopStringCriteria` also ends rows at strings that begin in the prompt.
 
@@ -345,7 +341,7 @@ class StopsAtStrings(StoppingCriteria):
         self.stop_strings, self.prompt_length = stop_strings, prompt_length
 
     def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
-        """Tell which rows' last tokens complete a stop string, bool `(B,)`."""
+        """Return which rows' last tokens complete a stop string, bool `(B,)`."""
         responses = input_ids[:, self.prompt_length :].tolist()
         found = [self.stop_strings.is_completed(ids) for ids in responses]
         return sent(torch.tensor(found, dtype=torch.bool), input_ids.device)
@@ -371,11 +367,11 @@ def response_mask(responses: Tensor, stop_token_id: int | None) -> Tensor:
 
 
 def truncate_response(stop_token_id: int, pad_token_id: int, responses: Tensor) -> Tensor:
-    """Replace all tokens behind the first stop token by PAD; the stop token stays.
+    """Replace all tokens after the first stop token by PAD; the stop token stays.
 
     Args:
         stop_token_id: The token that ends a response.
-        pad_token_id: Fills the rest; may equal the stop token.
+        pad_token_id: Id of the padding; may equal the stop token.
         responses: Sampled ids, long `(B, T)`.
 
     Returns:
@@ -398,8 +394,8 @@ def join_responses(
         prompts: `B` left-padded prompts.
         sampled: Sampled ids, long `(B, T)`.
         stop_token_id: The stop token, or None.
-        pad_token_id: Fills the columns behind a response's end.
-        stop_strings: Texts that end a response too, or None.
+        pad_token_id: Id of the padding.
+        stop_strings: Texts that also end a response, or None.
         logprobs: The engine's log-probabilities, float32 `(B, T)`, or None.
 
     Returns:
@@ -424,7 +420,7 @@ def join_responses(
 
 
 def last_turn(response_mask: Tensor) -> Tensor:
-    """Mark the policy's last turn: the tokens behind a response's last gap, or all of them.
+    """Mark the policy's last turn: the tokens after a response's last gap, or all of them.
 
     Args:
         response_mask: True on the tokens that the policy wrote, bool `(B, T)`.
@@ -439,7 +435,7 @@ def last_turn(response_mask: Tensor) -> Tensor:
 
 
 def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStrings | None = None) -> Tensor:
-    """Tell which responses ended by themselves: with a token, or with a stop string, in the policy's last turn.
+    """Return which responses ended by themselves: with a token, or with a stop string, in the policy's last turn.
 
     The stop token may end other turns too.
 

@@ -1,8 +1,8 @@
 """Generation with transformers' `generate`: calls of similar lengths, from which finished rows are dropped.
 
-A probe of a few forced tokens tells how a model must be generated from. PPO learns from the log-probabilities of the
-forward pass, so generation must draw from the same distributions: alone, beside longer prompts, and after finished
-rows have left the batch.
+PPO learns from the log-probabilities of the forward pass. Generation must draw from the same distributions: for a
+prompt alone, beside longer prompts, and after finished rows have left the batch. A probe of a few forced tokens finds
+out how a model must be called for that.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class TransformersEngine:
     """transformers' `generate`, on the policy's own weights.
 
     Attributes:
-        rows_per_call: Returns the largest number of prompts of one `generate` call.
-        stop_strings: Texts that end a row too, or None.
+        rows_per_call: Returns the maximum number of prompts of one `generate` call.
+        stop_strings: Texts that also end a row, or None.
         gather: Concatenates a tensor over all ranks.
-        kept: What is kept of rows between calls, or None.
+        kept: Caches of rows, kept between calls, or None.
     """
 
     rows_per_call: Callable[[], int]
@@ -78,8 +78,8 @@ class TransformersEngine:
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
         """Generate a response to each prompt; see `sample_responses`."""
         kept = self.kept if self.kept is not None and continues(policy) else None
-        given = (self.rows_per_call(), self.stop_strings, self.gather, kept)
-        return Sampled(sample_responses(policy, prompts, config, *given))
+        rows_per_call = self.rows_per_call()
+        return Sampled(sample_responses(policy, prompts, config, rows_per_call, self.stop_strings, self.gather, kept))
 
     def continuing(self) -> TransformersEngine:
         """Return an engine for the turns of a batch of episodes, which keeps the rows' caches between its calls."""
@@ -99,7 +99,7 @@ def greedy_config(
         use_cache=True,
         suppress_tokens=never_sampled,
         eos_token_id=stop_token_id,
-        # `generate` feeds this to finished rows, and embeds it, which an added "[PAD]" may not allow.
+        # `generate` embeds this id in finished rows; the model may not embed an added "[PAD]".
         pad_token_id=0 if stop_token_id is None else stop_token_id,
     )
 
@@ -112,11 +112,11 @@ def sampling_config(
     Args:
         args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
         stop_token_id: Ends a row; generation ends when every row has ended.
-        never_sampled: Ids that other models cannot read, the last of the vocabulary; None allows all. The
+        never_sampled: Ids at the end of the vocabulary that other models cannot embed; None allows all. The
             log-probabilities ignore it, as they ignore `top_k`.
 
     Returns:
-        A configuration that leaves nothing for the model's own generation_config to fill in.
+        A configuration that sets all fields that the model's own generation_config could fill in.
     """
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     return changed(greedy_config(args, stop_token_id, never_sampled), do_sample=True, **sampling)
@@ -124,14 +124,14 @@ def sampling_config(
 
 @dataclass
 class GenerationNeeds:
-    """Answers of the generation probe of a model.
+    """Results of the generation probe of a model.
 
     Attributes:
-        equal_lengths: The prompts of a call must have one length: padding before them changes what follows.
-        one_by_one: Each prompt needs a call of its own: other rows change what follows, even at equal length.
-        keeps_cache: The cache of some rows can be kept; otherwise their tokens are read again.
-        preallocates: By the type that autocast casts to, or None: a preallocated cache gives the same logits.
-        continues: By that type: keys and values that were kept between two turns give the same logits.
+        equal_lengths: The prompts of a call must have one length, because padding changes the logits.
+        one_by_one: Each prompt needs its own call, because other rows change the logits even at equal length.
+        keeps_cache: The cache of the remaining rows can be kept; otherwise their tokens are read again.
+        preallocates: By autocast's type, or None: whether a preallocated cache gives the same logits.
+        continues: By that type: whether keys and values kept between two turns give the same logits.
     """
 
     equal_lengths: bool = False
@@ -142,7 +142,7 @@ class GenerationNeeds:
 
 
 def generation_needs(policy: nn.Module) -> GenerationNeeds:
-    """Return the answers that are kept with a model; probe it at its first use, under each type of autocast.
+    """Return a model's cached probe results; the first use under each type of autocast probes it.
 
     Args:
         policy: A causal language model, or a `PeftModel` around one. If it is sharded, all ranks call this together.
@@ -158,7 +158,7 @@ def generation_needs(policy: nn.Module) -> GenerationNeeds:
 
 
 def continues(policy: nn.Module) -> bool:
-    """Tell whether caches of a model's rows can be kept between turns; probe it at its first use, as above."""
+    """Return whether caches of a model's rows can be kept between turns; the first use probes it."""
     needs, dtype = generation_needs(policy), _autocast_dtype(policy)
     if gathers_in_passes(policy) or needs.one_by_one or needs.equal_lengths or not needs.keeps_cache:
         return False
@@ -187,11 +187,11 @@ def sample_responses(
         policy: A causal language model, or a `PeftModel` around one.
         prompts: `B` left-padded prompts; ids under the mask are ignored.
         config: The sampling distribution and the length limit.
-        rows_per_call: Largest number of prompts of a call; see `call_sizes`.
-        stop_strings: Texts that end a row too, or None.
-        gather: Concatenates a tensor over all ranks, which make equally many calls where each pass is one of all
-            ranks; None in a single process.
-        kept: What was kept of the rows, by the column `ROW_COLUMN`; of the first `rows_per_call` it is kept again.
+        rows_per_call: Maximum number of prompts of a call; see `call_sizes`.
+        stop_strings: Texts that also end a row, or None.
+        gather: Concatenates a tensor over all ranks; with sharded layers all ranks make the same number of calls. None
+            in a single process.
+        kept: Kept caches of the rows, by the column `ROW_COLUMN`; those of the first `rows_per_call` are kept again.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; padding follows a row's end.
@@ -226,8 +226,12 @@ def sample_responses(
             mask = prompts.attention_mask[indices]
             ids = prompts.input_ids[indices].masked_fill(~mask, 0)
             caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
-            how = (config, stop_strings, in_step, needs.keeps_cache, preallocates, caches, shares)
-            parts.append(generate_compacting(model, ids[:, first:], mask[:, first:].long(), *how))
+            parts.append(
+                generate_compacting(
+                    model, ids[:, first:], mask[:, first:].long(), config, stop_strings, synced_gpus=in_step,
+                    keeps_cache=needs.keeps_cache, preallocates=preallocates, kept=caches, shares=shares,
+                )
+            )  # fmt: skip
     return pad_right(parts, padding_value=filling)[sent(torch.from_numpy(longest_first.argsort()), device)]
 
 
@@ -238,19 +242,19 @@ def _repeats(prompts: Prompts) -> bool:
 
 
 def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal_lengths: bool = False) -> list[int]:
-    """Count the rows of each `generate` call; at most half of all positions are padding.
+    """Return the number of rows of each `generate` call; at most half of all positions are padding.
 
-    With prompts of `l_1 >= l_2 >= ...` and `T` new tokens, `n` rows from the `i`-th on share a call as long as
+    With prompts of `l_1 >= l_2 >= ...` and `T` new tokens, `n` rows from the `i`-th on share a call if
 
         n (l_i + T) <= 2 sum_{j = i}^{i + n - 1} (l_j + T)
 
-    A call that this rule ends is followed by one whose rows take less than half as many positions each: there are at
-    most `log2((l_max + T) / (l_min + T))` of them.
+    If this rule ends a call, the rows of the next one are less than half as long: it adds at most
+    `log2((l_max + T) / (l_min + T))` calls.
 
     Args:
-        lengths: Tokens of each prompt, in falling order.
+        lengths: Tokens of each prompt, longest first.
         max_new_tokens: Longest response, in tokens.
-        max_rows: Largest number of rows of a call.
+        max_rows: Maximum rows of a call.
         equal_lengths: Only prompts of one length share a call, for models that read padding as text.
     """
     sizes, longest, taken = [0], 0, 0
@@ -274,12 +278,12 @@ UNFINISHED_SHARE = 0.75
 
 
 class CompactionCriterion(StoppingCriteria):
-    """Ends `generate` once at most `most_left` rows are unfinished.
+    """End `generate` once at most `most_left` rows are unfinished.
 
     Args:
         finished: Rows that have ended by themselves, bool `(B,)`; updated after each token.
-        stop_tokens: End rows.
-        stop_strings: Ends rows too, or None.
+        stop_tokens: Tokens that end a row.
+        stop_strings: Texts that also end a row, or None.
         most_left: Number of unfinished rows at which `generate` ends.
         checks_signals: Raise `Stopped` after a token if a signal has arrived that ends the run.
     """
@@ -308,9 +312,9 @@ class CompactionCriterion(StoppingCriteria):
 
 @contextmanager
 def raising_on_all_ranks_if_stopped(model: nn.Module) -> Iterator[None]:
-    """Raise `Stopped` on all ranks before the same token, where each forward pass of a model is one of all ranks.
+    """Raise `Stopped` on all ranks before the same token, for models whose forward passes all ranks run together.
 
-    `generate` still calls the model on ranks that have finished, but no stopping criterion.
+    On ranks that have finished, `generate` still calls the model, but no stopping criterion.
     """
 
     def ask(module: nn.Module, arguments: Any) -> None:
@@ -335,18 +339,18 @@ def generate_compacting(
     kept: KeptCaches | None = None,
     shares: bool = False,
 ) -> Tensor:
-    """Generate, and drop the finished rows and their key-value cache whenever a quarter of the rows has ended.
+    """Generate; drop the finished rows and their cache whenever a quarter of the rows has ended.
 
     Args:
         model: A transformers model.
         input_ids: Prompts, long `(B, C)`, left-padded.
         attention_mask: 1 on real tokens, long `(B, C)`.
         config: The sampling distribution; its `eos_token_id` is a token, several, or None.
-        stop_strings: Texts that end a row too, or None.
-        synced_gpus: Every forward pass is one of all ranks: all rows stay until the last has ended.
+        stop_strings: Texts that also end a row, or None.
+        synced_gpus: All ranks run each forward pass together; rows stay until the last one has ended.
         keeps_cache: Keep the unfinished rows of the cache; otherwise read their tokens again.
         preallocates: Use a preallocated cache.
-        kept: Continues the rows' caches, and keeps them.
+        kept: Caches of the rows to continue, which are kept again, or None.
         shares: Read equal prompts of adjacent rows once, into a preallocated cache.
 
     Returns:
@@ -392,7 +396,7 @@ _NEW_TOKENS = 4
 
 
 class _ForcedTokens(LogitsProcessor):
-    """Makes `generate` choose given tokens, long `(B, T)`."""
+    """Make `generate` choose given tokens, long `(B, T)`."""
 
     def __init__(self, tokens: Tensor, prompt_length: int) -> None:
         self.tokens, self.prompt_length = tokens, prompt_length
@@ -404,11 +408,11 @@ class _ForcedTokens(LogitsProcessor):
 
 @torch.no_grad()
 def probe_generation(policy: nn.Module, known: GenerationNeeds | None, dtype: torch.dtype | None) -> GenerationNeeds:
-    """Find out how a model must be generated from; where parameters are sharded, all ranks together.
+    """Find out how `generate` must be called for a model; with sharded parameters, all ranks call this together.
 
     Args:
         policy: A causal language model, or a `PeftModel` around one.
-        known: Earlier answers; only the cache is then tried under the type that autocast now casts to.
+        known: Earlier results; then only the preallocated cache is tried, under autocast's current type.
         dtype: That type, or None.
 
     Raises:
@@ -422,7 +426,7 @@ def probe_generation(policy: nn.Module, known: GenerationNeeds | None, dtype: to
 
 @torch.no_grad()
 def probe_continuing(policy: nn.Module) -> bool:
-    """Find out whether rows can be continued from keys and values that were kept, beside other rows than before."""
+    """Find out whether rows can be continued from kept keys and values, beside other rows than before."""
     with in_eval_mode(policy), preserve_rng(), default_generation_config(policy):
         if not preallocated_cache(transformers_model(policy), keeps_all=True):
             return False
@@ -460,7 +464,7 @@ def _takes_preallocated_cache(policy: nn.Module) -> bool:
 
 
 def _check_name_of_cache(model: PreTrainedModel) -> None:
-    """Check that the code that came with a model is not of another time than transformers."""
+    """Check that a model's own code uses the name of this transformers version for the cache."""
     taken = inspect.signature(model.forward).parameters
     for other in {"cache", "past_key_values"} - {CACHE}:
         if other in taken and CACHE not in taken:
@@ -553,5 +557,5 @@ def _agree(
 ) -> bool:
     try:
         return deviation(generate(), expected) <= (_rounding(policy) if tolerance is None else tolerance)
-    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # shapes that the model cannot work with
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):  # the model cannot compute these shapes
         return False

@@ -31,10 +31,10 @@ from rlhf_ppo.processes.waiting import in_daemon_thread
 from rlhf_ppo.terminal.text import hide_secrets, redact_url, redact_urls, secrets_of
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between health checks of a server that works on a request."""
+"""Seconds between health checks during a request."""
 
 SECONDS_BETWEEN_SIGNALS = 0.1
-"""Seconds between looks for a signal while a server samples ahead."""
+"""Seconds between checks for a signal while a server samples ahead."""
 
 REFUSALS = 3
 """Failed health checks in a row after which a server counts as dead."""
@@ -68,12 +68,12 @@ def served_generation(args: PPOConfig) -> Any:
 
 
 class _Watch:
-    """Waits for a server's answers and checks its health meanwhile.
+    """Wait for a server's answers, and check its health meanwhile.
 
     Args:
         address: The server's URL.
-        seconds_unheard: Longest time without an answer of `/health`, seconds: `vllm_server_timeout`.
-        seconds: Longest time of a request, seconds: `ddp_timeout`, after which other ranks give up too.
+        seconds_unheard: Maximum seconds without an answer of `/health`: `vllm_server_timeout`.
+        seconds: Maximum seconds of a request: `ddp_timeout`, the time limit of the other ranks.
     """
 
     def __init__(self, address: str, seconds_unheard: float, seconds: float) -> None:
@@ -144,13 +144,13 @@ class _Watch:
 
 
 class _WatchedClient:
-    """Put before TRL's `VLLMClient`: each call has a time limit, and none that a run makes raises by itself.
+    """Base before TRL's `VLLMClient` that gives each call a time limit and postpones errors during a run.
 
-    The other ranks are in TRL's collectives meanwhile, which an error would leave them in; `raise_failure` is called
-    when all are through.
+    The other ranks wait in TRL's collectives during a call, and an error would leave them there. `raise_failure`
+    raises it when all ranks have left.
 
     Attributes:
-        watch: Looks after the server.
+        watch: Waits for the server.
         failure: The first error since the last call of `raise_failure`, or None.
     """
 
@@ -160,23 +160,23 @@ class _WatchedClient:
     base_url: str
 
     def raise_failure(self) -> None:
-        """Raise the error of a call since this was last called, if there was one."""
+        """Raise the first error since the last call of this method, if there was one."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server is up; TRL's client calls this when it is made.
+        """Wait until the server is up; TRL's client calls this in its constructor.
 
-        Requests get a time limit here, and are not sent again once the server has read them: it may have died of them,
-        and nobody may wait for them any more.
+        This also sets a time limit for requests, and disables sending a request again that the server has read: the
+        request may have crashed the server, or its caller may have stopped waiting.
 
         Raises:
             ConnectionError: It is not up after `total_timeout` seconds.
         """
         adapter = self.session.get_adapter(self.base_url)
         adapter.max_retries = adapter.max_retries.new(read=0)
-        send, limit = adapter.send, self.watch.seconds + 60  # until then `watch` tells what is wrong
+        send, limit = adapter.send, self.watch.seconds + 60  # `watch` fails earlier, with a reason
         adapter.send = lambda request, **how: send(request, **{**how, "timeout": limit})
         start = time.monotonic()
         while self.watch.health() != 200:
@@ -185,7 +185,7 @@ class _WatchedClient:
             time.sleep(min(retry_interval, total_timeout))
 
     def init_communicator(self, device: Any = 0) -> None:
-        """Make the group through which weights are sent."""
+        """Create the process group that sends weights."""
         parent: Any = super()
         self.watch.result("join the group for the policy's weights", lambda: parent.init_communicator(device))
 
@@ -213,9 +213,9 @@ class _WatchedClient:
                 self.failure = error
 
     def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Send weights; after a failure read the rest, as other ranks take part in reading.
+        """Send weights; after a failure read the rest, because all ranks read together.
 
-        This thread reads and another sends: a broadcast to a dead server may never return.
+        This thread reads and another thread sends: a broadcast to a dead server may never return.
         """
         parent: Any = super()
         doing, items, handed = "take the policy's weights", iter(named_params), _Handed()
@@ -241,7 +241,7 @@ class _WatchedClient:
 
 
 class _Handed:
-    """Items that one thread reads, and another uses: the next is read on request."""
+    """Items that one thread reads on request of another thread."""
 
     def __init__(self) -> None:
         self.is_asked, self._is_given = threading.Semaphore(0), threading.Semaphore(0)
@@ -286,9 +286,9 @@ class VLLMEngine:
 
     Args:
         vllm: TRL's `VLLMGeneration`.
-        can_be_left: A signal may interrupt a call, only of a single process to a server. A colocated engine would keep
-            its unfinished requests, and several processes wait for the process that calls the server.
-        longest_sequence: Longest prompt with its response that this vLLM accepts, or None if unknown.
+        can_be_left: Whether a signal may interrupt a call: only that of a single process to a server. A colocated
+            engine would keep unfinished requests, and several processes wait for the one that calls the server.
+        longest_sequence: Longest prompt plus response that this vLLM accepts, or None if unknown.
     """
 
     reads_sharded = True
@@ -315,7 +315,7 @@ class VLLMEngine:
 
         Raises:
             ConnectionError: The server has died or hangs; on all ranks.
-            Stopped: A signal has come, and the call can be left.
+            Stopped: A signal has arrived, and the call can be interrupted.
         """
         self.send_weights(policy)
         self._set_sampling(policy, config)
@@ -336,7 +336,7 @@ class VLLMEngine:
     def ask(
         self, policy: nn.Module, prompts: Prompts, config: GenerationConfig
     ) -> Callable[[], tuple[Sampled, float]]:
-        """Let a server sample, with the weights that it has, while the caller goes on; every rank calls this.
+        """Start sampling on a server, with its current weights; every rank calls this.
 
         Args:
             policy: As for `sample`.
@@ -344,8 +344,8 @@ class VLLMEngine:
             config: The sampling distribution.
 
         Returns:
-            A function that every rank calls once: it waits, and returns the responses and the seconds that the server
-            took. It raises as `sample` does.
+            A function that every rank calls once. It waits, and returns the responses and the server's seconds; it
+            raises the errors of `sample`.
         """
         self._set_sampling(policy, config)
         vllm, rows = self.vllm, gather_object(prompt_rows(prompts))
@@ -378,7 +378,7 @@ class VLLMEngine:
             raise_if_stopped()
 
     def _set_sampling(self, policy: nn.Module, config: GenerationConfig) -> None:
-        """Give TRL's adapter the sampling distribution, which it reads at each call."""
+        """Set the sampling distribution in TRL's adapter, which reads it at each call."""
         for name, value in _distribution(config).items():
             setattr(self.vllm, name, value)
         # Only these tokens end a row, not the EOS that vLLM would add.
@@ -416,9 +416,9 @@ class VLLMEngine:
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:
-        """Let the ranks of a vLLM instance draw the same random numbers inside a context.
+        """Use the same random numbers on all ranks of a vLLM instance inside a context.
 
-        Each rank samples every row of the group from its process's generators, which are restored after the context.
+        Each rank samples all rows of the group with its own generators, whose states are restored afterwards.
         """
         if self.vllm.mode != "colocate" or self.vllm.tensor_parallel_size == 1:
             yield
@@ -468,7 +468,7 @@ def start_vllm(
     Args:
         args: Gives the `vllm_*` arguments, and `response_length`.
         policy: The policy that is trained.
-        accelerator: Knows the processes.
+        accelerator: Gives the processes.
         tokenizer: The policy's tokenizer.
         rows: Number of rows to generate at once.
 
@@ -509,7 +509,7 @@ def start_vllm(
 
 
 def longest_colocated(args: PPOConfig, served: int | None = None) -> PositionLimit | None:
-    """Return the longest prompt with its response that a colocated vLLM accepts, or None if unknown.
+    """Return the longest prompt plus response that a colocated vLLM accepts, or None if unknown.
 
     Args:
         args: Gives `vllm_mode` and `vllm_max_model_length`.
@@ -553,7 +553,7 @@ def _model_of_server(args: PPOConfig, vllm: Any) -> tuple[str, int]:
 
 
 def _say_precision(args: PPOConfig, policy: nn.Module, accelerator: Accelerator, sampled: str) -> None:
-    """Warn in a line if vLLM computes in another precision than the policy."""
+    """Warn if vLLM computes in another precision than the policy."""
     corrected = (
         f"importance_sampling_correction={args.importance_sampling_correction}"
         f"{' corrects' if args.importance_sampling_correction else ' does not correct'} for the difference"

@@ -105,7 +105,7 @@ def adapter_kind(model: nn.Module) -> str:
 
 
 def adds_nothing(model: nn.Module) -> bool:
-    """Tell whether a LoRA adapter changes no bit of a model's output, like a new adapter.
+    """Return whether a LoRA adapter changes no bit of a model's output, like a new adapter.
 
     `W x + B A x = W x` to the bit where `B = 0` (for embeddings, `A = 0`). Reads the weights up to the first that is
     not 0. False if uncertain: other kinds and variants, several adapters, other trained parameters, sharded weights.
@@ -166,7 +166,7 @@ def probe_tokens(model: nn.Module) -> Tensor:
 
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Tell whether two tensors are equal up to rounding of the largest number; NaN equals NaN."""
+    """Return whether two tensors are equal up to rounding of the largest number; NaN equals NaN."""
     is_exact = theirs.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     within = 1e-4 if is_exact else 3e-2
     largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
@@ -177,7 +177,7 @@ def agree(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a directory holds a saved adapter."""
+    """Return whether a directory holds a saved adapter."""
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
@@ -490,7 +490,7 @@ def share_base(model: nn.Module, policy: nn.Module) -> str | None:
 
 
 def shares_parameters(model: nn.Module, other: nn.Module) -> bool:
-    """Tell whether two models share a parameter."""
+    """Return whether two models share a parameter."""
     return not {id(value) for value in model.parameters()}.isdisjoint(id(value) for value in other.parameters())
 
 

@@ -297,7 +297,7 @@ def weights_not_finite(model: nn.Module) -> dict[str, float]:
 
 
 def _is_finite(share: Tensor) -> Tensor:
-    """Tell whether all numbers are finite; `isfinite` takes 50 times as long on a CPU."""
+    """Return whether all numbers are finite; `isfinite` takes 50 times as long on a CPU."""
     lowest, highest = share.aminmax()  # NaN if one number is
     return lowest.isfinite() & highest.isfinite()
 

@@ -88,9 +88,10 @@ def fused_logprobs(
     """
     factors = [tensor for pair in zip(head.states, head.weights, strict=True) for tensor in pair]
     dtype = torch.float32 if head.in_float32 else autocast_dtype(targets.device.type) or head.states[0].dtype
-    how = (scaling, dtype, max_elements, with_entropy)
     with torch.autocast(targets.device.type, enabled=False) if head.in_float32 else nullcontext():
-        return _FusedLogprobs.apply(targets, *how, head.bias, *factors)  # pyright: ignore
+        return _FusedLogprobs.apply(  # pyright: ignore
+            targets, scaling, dtype, max_elements, with_entropy, head.bias, *factors
+        )
 
 
 class _FusedLogprobs(torch.autograd.Function):
@@ -414,7 +415,7 @@ def _is_on_cpu(tensor: Tensor) -> bool:
 
 @functools.cache
 def multiplies_into_float32(device: str, dtype: torch.dtype) -> bool:
-    """Tell whether a device returns products of 16-bit matrices in float32, without rounding.
+    """Return whether a device returns products of 16-bit matrices in float32, without rounding.
 
     Args:
         device: Its type; no CPU does.

@@ -2,7 +2,7 @@
 
 A value head gives one number per token, or with `value_loss="hl_gauss"` the logits of a distribution over bins, whose
 expectation is the value (Farebrother et al., 2403.03950). With `critic_ensemble` several heads share the model, and
-their mean is the value. The model's configuration says which, so that a saved critic can be read without its run.
+their mean is the value. The layout is in the model's configuration, so that a saved critic needs no other file.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _MARGIN = 0.1
-"""Room beside the returns in a running range, as a share of their range."""
+"""Margin around the returns in a running range, as a share of their range."""
 _LEAST_MARGIN = 1e-3
-"""The same where all returns are equal, in the reward's unit."""
+"""Margin if all returns are equal, in the reward's unit."""
 
 
 # ---- Layout of a value head ----
 
 
 class HeadValues(NamedTuple):
-    """Values that the heads' outputs stand for.
+    """Values computed from the heads' outputs.
 
     Attributes:
         values: The value, or the mean of the heads' values, float32 `(...)`, in the reward's unit.
@@ -109,7 +109,7 @@ class ValueHead(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        """Outer edges of the bins, in the reward's unit; equal ones where no return is known yet."""
+        """Outer edges of the bins, in the reward's unit; equal before the first returns."""
         first, *_, last = self.centers or (0.0, 0.0)
         half = (last - first) / (2 * max(1, self.num_bins - 1))
         return first - half, last + half
@@ -140,7 +140,7 @@ class ValueHead(NamedTuple):
 
 
 def of_own_heads(of_heads: Tensor, own: Tensor) -> Tensor:
-    """Choose for each row what is its own head's.
+    """Select the figures of each row's own head.
 
     Args:
         of_heads: Figures of all heads, `(B, T, num_heads, ...)`.
@@ -158,16 +158,16 @@ def value_head_of(model: nn.Module) -> ValueHead:
 
 
 def saved_value_head(path: str | os.PathLike[str]) -> ValueHead:
-    """Return the layout of a saved value model's head, by its directory or hub name; that of one number by default."""
+    """Return the layout of a saved value model's head, by its directory or hub name; a single number by default."""
     try:
         config, _ = PreTrainedConfig.get_config_dict(os.fspath(path))
-    except (OSError, ValueError):  # loading the model says what is wrong
+    except (OSError, ValueError):  # loading the model explains the error
         return ValueHead()
     return ValueHead.of(SimpleNamespace(**config))
 
 
 def load_value_range(model: nn.Module, directory: str) -> None:
-    """Take over the range of the bins of a value model's weights.
+    """Load the range of the bins that belongs to a value model's weights.
 
     Args:
         model: The value model, which has read the weights in the directory.
@@ -180,9 +180,9 @@ def load_value_range(model: nn.Module, directory: str) -> None:
 
 
 def cover_returns(model: nn.Module, returns: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor]) -> None:
-    """Widen the range of the bins, with some room, if a return of any rank lies outside.
+    """Widen the range of the bins, with a margin, if a return of any rank lies outside.
 
-    The logits keep their places, so that values stretch with the range.
+    The logits do not change, so values stretch with the range.
 
     Args:
         model: The value model; its configuration is changed.
@@ -219,7 +219,7 @@ def scalar_head(model: nn.Module) -> nn.Module | None:
 
 
 def multiply_scores_in_float32(model: nn.Module) -> None:
-    """Let a model's scalar head, if it has one, multiply in float32, whatever the type of its weights."""
+    """Make a model's scalar head, if it has one, multiply in float32, whatever the type of its weights."""
     if (head := scalar_head(model)) is not None:
         multiply_in_float32(head)
 
@@ -267,7 +267,7 @@ def check_critic_head(model: nn.Module, argument: str) -> None:
 
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
-    """Tell whether the model's score is its head applied to the last token's hidden state.
+    """Return whether the model's score is its head applied to the last token's hidden state.
 
     True for causal models (`score(h_last)`), False for encoders that pool (BERT's `classifier(pooler(h_0))`). Runs the
     model on three tokens. The head's name decides for a sharded model, which cannot run yet, and non-finite scores.
@@ -432,7 +432,7 @@ LINEAR_KINDS = nn.Linear, StoredLinear, Float32Linear
 
 
 def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
-    """Let a policy's head, with its adapters, multiply in float32, or in the model's own type again.
+    """Make a policy's head and its adapters multiply in float32, or in the model's own type again.
 
         z = float32(W) float32(h) + float32(b)
 
@@ -466,7 +466,7 @@ def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
 
 
 def multiply_in_float32(head: nn.Module) -> None:
-    """Let the linear layers of a head and of its adapters multiply in float32.
+    """Make the linear layers of a head and of its adapters multiply in float32.
 
     In bfloat16 values and scores near 5 have steps of .03. Engines store all trained weights in 16 bits.
     """
@@ -476,7 +476,7 @@ def multiply_in_float32(head: nn.Module) -> None:
 
 
 def is_in_float32(head: nn.Module) -> bool:
-    """Tell whether a head, which may have adapters, multiplies in float32."""
+    """Return whether a head, which may have adapters, multiplies in float32."""
     return any(type(layer) is Float32Linear for layer in head.modules())
 
 
@@ -553,7 +553,7 @@ def empty_classifier(model: nn.Module) -> nn.Module:
 
 
 def fit_head(value_model: nn.Module, wanted: ValueHead, has_fixed_range: bool) -> None:
-    """Give a value model a head of the wanted layout.
+    """Replace a value model's head if it does not have the wanted layout.
 
     Each head of an ensemble starts as a copy of the model's head. A head of one number cannot become a head with bins:
     the new one has zero weights, and its values are the middle of the range.

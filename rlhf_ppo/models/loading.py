@@ -44,7 +44,7 @@ from rlhf_ppo.terminal.console import hide_logs, hide_model_bars
 
 
 def is_function(model: Any) -> bool:
-    """Tell whether a model is given as a factory."""
+    """Return whether a model is given as a factory."""
     return callable(model) and not isinstance(model, nn.Module)
 
 
@@ -421,7 +421,7 @@ CODE_IS_RUN_IF = (
 
 
 def wants_code(error: Exception) -> bool:
-    """Tell whether transformers refused to run a model's code."""
+    """Return whether transformers refused to run a model's code."""
     return "trust_remote_code" in str(error)
 
 

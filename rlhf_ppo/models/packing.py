@@ -33,7 +33,7 @@ from rlhf_ppo.models.unwrapping import (
 )
 
 PACKS, PROOF = "rows_are_packed", "proof_of_packing"
-"""Attributes of a backbone: the attention under which it was seen to pack rows, and a check left to its first pass."""
+"""Attributes of a backbone: the attention with which it can pack rows, and a check postponed to its first pass."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -81,18 +81,18 @@ def hidden_states(
 
 
 def attention_of(body: nn.Module) -> str | None:
-    """Return the name of a backbone's present attention."""
+    """Return the name of a backbone's current attention."""
     config = transformers_model(body).config
     return config._attn_implementation
 
 
 def packs_rows(body: nn.Module) -> bool:
-    """Tell whether a backbone was seen to separate packed rows under its present attention."""
+    """Return whether the check has found that a backbone separates packed rows with its current attention."""
     return vars(body).get(PACKS, "") == attention_of(body)
 
 
 def uses_flash_attention(body: nn.Module) -> bool:
-    """Tell whether a backbone's attention is flash attention, which runs on accelerators."""
+    """Return whether a backbone's attention is flash attention, which runs on accelerators."""
     return str(attention_of(body)).startswith("flash_attention")
 
 
@@ -205,7 +205,7 @@ def _options(states: tuple[Tensor, Tensor, Tensor], scaling: float | None, windo
 
 
 def _flash_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether PyTorch's flash attention takes these heads; only `sdpa` pads heads of odd sizes."""
+    """Return whether PyTorch's flash attention takes these heads; only `sdpa` pads heads of odd sizes."""
     if query.device.type != "cuda" or torch.version.hip is not None or query.shape[-1] % 8:
         return False
     grouped = query.shape[1] != key.shape[1]
@@ -323,7 +323,7 @@ AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def pack_rows(model: nn.Module) -> None:
-    """Let `hidden_states` pack a model's rows, after a check that each row's states are those of the row alone.
+    """Enable packing in `hidden_states`, after a check that each row's states are those of the row alone.
 
     The check runs causal models with `sdpa` or flash attention on a few tokens: convolutions and state-space layers
     would carry a row's end into the next row. Other models keep padded rows. Flash attention, and models that ZeRO-3

@@ -286,7 +286,7 @@ def _within_pass_of(layer: nn.Module, function: Callable[..., T]) -> Callable[..
 
 
 def _is_observed(head: nn.Module) -> bool:
-    """Tell whether a head has hooks, other than ZeRO-3's, or another `forward`."""
+    """Return whether a head has hooks, other than ZeRO-3's, or another `forward`."""
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
     return not all(map(is_zero_hook, hooks)) or "forward" in vars(head)
 

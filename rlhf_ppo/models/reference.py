@@ -107,7 +107,7 @@ class Reference:
             yield functools.partial(module, only="policy", with_entropy=False) if module is model else module
 
     def is_policy(self, policy: nn.Module) -> bool:
-        """Tell whether both are the same modules with the same weights: a forward pass would repeat the policy's.
+        """Return whether both are the same modules with the same weights: a forward pass would repeat the policy's.
 
         Equal copies still get a forward pass: it shows that a run's KL starts at 0.
         """
@@ -125,7 +125,7 @@ class Reference:
 
 
 def asks_for_reference(args: PPOConfig) -> bool:
-    """Tell whether the arguments need a reference: for a KL penalty, or to log the KL."""
+    """Return whether the arguments need a reference: for a KL penalty, or to log the KL."""
     return args.kl_coef > 0 or args.log_kl or args.ref_adapter_name is not None
 
 
@@ -195,7 +195,7 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
 
 
 def _can_hold_two(policy: nn.Module) -> bool:
-    """Tell whether the policy can have a second adapter of this kind that shares no trainable parameter."""
+    """Return whether the policy can have a second adapter of this kind that shares no trainable parameter."""
     config = with_adapters(policy).active_peft_config
     return adapter_kind(policy) not in _ONE_AT_A_TIME and getattr(config, "bias", "none") == "none"
 

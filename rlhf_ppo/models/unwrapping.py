@@ -39,7 +39,7 @@ CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values
 
 
 def is_peft_model(model: nn.Module) -> TypeIs[PeftModel]:
-    """Tell whether `model` is a `peft.PeftModel` (False where PEFT is not installed)."""
+    """Return whether `model` is a `peft.PeftModel` (False where PEFT is not installed)."""
     try:
         from peft import PeftModel
     except ImportError:
@@ -170,7 +170,7 @@ def multiplied_dtype(source: Accelerator | TrainingArguments, policy: nn.Module)
 
 
 def is_in_16_bits(states: Tensor) -> bool:
-    """Tell whether states were computed in 16 bits, by their type or under autocast."""
+    """Return whether states were computed in 16 bits, by their type or under autocast."""
     return states.dtype.itemsize == 2 or autocast_dtype(states.device.type) is not None
 
 
@@ -265,22 +265,22 @@ def as_in_learning(
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Tell whether DeepSpeed ZeRO-3 shards the parameters, which may be gathered at the moment."""
+    """Return whether DeepSpeed ZeRO-3 shards the parameters, which may be gathered at the moment."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def gathers_in_passes(model: nn.Module) -> bool:
-    """Tell whether ZeRO-3's hooks gather the parameters in each forward pass, which then takes all ranks."""
+    """Return whether ZeRO-3's hooks gather the parameters in each forward pass, which then takes all ranks."""
     return any(is_zero_hook(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 
 def is_zero_hook(hook: object) -> bool:
-    """Tell whether a module's hook is DeepSpeed's, which gathers or releases parameters."""
+    """Return whether a module's hook is DeepSpeed's, which gathers or releases parameters."""
     return str(getattr(hook, "__module__", "")).startswith("deepspeed")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether DeepSpeed ZeRO-3 has sharded the parameters: they are empty outside its hooks."""
+    """Return whether DeepSpeed ZeRO-3 has sharded the parameters: they are empty outside its hooks."""
     return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())
 
 
@@ -314,9 +314,6 @@ def copy_model(model: nn.Module) -> nn.Module:
     """Copy a model, once for the processes of a node.
 
     The copy of a sharded model is sharded too, and a rank holds at most one whole parameter.
-
-    Args:
-        model: A transformers model.
     """
     if not is_sharded(model):
         return copy_once(model)

@@ -141,9 +141,6 @@ class KeptCompletions:
     def rows(self, step: int) -> list[dict[str, Any]]:
         """Return this rank's rows of an update, or an empty list if it is not the latest.
 
-        Args:
-            step: The update's number.
-
         Returns:
             A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
             (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),

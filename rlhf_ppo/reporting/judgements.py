@@ -328,11 +328,7 @@ class RewardAccuracy:
 
 
 def read_accuracy(directory: str | Path) -> RewardAccuracy | None:
-    """Read the accuracy of a reward model; None if it was not measured, or the file is damaged.
-
-    Args:
-        directory: The model's directory.
-    """
+    """Read the accuracy of a reward model; None if it was not measured, or the file is damaged."""
     try:
         said = read_object(Path(directory, ACCURACY), {"accuracy": float, "interval": list[float], "num_pairs": int})
         low, high = said["interval"]
@@ -400,11 +396,7 @@ def read_judged(runs: Sequence[str | os.PathLike[str]], named: Sequence[str | os
 
 
 def judged_data(judged: Judged) -> dict[str, Any]:
-    """Return a table of judged pairs as JSON values.
-
-    Args:
-        judged: The table.
-    """
+    """Return a table of judged pairs as JSON values."""
     options = judged.figures.get("options") or {}
     rows = [_row(row) for row in judged.table.to_dict("records")]
     return {
@@ -418,9 +410,6 @@ def judged_data(judged: Judged) -> dict[str, Any]:
 
 def over_seeds(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     """Return the mean win rate of runs that differ only in their seed, as JSON values.
-
-    Args:
-        judged: The tables.
 
     Returns:
         `names`, `mean` and `standard_error` of each group of two or more.

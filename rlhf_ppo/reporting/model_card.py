@@ -225,9 +225,6 @@ def save_run_card(
 def show_judgements(output_dir: str | Path) -> Path | None:
     """Add the current win rates to the card of a run.
 
-    Args:
-        output_dir: The run's directory.
-
     Returns:
         The card's path; None if there is no card, or nothing has changed.
     """

@@ -590,9 +590,6 @@ def score_against_kl(logs: Sequence[Log]) -> list[dict[str, float]]:
 def health_warnings(run: RecordedRun) -> dict[str, list[tuple[int, str]]]:
     """Return the updates and warnings of each health check; empty for a run without health settings.
 
-    Args:
-        run: The run.
-
     Raises:
         ValueError: Its settings are damaged.
     """

@@ -337,9 +337,6 @@ def read_audit(directory: str | Path) -> dict[str, Any] | None:
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
     """Group runs whose arguments differ only in seed and directory.
 
-    Args:
-        runs: The runs.
-
     Returns:
         The runs of each label, in their order. A run without settings is its own group.
     """

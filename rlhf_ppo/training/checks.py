@@ -22,7 +22,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
 from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
-from rlhf_ppo.config.unused import RunContext, unused_options
+from rlhf_ppo.config.unused import TrainerContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, check_rows
 from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.models.reference import Reference
@@ -33,6 +33,12 @@ from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.learning import POLICY_LOSSES
 from rlhf_ppo.training.optimization import checked_pair
 from rlhf_ppo.training.run_state import RunState, SpecialTokens
+
+logger = get_logger(__name__)
+
+_WIDE_FOR_RESPONSES = 0.1
+_16_BITS = {torch.bfloat16, torch.float16}
+_PATH = (str, os.PathLike)
 
 KEPT = frozenset(
     """
@@ -100,15 +106,6 @@ def _check_step(owner: type, name: str, value: Any, ours: Any) -> None:
             f"{owner.__name__}.{name}={value!r:.60} cannot take the place of PPOTrainer.{name}{expected}: {error}; "
             "give it another name, or these parameters"
         ) from error
-
-
-logger = get_logger(__name__)
-
-_WIDE_FOR_RESPONSES = 0.1
-
-_16_BITS = {torch.bfloat16, torch.float16}
-
-_PATH = (str, os.PathLike)
 
 
 def check_arguments(args: Any) -> None:
@@ -312,7 +309,7 @@ def _check_doors(kl_controller: Any, engine: Any) -> None:
         check_coefficient(kl_controller)
 
 
-def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_controller: Any, **given: bool) -> None:
+def warn_of_unused_options(run: RunState, models: Any, policy_loss: Any, kl_controller: Any, **given: bool) -> None:
     """Warn of options without effect in a run, each with its value, the reason and a fix; and of wide clip ranges.
 
     Args:
@@ -321,11 +318,11 @@ def warn_of_odd_options(run: RunState, models: Any, policy_loss: Any, kl_control
         policy_loss: The policy loss that replaces PPO's, or None.
         kl_controller: The KL controller.
         **given: `is_stepped`, `has_engine`, `has_evaluation`, `has_episodes`, `has_chats`, `has_optimizer` and
-            `has_schedule` of `RunContext`.
+            `has_schedule` of `TrainerContext`.
     """
     args, dtypes = run.args, {parameter.dtype for parameter in models.policy.parameters()}
     of_name = POLICY_LOSSES.get(args.policy_loss)
-    beside = RunContext(
+    beside = TrainerContext(
         has_reference=models.reference is not None,
         has_loss=of_name is not None and policy_loss is not of_name,
         has_controller=args.kl_target is None and not isinstance(kl_controller, FixedKLController),
@@ -432,11 +429,6 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_rows: int
 
 def check_critic_alone(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
     """Check that the value model can learn alone, during critic warm-up or in `num_critic_epochs`.
-
-    Args:
-        args: The arguments.
-        policy: The trained language model.
-        value_model: The trained value model.
 
     Raises:
         ValueError: It cannot.

@@ -110,7 +110,7 @@ def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _uses_fsdp(args: PPOConfig) -> bool:
-    """Tell whether FSDP will shard the models, before there is an accelerator."""
+    """Return whether FSDP will shard the models, before there is an accelerator."""
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
@@ -242,8 +242,9 @@ def assemble_models(
     adapters.warn_of_rank_allocation(policy)
     reference = None
     if needs_reference or given_reference is not None:
-        named = (args.ref_adapter_name, peft_config is not None)
-        reference = references.make_reference(policy, given_reference, *named, args.temperature)
+        reference = references.make_reference(
+            policy, given_reference, args.ref_adapter_name, peft_config is not None, args.temperature
+        )
     _set_up_language_models(args, policy, reference)
     loading.prepare_trainable(policy, critic)
     heads.freeze_critic(critic, policy, args.critic_freeze)
@@ -540,8 +541,10 @@ def make_parts(
     """
     args, tokens, accelerator = run.args, run.tokens, run.accelerator
     frozen = store_and_place(models, as_module(trainer.model), accelerator, args)
-    trained = (models.policy, models.value_model, sequential_backward)
-    estimate = RunEstimate(args, run.sizes, accelerator, trainer.train_dataset, *trained, frozen)
+    estimate = RunEstimate(
+        args, run.sizes, accelerator, trainer.train_dataset, models.policy, models.value_model, sequential_backward,
+        frozen,
+    )  # fmt: skip
     baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
     given = {"engine": engine, "episodes": episodes, "baselines": baselines.kinds}
     if engine is None:

@@ -235,9 +235,11 @@ class PromptPreparation:
             used = {*PROMPT_COLUMNS, "attention_mask", args.length_column_name}
             prompt_column(dataset.column_names, name)
             dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
-        given = (self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by)
-        plain = PromptEncoder(*given, args.chat_template_kwargs)  # pyright: ignore[reportArgumentType]  parsed
-        encode = plain if self.encoder is None else self.encoder(name, self.vocabulary)
+        if self.encoder is not None:
+            encode = self.encoder(name, self.vocabulary)
+        else:
+            settings: Any = args.chat_template_kwargs  # a dict or None: parsed
+            encode = PromptEncoder(self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by, settings)
         rows: Any = prepare_prompts(dataset, encode, args.max_prompt_length, args.dataset_num_proc)
         self._check_lengths(rows)
         return rows

@@ -225,9 +225,14 @@ class EpisodeRollouts:
             how = changed(config, max_new_tokens=most, eos_token_id=list(stops) or None)
             return sample_with(turns, policy, contexts, how, run.tokens.stop_strings)
 
-        given = (self.args.response_length, self.args.max_tool_calling_iterations, stops, run.tokens.stop_strings)
-        longest = smallest((run.longest_sequence, getattr(engine, "longest_sequence", None)))
-        limits = EpisodeLimits(*given, longest, run.tokens.pad)
+        limits = EpisodeLimits(
+            response_length=self.args.response_length,
+            max_rounds=self.args.max_tool_calling_iterations,
+            stops=stops,
+            stop_strings=run.tokens.stop_strings,
+            longest_sequence=smallest((run.longest_sequence, getattr(engine, "longest_sequence", None))),
+            pad=run.tokens.pad,
+        )
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
         assert self.conversations is not None
         player = EpisodePlayer(sample, self.conversations, limits, ranks if self._needs_step(run, policy) else Ranks())

@@ -335,7 +335,7 @@ def check_logprobs(name: str, padded: Tensor) -> None:
 
 
 def _are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
-    """Tell whether scores are rewards of tokens: a list of tensors, of which one has several numbers."""
+    """Return whether scores are rewards of tokens: a list of tensors, of which one has several numbers."""
     if not isinstance(scores, list | tuple):
         return False
     return all(isinstance(row, Tensor) and row.dim() == 1 for row in scores) and any(len(row) > 1 for row in scores)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -120,7 +120,7 @@ class DivergenceGuard:
             DivergenceError: `on_divergence` is "stop".
         """
         if not self.skips:
-            raise DivergenceError(self._told(reason, None))
+            raise DivergenceError(self._message(reason, None))
         self.left_out.append(reason)
 
     def checked_rollout(self, rollout: Rollout) -> Rollout:
@@ -151,7 +151,7 @@ class DivergenceGuard:
                 return batch
             reasons = _first_of_each_row(list(finite), of_figures)
             if not self.skips:
-                raise DivergenceError(self._told(min(reasons.values())[1], self._cause()))
+                raise DivergenceError(self._message(min(reasons.values())[1], self._cause()))
             self.left_out += [reason for row, (_, reason) in reasons.items() if counted[row]]
         return without(batch, ~of_figures.all(dim=0))
 
@@ -161,7 +161,7 @@ class DivergenceGuard:
         try:
             yield
         except NonFiniteLogitsError as error:
-            raise NonFiniteLogitsError(f"{error}. Here {self._cause()}; {self._going_on()}") from error
+            raise NonFiniteLogitsError(f"{error}. Here {self._cause()}; {self._where_to_resume()}") from error
 
     # ---- Learning ----
 
@@ -196,7 +196,7 @@ class DivergenceGuard:
             return True
         reason = f"{found} became not finite in optimizer step {self.num_steps + 1}"
         if not self.skips:
-            raise DivergenceError(self._told(reason, self._cause()))
+            raise DivergenceError(self._message(reason, self._cause()))
         self._cut_by = reason
         return False
 
@@ -205,7 +205,7 @@ class DivergenceGuard:
         self.skipped.overflows_in_a_row = self.skipped.overflows_in_a_row + 1 if has_overflowed else 0
         if self.skipped.overflows_in_a_row >= MAX_OVERFLOWS_IN_A_ROW:
             reason = f"fp16's gradients overflowed in {MAX_OVERFLOWS_IN_A_ROW} optimizer steps in a row"
-            raise DivergenceError(self._told(reason, self._cause()))
+            raise DivergenceError(self._message(reason, self._cause()))
 
     def finish_update(self) -> dict[str, float]:
         """Count and log the responses and steps left out of an update; every rank calls this.
@@ -232,7 +232,9 @@ class DivergenceGuard:
             logger.warning(f"Skipped in {self.run.moment()}: {cut_by}; {self._cause()}")
             self.check_weights()
         if self.skipped.in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise DivergenceError(self._told(f"{cut_by}, the last of {MAX_SKIPPED_IN_A_ROW} skipped updates in a row"))
+            raise DivergenceError(
+                self._message(f"{cut_by}, the last of {MAX_SKIPPED_IN_A_ROW} skipped updates in a row")
+            )
         return {"guard/skipped_rows": self.skipped.rows, "guard/skipped_updates": self.skipped.updates}
 
     @contextmanager
@@ -246,7 +248,7 @@ class DivergenceGuard:
         finally:
             self.left_out = kept
 
-    def say_what_was_skipped(self) -> None:
+    def log_skipped(self) -> None:
         """Log at the end of a run how many responses and updates were left out."""
         if self.skipped.rows or self.skipped.updates:
             logger.warning(
@@ -265,14 +267,12 @@ class DivergenceGuard:
         Raises:
             DivergenceError: A weight is not finite.
         """
-        if together:
-            with raise_on_all_ranks(self.accelerator):
-                self.check_weights(together=False)
-        elif found := weights_not_finite(self.model):
-            raise DivergenceError(
-                f"after update {self.run.state.global_step}: {_weights(found)}; {self._settings()}. The model was not "
-                f"saved; {self._going_on()}"
-            )
+        with raise_on_all_ranks(self.accelerator) if together else nullcontext():
+            if found := weights_not_finite(self.model):
+                raise DivergenceError(
+                    f"after update {self.run.state.global_step}: {_weights(found)}; {self._settings()}. The model was "
+                    f"not saved; {self._where_to_resume()}"
+                )
 
     # ---- Messages ----
 
@@ -283,13 +283,13 @@ class DivergenceGuard:
         told = gather_object(list(left_out))
         logger.warning(f"Left out {len(told)} responses of {self.run.moment()}; the first because {told[0]}.")
 
-    def _told(self, reason: str, cause: str | None = None) -> str:
+    def _message(self, reason: str, cause: str | None = None) -> str:
         """Build the error message: position, value, cause, next step."""
         advice = "" if self.skips else "; on_divergence='skip' skips values that are not finite instead"
         why = reason if cause is None else f"{reason}; {cause}"
-        return f"{self.run.moment()}: {why}. Nothing of it was saved; {self._going_on()}{advice}"
+        return f"{self.run.moment()}: {why}. Nothing of it was saved; {self._where_to_resume()}{advice}"
 
-    def _going_on(self) -> str:
+    def _where_to_resume(self) -> str:
         saved = self.last_checkpoint
         if saved is None or not os.path.isdir(saved):
             return "no checkpoint was saved before"

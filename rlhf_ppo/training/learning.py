@@ -61,21 +61,20 @@ def advantages_and_returns(
     Returns:
         Advantages and returns, float32 `(B, T)` each, in the reward's unit, 0 outside `rollout.loss_mask`.
     """
-    cut = rollout.final_values.masked_fill(rollout.ended, 0.0) if args.bootstrap_truncated else None
-
+    bootstrap = rollout.final_values.masked_fill(rollout.ended, 0.0) if args.bootstrap_truncated else None
     estimator = turn_gae if args.gae_level == "turn" else gae
 
     def estimate(lam: float | Tensor) -> tuple[Tensor, Tensor]:
-        return estimator(rewards, rollout.values, rollout.loss_mask, args.gamma, lam, cut)
+        return estimator(rewards, rollout.values, rollout.loss_mask, args.gamma, lam, bootstrap)
 
-    of_critic = args.lam if args.lam_critic is None else args.lam_critic
-    of_critic = 1.0 if warms_up else of_critic
-    of_policy: float | Tensor = args.lam if args.lam_policy is None else args.lam_policy
+    lam_critic = args.lam if args.lam_critic is None else args.lam_critic
+    lam_critic = 1.0 if warms_up else lam_critic
+    lam_policy: float | Tensor = args.lam if args.lam_policy is None else args.lam_policy
     if args.length_adaptive_alpha is not None:
-        of_policy = length_adaptive_lam(valued_tokens(rollout.loss_mask, args), args.length_adaptive_alpha)
-    advantages, returns = estimate(of_policy)
-    is_shared = not isinstance(of_policy, Tensor) and of_policy == of_critic
-    return advantages, returns if is_shared else estimate(of_critic)[1]
+        lam_policy = length_adaptive_lam(valued_tokens(rollout.loss_mask, args), args.length_adaptive_alpha)
+    advantages, returns = estimate(lam_policy)
+    is_shared = not isinstance(lam_policy, Tensor) and lam_policy == lam_critic
+    return advantages, returns if is_shared else estimate(lam_critic)[1]
 
 
 def monte_carlo_returns(rollout: Rollout, rewards: Tensor, args: PPOConfig) -> Tensor:
@@ -109,10 +108,9 @@ def valued_tokens(loss_mask: Tensor, args: PPOConfig) -> Tensor:
 def masked_by_agreement(
     rollout: Rollout, advantages: Tensor, args: PPOConfig, gather: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Mask the tokens on whose value the heads of the critic agree most, and those on which they agree least.
+    """Mask advantages where the critic's heads agree most, and the entropy where they agree least.
 
-    AsyPPO, 2510.01656, masks the advantages of the first, from which there is little to learn, and the entropy of the
-    others, where exploration is noise.
+    AsyPPO, 2510.01656: where heads agree there is little to learn; where they disagree exploration is noise.
 
     Args:
         rollout: `B` responses.
@@ -158,10 +156,11 @@ def cispo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLo
 
 
 def dis(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
-    """The loss inside a trust region of the ratio, 2607.07508."""
+    """Policy loss of the tokens inside a trust region of the ratio, 2607.07508."""
     high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    region = (args.cliprange, high, experience.importance_weights)
-    return masked_ratio_policy_loss(logprobs, experience.logprobs, experience.advantages, *region)
+    return masked_ratio_policy_loss(
+        logprobs, experience.logprobs, experience.advantages, args.cliprange, high, experience.importance_weights
+    )
 
 
 POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"gspo": gspo, "cispo": cispo, "dis": dis}
@@ -274,9 +273,6 @@ class CriticOnly:
     nor an optimizer's moments move them. During warm-up (value pretraining: VC-PPO, 2503.01491; VAPO, 2504.05118)
     returns have lambda 1. Warm-up ends after `critic_warmup_steps` updates, or, on all ranks together, before an
     update whose values explain enough of the returns' variance.
-
-    Args:
-        run: The run.
 
     Attributes:
         warmup_is_over: Whether the explained variance has reached the threshold.
@@ -463,10 +459,10 @@ class InterruptibleLearning:
         learned = self.partial or PartialUpdate(experience, self._begun_with())
         self.partial = learned if type(learned.experience) is Experience else None  # a subclass cannot be saved
         try:
-            watches_kl = self.args.kl_stop is not None
-            given = (list(learned.sums), tuple(learned.named), watches_kl)
-            statistics = UpdateStatistics(*given, grad_norms=list(learned.grad_norms))
-            statistics.learns_ptx = self.args.ptx_coef > 0
+            statistics = UpdateStatistics(
+                list(learned.sums), tuple(learned.named), watches_kl=self.args.kl_stop is not None,
+                grad_norms=list(learned.grad_norms), learns_ptx=self.args.ptx_coef > 0,
+            )  # fmt: skip
             yield learned, statistics
         except Stopped:
             norm: Any = learned.grad_norm

@@ -203,9 +203,6 @@ class Optimization:
     def made_optimizer(self, model: nn.Module) -> Optimizer | None:
         """Make the optimizer with the given function; return None without one.
 
-        Args:
-            model: The prepared model.
-
         Raises:
             TypeError: The function returned no optimizer.
             ValueError: Its optimizer lacks trainable parameters, or holds foreign ones.

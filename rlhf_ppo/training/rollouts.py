@@ -167,7 +167,7 @@ class Sampler:
             self.ahead.save(checkpoint)
 
     def sample_next(self, model: nn.Module) -> None:
-        """Before learning: hand the policy's weights over, and let the next update's rollout be sampled meanwhile.
+        """Before learning, pass on the policy's weights and start sampling the next update's rollout.
 
         Args:
             model: The prepared `PolicyAndValue`.
@@ -283,9 +283,11 @@ def reference_logprobs(
         responses: `B` responses.
         logprobs: The policy's, which are the reference's too where the reference is the policy.
     """
+    if reference is None:
+        return None
     models = run.unwrapped(model)
-    if reference is None or reference.is_policy(models.policy):
-        return None if reference is None else logprobs
+    if reference.is_policy(models.policy):
+        return logprobs
     with reference.forward(model, models.policy) as forward:
         return _forward(run, responses, forward, models.packs_rows)[0]
 
@@ -296,12 +298,12 @@ def rollout_of(
     output: PolicyAndValueOutput,
     ref_logprobs: Tensor | None,
     scores: Scores,
-    rank: int = 0,
+    rank: int,
 ) -> Rollout:
     """Combine responses, model outputs and scores.
 
-    With several heads each response is one head's own, in turn over the rows of all ranks, so that the responses to a
-    prompt are shared out evenly.
+    With several value heads each response trains one head, in turn over the rows of all ranks: the heads share the
+    responses to a prompt evenly.
 
     Args:
         responses: `B` responses.
@@ -349,18 +351,15 @@ def _forward(
 class RolloutMetrics:
     """Metrics, counts and first responses of the current update's rollout.
 
-    Args:
-        run: The run.
-
     Attributes:
         completions: Responses of the latest update; None if none are kept.
         num_response_tokens: Tokens of the responses of all ranks.
     """
 
     def __init__(self, run: RunState) -> None:
-        self.run, self.num_response_tokens = run, 0
-        given = (run.args, run.tokenizer, run.accelerator.num_processes)
-        self.completions = KeptCompletions(*given) if run.args.num_completions_to_keep > 0 else None
+        self.run, self.num_response_tokens, self.completions = run, 0, None
+        if run.args.num_completions_to_keep > 0:
+            self.completions = KeptCompletions(run.args, run.tokenizer, run.accelerator.num_processes)
 
     def record(
         self,
@@ -466,8 +465,9 @@ def metrics_of_evaluation(
         prefix: Prefix of each key.
         score_unit: Moments that scale scores in training, or None.
     """
-    shaped = (columns["scores"], columns.pop("token_scores"), columns["ended"].bool(), run.args)
-    columns["scores"] = scores_in_reward_unit(*shaped, score_unit)
+    columns["scores"] = scores_in_reward_unit(
+        columns["scores"], columns.pop("token_scores"), columns["ended"].bool(), run.args, score_unit
+    )
     run.timer.drain()
     extra = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}
     return metrics.evaluation_metrics(columns, prefix) | extra

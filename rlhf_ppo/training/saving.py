@@ -41,6 +41,8 @@ from rlhf_ppo.training.learning import InterruptibleLearning
 from rlhf_ppo.training.optimization import Optimization
 from rlhf_ppo.training.run_state import RunState
 
+logger = get_logger(__name__)
+
 CRITIC_DIR = "critic"
 """Directory of the value model beside the policy, with `save_critic`."""
 
@@ -104,10 +106,6 @@ def loading_without_policy_state(checkpoint: str, policy: nn.Module) -> Iterator
     """Let FSDP load an optimizer without state for the policy, as written during critic warm-up.
 
     torch requires the state of every parameter with `requires_grad`.
-
-    Args:
-        checkpoint: The checkpoint's directory.
-        policy: The trained language model.
     """
     held = [each for each in policy.parameters() if each.requires_grad]
     if "policy" in complete.models_with_optimizer_state(checkpoint):
@@ -186,7 +184,7 @@ class CheckpointWriter:
             if written != directory:  # Trainer has one name per update, which another checkpoint may have already
                 written = os.path.join(run_directory, files.UNFINISHED, os.path.basename(written))
             self.write(written, write)
-            self._mark_as_whole(written, directory)
+            self._commit(written, directory)
         self.guard.last_checkpoint = directory
         return directory
 
@@ -232,8 +230,8 @@ class CheckpointWriter:
         self.directory.write_history(run.state.log_history)
         self.write_card()
 
-    def _mark_as_whole(self, written: str, directory: str) -> None:
-        """Commit a checkpoint: give it its name and its manifest; the processes of a node share the hashing."""
+    def _commit(self, written: str, directory: str) -> None:
+        """Give a checkpoint its name and its manifest; the processes of a node share the hashing."""
         self.accelerator.wait_for_everyone()  # every rank has written its files before the manifest
         with raise_on_all_ranks(self.accelerator):
             if self.args.should_save and written != directory:
@@ -303,17 +301,16 @@ class CheckpointWriter:
             tokenizer: The tokenizer, or None.
             state_dict: Weights of both models, gathered by an engine, or None.
         """
+        if not self.args.should_save:
+            return
         directory = output_directory(self.args) if output_dir is None else output_dir
-        if self.args.should_save:
-            critic = CRITIC_DIR if self.args.save_critic else None
-            save_models(models, directory, state_dict, VALUE_MODEL_DIR if self.run.is_saving else critic)
-            places = (
-                [directory] if self.run.is_saving or critic is None else [directory, os.path.join(directory, critic)]
-            )
-            for place in places:
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(place)
-            torch.save(self.run.args_as_given(), os.path.join(directory, "training_args.bin"))
+        critic = CRITIC_DIR if self.args.save_critic else None
+        save_models(models, directory, state_dict, VALUE_MODEL_DIR if self.run.is_saving else critic)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+            if critic is not None and not self.run.is_saving:
+                tokenizer.save_pretrained(os.path.join(directory, critic))
+        torch.save(self.run.args_as_given(), os.path.join(directory, "training_args.bin"))
 
     def naming_full_log(self) -> AbstractContextManager[None]:
         """Name the newest checkpoint in the error of a full disk during logging."""
@@ -335,9 +332,6 @@ class CheckpointWriter:
                     f"the newest one is {self.guard.last_checkpoint}"
                 )
         return best
-
-
-logger = get_logger(__name__)
 
 
 def run_fingerprint(
@@ -446,11 +440,11 @@ class RunDirectory:
         checkpoint, self.run = broadcast_object_list(opened)[0]
         with raise_on_all_ranks(self.accelerator):
             if checkpoint is not None and self.args.should_save and self.args.process_index != 0:
-                _check_whole(checkpoint)  # on another node's disk
+                _check_complete(checkpoint)  # on another node's disk
         return checkpoint
 
     def _continue_run(self, directory: str, wanted: str | bool) -> tuple[str, Run]:
-        checkpoint = _whole_checkpoint(directory, wanted)
+        checkpoint = _complete_checkpoint(directory, wanted)
         complete.check_engine(checkpoint, zero_stage(self.accelerator) is not None, is_fsdp(self.accelerator))
         step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
         learned = saved.num_learned_minibatches(checkpoint)
@@ -501,10 +495,10 @@ class RunDirectory:
             self._history.write(logged)
 
 
-def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
+def _complete_checkpoint(directory: str, wanted: str | bool) -> str:
     """Return the directory of the complete checkpoint to resume from."""
     if isinstance(wanted, str):
-        _check_whole(wanted)
+        _check_complete(wanted)
         return wanted
     found = complete.last_complete_checkpoint(directory)
     if found is None:
@@ -512,7 +506,7 @@ def _whole_checkpoint(directory: str, wanted: str | bool) -> str:
     return found
 
 
-def _check_whole(directory: str) -> None:
+def _check_complete(directory: str) -> None:
     reason = complete.why_incomplete(directory)
     if reason is not None:
         raise ValueError(
@@ -547,7 +541,7 @@ def resume(
         complete.check_same_processes(progress, run.sizes.batch_size, accelerator.num_processes, is_deepspeed)
         run.state.compute_steps(args, run.sizes.num_total_batches)
         same_batches = progress.num_generations == args.num_generations
-        find_place(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
+        find_position(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
     run.fingerprint = {}
     with raise_on_all_ranks(accelerator):
         if args.should_save or args.process_index == 0:
@@ -561,13 +555,13 @@ def resume(
     run.state = PPOTrainerState.of(run.state, run.progress.episode)
 
 
-def find_place(
+def find_position(
     checkpoint: str,
     state: TrainerState,
     progress: Progress,
     num_updates_per_epoch: int,
     num_prompts: int,
-    same_batches: bool = True,
+    same_batches: bool,
 ) -> None:
     """Set the position in the data at which a resumed run begins; log it if the data has changed.
 
@@ -605,8 +599,8 @@ def _begin_pass(progress: Progress) -> None:
     progress.epoch, progress.batches_in_epoch = progress.epoch + 1, 0
 
 
-def draws_anew(run: RunState) -> bool:
-    """Return whether the number of processes changed, and reseed them if so."""
+def reseed_if_processes_changed(run: RunState) -> bool:
+    """Reseed the processes if their number has changed; return whether it has."""
     if run.progress.num_processes == run.accelerator.num_processes:
         return False
     set_seed(run.args.seed + run.state.global_step, device_specific=True)

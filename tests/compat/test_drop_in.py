@@ -27,7 +27,7 @@ from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK
+from tests.runs import QUICK, record_rollouts
 
 POSTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8", "w9 w10", "w11 w12"] * 4
 
@@ -114,7 +114,7 @@ def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
     assert messages == []
 
     trainer = make_trainer(stop_token=None, response_length=40, temperature=3.0, eval_dataset=prompt_rows(6))
-    rollouts = keep_rollouts(trainer)
+    rollouts = record_rollouts(trainer)
     trainer.evaluate()
 
     assert len(messages) == 1 and "set stop_token='eos'" in messages[0]
@@ -167,7 +167,7 @@ def test_the_value_model_may_have_any_head(make_trainer):
     torch.manual_seed(4)
     value_model = OtherNames(GPT2Config(vocab_size=32, n_positions=64, n_embd=16, n_layer=1, n_head=2, num_labels=1))
     trainer = make_trainer(value_model=value_model, **QUICK)
-    before, rollouts = copy.deepcopy(value_model), keep_rollouts(trainer)
+    before, rollouts = copy.deepcopy(value_model), record_rollouts(trainer)
 
     trainer.train()
 
@@ -187,7 +187,7 @@ def test_the_reward_model_may_be_an_encoder(make_trainer):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     scorer = BertForSequenceClassification(BertConfig(vocab_size=32, num_labels=1, initializer_range=0.5, **sizes))
     trainer = make_trainer(reward_model=scorer, value_model=None, **QUICK)
-    rollouts = keep_rollouts(trainer)
+    rollouts = record_rollouts(trainer)
 
     trainer.train()
 
@@ -195,13 +195,6 @@ def test_the_reward_model_may_be_an_encoder(make_trainer):
         ids = rollouts[0].query_responses[row][rollouts[0].attention_mask[row]][None]
         with torch.no_grad():
             torch.testing.assert_close(score, scorer(ids).logits[0, 0], atol=1e-5, rtol=0)
-
-
-def keep_rollouts(trainer: Any) -> list[Any]:
-    rollouts: list[Any] = []
-    collect = trainer.collect_rollout
-    trainer.collect_rollout = lambda *args: rollouts.append(collect(*args)) or rollouts[-1]
-    return rollouts
 
 
 def test_text_columns_beside_the_tokens_do_not_reach_trl_s_collator(make_trainer):

@@ -23,6 +23,7 @@ from rlhf_ppo.processes.distributed import RngStreams
 from rlhf_ppo.training import saving
 from tests import conftest
 from tests.distributed.scenarios import make_trainer, train_with_checkpoints
+from tests.runs import Bomb
 
 AT = 2
 """The update in which things go wrong on rank 1; 3 are made."""
@@ -119,16 +120,6 @@ def stopped_in_generation(output_dir: str, models: str, **arguments: Any) -> dic
     except SystemExit as error:
         code = error.code
     return {"code": code, "step": trainer.state.global_step, "seconds": time.monotonic() - begun, "tokens": tokens}
-
-
-class Bomb:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return Path.write_text, (self.mark, "exploded")
 
 
 def resume_a_copy(

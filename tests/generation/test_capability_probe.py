@@ -32,13 +32,6 @@ NEEDS = {
 }
 
 
-def prompts_of(rows: list[list[int]]) -> Prompts:
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-    return Prompts(ids, mask, {})
-
-
 ROWS = [[5, 9, 8], [7, 12, 20, 4, 31, 17, 6, 3], [6, 6, 3], [30, 2], [9, 4, 4, 4, 21, 13]]
 
 
@@ -49,7 +42,7 @@ def test_a_policy_stored_in_16_bits_may_be_off_by_their_rounding() -> None:
 def respond(model: Any, rows: list[list[int]], make_args: Any) -> torch.Tensor:
     stop = 11
     config = greedy_config(make_args(response_length=9), stop)
-    responses = sample_responses(model, prompts_of(rows), config, rows_per_call=8)
+    responses = sample_responses(model, Prompts.of_rows(rows, 0, torch.device("cpu")), config, rows_per_call=8)
     ended = (responses == stop).long().cumsum(dim=1) - (responses == stop).long() > 0
     return torch.nn.functional.pad(responses.masked_fill(ended, stop), (0, 9 - responses.shape[1]), value=stop)
 

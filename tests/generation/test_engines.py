@@ -26,7 +26,7 @@ from rlhf_ppo.models.policy_and_value import response_logprobs
 from rlhf_ppo.rewards.judges import PreferenceReward
 from rlhf_ppo.training.run_state import special_tokens
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
-from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
+from tests.runs import QUICK, assert_identical, history, parameters, record, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
 
@@ -63,9 +63,7 @@ def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
 
 def test_the_losses_weights_are_cut_ratios_of_real_tokens(make_trainer: MakeTrainer) -> None:
     trainer = talkative(make_trainer(**QUICK, importance_sampling_clip_max=1.25), off=0.5)
-    rollouts, experiences = record_rollouts(trainer), []
-    learn = trainer.learn
-    trainer.learn = lambda model, experience: experiences.append(experience) or learn(model, experience)  # type: ignore
+    rollouts, experiences = record_rollouts(trainer), record(trainer, "estimate_advantages")
     trainer.train()
     assert len(rollouts) == len(experiences) == 3
     for rollout, experience in zip(rollouts, experiences, strict=True):

@@ -35,10 +35,7 @@ MakeArgs = Callable[..., PPOConfig]
 
 
 def prompts(*rows: list[int], fill: int = 0) -> Prompts:
-    width = max(len(row) for row in rows)
-    ids = torch.tensor([[fill] * (width - len(row)) + row for row in rows])
-    mask = torch.arange(width) >= width - torch.tensor([len(row) for row in rows])[:, None]
-    return Prompts(ids, mask, {})
+    return Prompts.of_rows(rows, fill, torch.device("cpu"))
 
 
 def scripted_policy(script: dict[int, int]) -> Any:
@@ -314,7 +311,7 @@ def test_calls_are_as_many_on_every_rank_where_passes_are_in_step(monkeypatch: p
     sizes: list[int] = []
     monkeypatch.setattr(engine, "gathers_in_passes", lambda policy: True)
 
-    def generated(model: Any, ids: Tensor, mask: Tensor, *how: Any) -> Tensor:
+    def generated(model: Any, ids: Tensor, mask: Tensor, *how: Any, **options: Any) -> Tensor:
         sizes.append(len(ids))
         return ids.new_zeros(len(ids), 1)
 

@@ -130,12 +130,9 @@ def check_padded(rollout: Rollout, policy: Any, value_model: Any, temperature: f
 @torch.no_grad()
 def check_greedy_responses(trainer: PPOTrainer) -> None:
     """What is generated beside other prompts, of which some have ended, is the likeliest token of each row alone."""
-    width = max(map(len, ROWS))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in ROWS])
-    mask = torch.arange(width) >= torch.tensor([[width - len(row)] for row in ROWS])
     policy: Any = trainer.model.policy
     config = greedy_config(trainer.args, trainer.tokens.stop)
-    responses = trainer.generate_responses(policy, Prompts(ids, mask, {}), config)
+    responses = trainer.generate_responses(policy, Prompts.of_rows(ROWS, 0, torch.device("cpu")), config)
     for row, real in enumerate(responses.attention_mask):
         tokens = responses.query_responses[row, real]
         length = int(responses.response_mask[row].sum())

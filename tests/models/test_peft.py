@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_ppo.models.reference import Reference
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK, die_and_resume
+from tests.runs import QUICK, die_and_resume, record_rollouts
 
 peft = pytest.importorskip("peft")
 
@@ -109,20 +109,13 @@ def test_a_new_adapter_is_its_own_reference_until_it_moves(
 def test_kl_compares_with_the_base_where_the_new_adapter_starts_elsewhere(make_trainer: MakeTrainer):
     """Every response's KL, computed anew from two separate models."""
     trainer = make_trainer(peft_config=lora(init_lora_weights=False), **QUICK)
-    rollouts = keep_rollouts(trainer)
+    rollouts = record_rollouts(trainer)
     base, policy = tiny_policy(), copy.deepcopy(trainer.policy_model)
     trainer.train()
 
     assert_logprobs(rollouts[0].logprobs, policy, rollouts[0], trainer.args.temperature)
     assert_logprobs(rollouts[0].ref_logprobs, base, rollouts[0], trainer.args.temperature)
     assert first(trainer, "objective/kl") != 0.0
-
-
-def keep_rollouts(trainer: Any) -> list[Any]:
-    rollouts: list[Any] = []
-    collect = trainer.collect_rollout
-    trainer.collect_rollout = lambda *args: rollouts.append(collect(*args)) or rollouts[-1]
-    return rollouts
 
 
 def assert_logprobs(actual: Tensor, model: nn.Module, rollout: Any, temperature: float) -> None:
@@ -222,7 +215,7 @@ def test_named_adapters_are_policy_and_reference(make_trainer: MakeTrainer):
     sft.set_adapter("sft")
     policy.set_adapter("policy")
     trainer = make_trainer(model=two_adapters(), model_adapter_name="policy", ref_adapter_name="sft", **QUICK)
-    rollouts, before = keep_rollouts(trainer), weights(trainer.policy_model)
+    rollouts, before = record_rollouts(trainer), weights(trainer.policy_model)
 
     trainer.train()
 

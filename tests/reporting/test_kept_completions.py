@@ -22,7 +22,7 @@ from rlhf_ppo.reporting.completion_files import (
     write_completions,
 )
 from tests.conftest import count_w4, make_tokenizer
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, record_rollouts
+from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, record, record_rollouts
 
 KEEPS = {**QUICK, "num_completions_to_keep": 3, "logging_steps": 2, "missing_eos_penalty": 0.5}
 
@@ -40,9 +40,7 @@ def logs_a_note(completion_ids: list[list[int]], log_extra: Any, **columns: Any)
 
 def test_every_logged_update_has_its_responses_token_by_token(make_trainer: Any) -> None:
     trainer = make_trainer(**KEEPS, reward_funcs=logs_a_note)
-    rollouts, experiences = record_rollouts(trainer), []
-    learn = trainer.learn
-    trainer.learn = lambda model, experience: experiences.append(experience) or learn(model, experience)
+    rollouts, experiences = record_rollouts(trainer), record(trainer, "estimate_advantages")
     trainer.train()
     found = find_completions(trainer.args.output_dir)
     assert {step: path.name for step, path in found.items()} == {

@@ -23,7 +23,7 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_complete_checkpoint, why_incomplete
 from rlhf_ppo.checkpoints.files import write_manifest
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, DieAt, RunDied, assert_identical, parameters
+from tests.runs import QUICK, Bomb, DieAt, RunDied, assert_identical, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
 SAVING: dict[str, Any] = {**QUICK, "total_episodes": 4, "save_strategy": "steps", "save_steps": 1}
@@ -212,16 +212,6 @@ def test_checkpoint_of_an_adapter_needs_the_same_adapter(kind: str, make_trainer
 
 
 # ---- What loading is trusted with ----
-
-
-class Bomb:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> Any:
-        return Path.write_text, (self.mark, "exploded")
 
 
 def test_nothing_of_a_checkpoint_is_unpickled_with_full_trust(

@@ -18,7 +18,7 @@ from rlhf_ppo.models.heads import value_head_of
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.reporting.report import write_report
 from tests.conftest import tiny_scorer
-from tests.runs import QUICK, die_and_resume, logged, record_rollouts
+from tests.runs import QUICK, die_and_resume, logged, record, record_rollouts
 from tests.training.test_value_heads import BINS, MODELS, ROWS, RUNNING, adapted, expected_values
 
 MakeTrainer = Callable[..., Any]
@@ -82,9 +82,7 @@ def test_each_head_learns_from_its_own_responses(make_trainer: MakeTrainer, loss
 
 def test_the_advantages_of_the_agreed_and_the_entropy_of_the_others_are_left_out(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**RUN | MASKS | {"value_head_init": "normal", "value_model": None})
-    rollouts, learned = record_rollouts(trainer), []
-    learn = trainer.learn
-    trainer.learn = lambda model, experience: learned.append(experience) or learn(model, experience)
+    rollouts, learned = record_rollouts(trainer), record(trainer, "estimate_advantages")
     trainer.train()
     for rollout, experience in zip(rollouts, learned, strict=True):
         mask = rollout.loss_mask

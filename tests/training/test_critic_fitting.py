@@ -16,7 +16,7 @@ from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import load_value_model
 from rlhf_ppo.models.unwrapping import transformers_model
 from tests.conftest import make_tokenizer, tiny_scorer
-from tests.runs import QUICK, record_rollouts
+from tests.runs import QUICK, record, record_rollouts
 
 KEEPS = {**QUICK, "num_completions_to_keep": 8, "logging_steps": 1}
 
@@ -24,11 +24,9 @@ KEEPS = {**QUICK, "num_completions_to_keep": 8, "logging_steps": 1}
 @pytest.fixture
 def run(make_trainer: Any) -> tuple[Any, list[Any]]:
     trainer = make_trainer(**KEEPS)
-    rollouts, returns = record_rollouts(trainer), []
-    compute = trainer.compute_advantages
-    trainer.compute_advantages = lambda *given: returns.append(compute(*given)) or returns[-1]
+    rollouts, estimates = record_rollouts(trainer), record(trainer, "compute_advantages")
     trainer.train()
-    return trainer, list(zip(rollouts, [each[1] for each in returns], strict=True))
+    return trainer, [(rollout, returns) for rollout, (_, returns) in zip(rollouts, estimates, strict=True)]
 
 
 def test_examples_have_the_returns_that_the_run_trained_its_critic_on(run: Any) -> None:

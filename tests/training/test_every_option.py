@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController
-from rlhf_ppo.config.unused import UNUSED, RunContext, unused_options
+from rlhf_ppo.config.unused import UNUSED, TrainerContext, unused_options
 from rlhf_ppo.data.prompts import may_hold_chats
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters
@@ -243,13 +243,13 @@ def test_an_option_without_its_partner_is_named_with_its_value_and_the_reason(
     options: dict[str, Any], beside: dict[str, Any], reason: str
 ) -> None:
     args = PPOConfig("out", use_cpu=True, report_to="none", **options)
-    (found,) = unused_options(args, RunContext(**beside)).values()
+    (found,) = unused_options(args, TrainerContext(**beside)).values()
     assert reason in found and any(found.startswith(f"{name}={value!r} (") for name, value in options.items())
 
 
 def test_more_epochs_of_the_critic_give_its_clip_range_an_effect() -> None:
     args = PPOConfig("out", use_cpu=True, report_to="none", num_ppo_epochs=1, num_critic_epochs=2, cliprange_value=0.1)
-    assert unused_options(args, RunContext()) == {}
+    assert unused_options(args, TrainerContext()) == {}
 
 
 def test_conversations_are_found_in_any_data_set() -> None:
@@ -260,7 +260,7 @@ def test_conversations_are_found_in_any_data_set() -> None:
 
 def test_a_presets_options_are_not_the_users() -> None:
     args = PPOConfig("out", use_cpu=True, report_to="none", preset="aitraining")
-    assert args.top_k == 50 and unused_options(args, RunContext(is_stepped=True)) == {}
+    assert args.top_k == 50 and unused_options(args, TrainerContext(is_stepped=True)) == {}
 
 
 def test_every_name_of_the_table_is_an_option() -> None:

@@ -46,7 +46,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "learning.py",
         "tests/training/test_critic_warmup.py::"
         "test_the_value_model_learns_returns_of_lambda_1_as_if_the_policy_had_no_loss",
-    ): [("1.0 if warms_up else of_critic", "of_critic")],
+    ): [("1.0 if warms_up else lam_critic", "lam_critic")],
     (
         "learning.py",
         "tests/training/test_turns.py::"
@@ -65,7 +65,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ('if name.startswith("value_model.")}', 'if name.startswith("policy.")}'),
     ],
     ("learning.py", "tests/training/test_recipes.py::test_two_lambdas_are_two_passes"): [
-        ("advantages, returns if is_shared else estimate(of_critic)[1]", "advantages, returns"),
+        ("advantages, returns if is_shared else estimate(lam_critic)[1]", "advantages, returns"),
         ("args.lam if args.lam_policy is None else args.lam_policy", "args.lam"),
         ("args.lam if args.lam_critic is None else args.lam_critic", "args.lam"),
     ],
