@@ -43,7 +43,7 @@ from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.capabilities import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding
+from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding, drop_ignored_generation_settings
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
 from rlhf_ppo.processes.signals import StopOnSignal, Stopped
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
@@ -209,7 +209,9 @@ class TrainerBase(Trainer):
         run, args = self._run, self.args
         set_seed(args.seed, device_specific=True)
         run.streams.seed(args.seed)
-        drop_foreign_padding(self._models.policy)
+        policy = self._models.policy
+        drop_foreign_padding(policy)
+        drop_ignored_generation_settings(policy)
         self._engine.policy_changed()
         self.accelerator.free_memory()
         self.sizes = run.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))

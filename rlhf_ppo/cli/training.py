@@ -46,6 +46,7 @@ from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
+from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
@@ -410,6 +411,7 @@ def _trl_trainer(
         raise ValueError(
             f"model_name_or_path={path!r} could not be loaded: its weights are damaged ({error})"
         ) from error
+    drop_ignored_generation_settings(trainer.model)
     use_console(trainer, "line")
     trainer.add_callback(_LogsShortRuns())
     return trainer
@@ -567,6 +569,7 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
     else:
         adapted = AutoPeftModelForCausalLM.from_pretrained(directory, **trust)
     merged: Any = adapted.merge_and_unload()
+    drop_ignored_generation_settings(merged)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         os.remove(os.path.join(directory, name))
     with hide_model_bars():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -26,13 +27,15 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
-from rlhf_ppo.processes.distributed import any_rank, mixed_precision_dtype, raise_on_all_ranks
+from rlhf_ppo.processes.distributed import any_rank, get_logger, mixed_precision_dtype, raise_on_all_ranks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftModel
     from transformers import PreTrainedConfig, TrainingArguments
     from typing_extensions import TypeIs
+
+logger = get_logger(__name__)
 
 CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
 """Name of the key-value cache in arguments and outputs; transformers 5.24 renamed it, and warns of the old name."""
@@ -131,6 +134,34 @@ def drop_foreign_padding(model: nn.Module) -> None:
     for config in (text_config(model), generation_config):
         if config is not None and (config.pad_token_id or 0) >= text_config(model).vocab_size:
             config.pad_token_id = None
+
+
+def drop_ignored_generation_settings(model: nn.Module) -> None:
+    """Unset what `generate` ignores in a `generation_config`, such as a temperature without `do_sample`.
+
+    Many published models have such settings, and transformers refuses to save a `generation_config` that holds them
+    if anything in it has changed, as Trainer changes its special tokens. The run would end in its first checkpoint.
+
+    Args:
+        model: A transformers model, or a `PeftModel` around one.
+
+    Raises:
+        ValueError: The configuration cannot be saved for another reason.
+    """
+    config = getattr(transformers_model(model), "generation_config", None)
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError as error:
+        names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
+        if not names:
+            raise ValueError(f"the generation_config of the model cannot be saved: {error}") from error
+        for name in names:
+            setattr(config, name, None)
+        logger.warning(
+            f"The model is saved without {', '.join(names)} of its generation_config, which generate() ignores as it "
+            "is and transformers refuses to save; to keep a setting for sampling, set do_sample=True beside it."
+        )
 
 
 # ---- Probes and precision ----

@@ -246,8 +246,8 @@ def _of_episodes(records: Sequence[Any], completions: Sequence[Any]) -> dict[str
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int) -> Any:
-    """Call a function; if it returns an iterator, which may be endless, run it for at most one row too many."""
-    returned = function(**arguments)
+    """Call a function; wait for a coroutine, and run an iterator, which may be endless, for one row too many."""
+    returned = finished(function(**arguments))
     return list(itertools.islice(returned, num_rows + 1)) if isinstance(returned, Iterator) else returned
 
 

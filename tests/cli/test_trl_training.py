@@ -217,3 +217,10 @@ def test_a_model_without_held_out_pairs_has_no_accuracy_of_an_earlier_one(train:
     RewardAccuracy.of(0.9, 100).save("out")
     train("reward")
     assert read_accuracy("out") is None
+
+
+def test_a_model_with_settings_that_generation_ignores_is_saved(train: Callable[..., Trainer], files: Path) -> None:
+    shutil.copytree(files / "base", "odd")
+    Path("odd/generation_config.json").write_text('{"temperature": 0.6, "bos_token_id": 2, "eos_token_id": 1}')
+    train("sft", "--model_name_or_path", "odd", "--max_steps", "1")
+    assert "temperature" not in Path("out/generation_config.json").read_text()

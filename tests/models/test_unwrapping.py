@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import GenerationConfig
 
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import as_in_learning, in_eval_mode
-from tests.conftest import tiny_policy, tiny_scorer
+from rlhf_ppo.models.unwrapping import as_in_learning, drop_ignored_generation_settings, in_eval_mode
+from tests.conftest import save_models, tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
 
 RATES: dict[str, dict[str, Any]] = {
@@ -96,3 +100,28 @@ def test_modes_and_the_configuration_come_back() -> None:
             raise ZeroDivisionError
         assert {name for name, module in model.named_modules() if not module.training} == {"model.norm"}
     assert not model.is_gradient_checkpointing and model.config.attention_dropout == 0.5
+
+
+def test_a_generation_config_with_ignored_settings_is_saved_without_them(
+    tmp_path: Path, make_trainer: Callable[..., Any]
+) -> None:
+    """Llama 2 was published with a temperature and without `do_sample`; the first checkpoint ended the run."""
+    save_models(tmp_path, sft=tiny_policy())
+    odd = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "bos_token_id": 2, "eos_token_id": 1}
+    (tmp_path / "sft/generation_config.json").write_text(json.dumps(odd))
+    trainer = make_trainer(model=str(tmp_path / "sft"), total_episodes=8, save_strategy="steps", save_steps=1)
+
+    trainer.train()
+    trainer.save_model()
+
+    for folder in (trainer.args.output_dir, f"{trainer.args.output_dir}/checkpoint-1"):
+        saved = GenerationConfig.from_pretrained(folder)
+        saved.validate(strict=True)
+        assert saved.temperature is None and saved.repetition_penalty == 1.1
+
+
+def test_a_generation_config_that_is_wrong_otherwise_is_refused() -> None:
+    policy: Any = tiny_policy()
+    policy.generation_config.num_return_sequences = 3
+    with pytest.raises(ValueError, match="cannot be saved: Greedy methods"):
+        drop_ignored_generation_settings(policy)

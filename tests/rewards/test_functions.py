@@ -166,6 +166,13 @@ def test_callable_objects(judge: Any, is_async: bool, tokenizer: PreTrainedToken
         assert reward(make_batch()).tolist() == [5.0, 0.0, 8.0]
 
 
+def test_a_plain_function_may_return_a_coroutine(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As a decorator around an async function does."""
+    judge = AsyncJudge()
+    reward = source(lambda completions, **_: judge(completions), tokenizer)
+    assert not reward.is_async and reward(make_batch()).tolist() == [5.0, 0.0, 8.0]
+
+
 def test_names() -> None:
     def good(**_: Any) -> None: ...
 
