@@ -351,8 +351,7 @@ class TrainerBase(Trainer):
     def _log_save_evaluate(self) -> None:
         loop = self._run.loop
         when: Any = (loop.trial, loop.epoch, loop.ignore_keys, loop.start, loop.learning_rate)
-        norm: Any = loop.grad_norm
-        self._maybe_log_save_evaluate(self._tr_loss, norm, loop.model, *when)
+        self._maybe_log_save_evaluate(self._tr_loss, cast(Any, loop.grad_norm), loop.model, *when)
         self._run.agree_on_control()
 
     def _leave_if_stopped(self) -> None:
