@@ -374,6 +374,7 @@ class TrainerBase(Trainer):
             self._tr_loss, loop.grad_norm, loop.model, loop.trial, loop.epoch, loop.ignore_keys, loop.start,
             loop.learning_rate,
         )  # fmt: skip
+        self._run.agree_on_control()
 
     def _leave_if_stopped(self) -> None:
         """Leave the run with `RunStopped` if a signal ended it."""
@@ -623,6 +624,7 @@ class TrainerBase(Trainer):
             ValueError: The metric for the best model is missing; the run is saved before.
         """
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        self._run.agree_on_control()
         with raise_on_all_ranks(self.accelerator), self._checkpoints.naming_full_log():
             self._directory.write_history(self.state.log_history)
         if (missing := evaluations.missing_best_metric(self.args, metrics)) is not None:
@@ -931,6 +933,7 @@ class TrainerBase(Trainer):
         ):
             super().log(logs, start_time)
         if of_training:
+            self._run.agree_on_control()
             completions = self._rollout_metrics.kept_completions(self.state.global_step)
             with self._checkpoints.naming_full_log():
                 self._directory.write_logged(self.state.log_history, completions)

@@ -428,6 +428,7 @@ class SignalStop:
     def after_event(self, event: str) -> None:
         """Fire an event at the end of an update or a pass; after a signal, leave a due evaluation to the next run."""
         self.run.fire(event)
+        self.run.agree_on_control()
         self.run.streams.mark()
         if self.run.signals.stopped is not None:
             self._leave_evaluation()

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -156,6 +156,15 @@ class RunState:
     def fire(self, event: str) -> None:
         """Call the method of that name of every callback."""
         self.control = getattr(self.callbacks, event)(self.args, self.state, self.control)
+
+    def agree_on_control(self) -> None:
+        """Set on all ranks each flag that a callback has set on any rank, so that none waits for the others."""
+        if self.accelerator.num_processes == 1:
+            return
+        flags = [each.name for each in fields(TrainerControl)]
+        own = torch.tensor([float(getattr(self.control, flag)) for flag in flags], device=self.args.device)
+        for flag, count in zip(flags, self.sum_over_ranks(own).tolist(), strict=True):
+            setattr(self.control, flag, count > 0)
 
     def moment(self) -> str:
         """Return the current position for errors: `update 3`, or `evaluation after update 3`."""

@@ -475,6 +475,36 @@ def reward_function_fails_on_one_rank(output_dir: str, models: str, slow: bool =
     trainer.train()
 
 
+class SetsAFlag(TrainerCallback):
+    """Sets a flag of `control` on rank 1 at an event of the first update."""
+
+    def __init__(self, event: str, flag: str) -> None:
+        setattr(self, event, self._set)
+        self.flag = flag
+
+    def _set(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 1 and state.global_step == 1:
+            setattr(control, self.flag, True)
+
+
+def set_flags_on_one_rank(output_dir: str, models: str, event: str, flag: str) -> list[Any]:
+    """Train with a callback that sets a flag; return the updates evaluated and saved, and the last one.
+
+    Before `on_evaluate` the first update is evaluated because rank 1 asks for it.
+    """
+    callbacks = [SetsAFlag(event, flag)]
+    if event == "on_evaluate":
+        callbacks.append(SetsAFlag("on_step_end", "should_evaluate"))
+    trainer = make_trainer(
+        output_dir, models, given={"callbacks": callbacks}, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, ddp_timeout=20,
+    )  # fmt: skip
+    trainer.train()
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_score" in entry]
+    saved = sorted(int(name.partition("-")[2]) for name in os.listdir(output_dir) if name.startswith("checkpoint-"))
+    return [evaluated, saved, trainer.state.global_step]
+
+
 class SigtermInLearning(TrainerCallback):
     """Sends SIGTERM to rank 1 when an event comes for the first time in an update."""
 

@@ -166,3 +166,22 @@ def test_ranks_share_the_prompts_of_an_epoch_and_answer_with_random_numbers_of_t
     assert all(rank["seen"][::2] == rank["seen"][1::2] for rank in groups)
     assert all(rank["answers"][::2] != rank["answers"][1::2] for rank in groups)
     assert sorted(groups[0]["seen"][::2] + groups[1]["seen"][::2]) == list(range(3, 19))
+
+
+def test_a_flag_that_a_callback_sets_on_one_rank_holds_on_all(models, tmp_path):
+    """Such as that of a limit of time, which ranks reach at different moments."""
+    expected = {  # updates that are evaluated and saved, and the last one
+        ("on_step_end", "should_training_stop"): [[], [], 1],
+        ("on_step_end", "should_evaluate"): [[1, 2, 3], [2, 3], 3],
+        ("on_log", "should_save"): [[2, 3], [1, 2, 3], 3],
+        ("on_evaluate", "should_save"): [[1, 2, 3], [1, 2, 3], 3],
+        ("on_log", "should_training_stop"): [[], [], 1],
+    }
+    calls = [
+        ("set_flags_on_one_rank", {
+            "output_dir": str(tmp_path / "-".join(case)), "models": str(models), "event": case[0], "flag": case[1],
+        })
+        for case in expected
+    ]  # fmt: skip
+    found = processes.run_all("multi_gpu", calls)
+    assert dict(zip(expected, found, strict=True)) == {case: [end, end] for case, end in expected.items()}
