@@ -113,7 +113,7 @@ class PromptEncoder:
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the new columns of a row: `input_ids`, and `prompt` if the prompt is in `text`."""
         column = prompt_column(row, self.name)
-        ids = self._declared(row, index) if column == "input_ids" else self._tokenized(row[column], index)
+        ids = self._declared(row, index) if column == "input_ids" else self._tokenized(row, column, index)
         self._check(ids, index, is_text=column != "input_ids")
         return {"input_ids": ids} | ({"prompt": row["text"]} if column == "text" else {})
 
@@ -129,13 +129,14 @@ class PromptEncoder:
             self._fail(index, f"begins or ends with the pad token ({pad}) and has no attention_mask", fix)
         return ids
 
-    def _tokenized(self, prompt: Any, index: int) -> list[int]:
+    def _tokenized(self, row: Mapping[str, Any], column: str, index: int) -> list[int]:
+        prompt = row[column]
         if isinstance(prompt, str):
             # BOS, which a tokenizer adds to "", would hide that the prompt is empty.
             ids = self._of_text(prompt, index) if prompt.strip() else []
             return ids[:-1] if self._appends_eos else ids
         if is_conversation(prompt):
-            return self._templated(prompt, index)
+            return self._templated(prompt, index, self._settings(row, index))
         fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
 
@@ -146,20 +147,27 @@ class PromptEncoder:
             fix = "it may hold half of a surrogate pair; read the data with errors='replace'"
             self._fail(index, f"has a prompt that the tokenizer cannot read ({prompt!r:.60}; {error})", fix)
 
-    def _templated(self, messages: Sequence[Mapping[str, Any]], index: int) -> list[int]:
+    def _settings(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """Return the template's further arguments: those of the row, in TRL's column, win."""
+        own = row.get("chat_template_kwargs") or {}
+        if not isinstance(own, Mapping):
+            self._fail(index, f"has chat_template_kwargs of type {type(own).__name__}", "give a dict")
+        return {**(self.template_kwargs or {}), **{key: value for key, value in own.items() if value is not None}}
+
+    def _templated(self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any]) -> list[int]:
         if self.tokenizer.chat_template is None:
             fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks(messages, index)
         try:
-            given = as_the_template_reads(messages, self.tokenizer, settings=self.template_kwargs)
+            given = as_the_template_reads(messages, self.tokenizer, settings=settings)
             prefilled = given[-1].get("role") == "assistant"
             encoded = self.tokenizer.apply_chat_template(
                 given,
                 add_generation_prompt=not prefilled,
                 continue_final_message=prefilled,
                 return_dict=True,
-                **(self.template_kwargs or {}),
+                **settings,
             )
         except Exception as error:
             raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error

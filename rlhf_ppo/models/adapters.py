@@ -58,10 +58,12 @@ def check_adapter(model: nn.Module, argument: str) -> None:
         argument: Name of the caller's argument, for the error message.
 
     Raises:
-        ValueError: The adapter acts elsewhere, or mixes rows.
+        ValueError: The adapter acts elsewhere, or mixes rows; or a model to train has a merged or disabled adapter.
     """
     if not is_peft_model(model):
         return
+    if argument in ("model", "value_model"):
+        _check_active(model, argument)
     found = f"{argument} has an adapter of the kind {adapter_kind(model)}"
     if model.active_peft_config.is_prompt_learning:
         raise ValueError(f"{found}: {PROMPT_LEARNING}")
@@ -186,6 +188,19 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str:
     from peft import PeftConfig
 
     return str(PeftConfig.from_pretrained(os.fspath(path)).base_model_name_or_path)
+
+
+def _check_active(model: nn.Module, argument: str) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    if any(layer.merged for layer in layers):
+        raise ValueError(f"{argument} has a merged adapter, which does not train: call {argument}.unmerge_adapter()")
+    if any(layer.disable_adapters for layer in layers):
+        raise ValueError(
+            f"{argument} has a disabled adapter, which does not train: call "
+            f"{argument}.base_model.enable_adapter_layers()"
+        )
 
 
 def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:

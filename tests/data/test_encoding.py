@@ -90,6 +90,17 @@ def test_keys_that_arrow_filled_with_none_are_not_defined_for_the_template() -> 
     assert encode({"prompt": messages}, word_tokenizer(template))["input_ids"] == [3]
 
 
+def test_a_rows_own_template_arguments_win_as_in_trls_trainers() -> None:
+    tokenizer = word_tokenizer("{% for m in messages %}{{ m.content }} {{ word }} {{ other }}{% endfor %}")
+    encoder = PromptEncoder(tokenizer, "train_dataset", None, template_kwargs={"word": "b", "other": "c"})
+    row = {"prompt": [{"role": "user", "content": "a"}]}
+    assert encoder(row, 0)["input_ids"] == [3, 4, 5]
+    assert encoder(row | {"chat_template_kwargs": {"word": "a", "other": None}}, 0)["input_ids"] == [3, 3, 5]
+    assert encoder(row | {"chat_template_kwargs": None}, 0)["input_ids"] == [3, 4, 5]
+    with pytest.raises(ValueError, match="row 7 of train_dataset has chat_template_kwargs of type str: give a dict"):
+        encoder(row | {"chat_template_kwargs": "{}"}, 7)
+
+
 @pytest.mark.parametrize(
     "written",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -422,6 +423,23 @@ def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_ca
 def test_arguments_that_contradict_each_other(make_trainer: MakeTrainer, arguments: Any, error: Any, message: str):
     with pytest.raises(error, match=message):
         make_trainer(**arguments())
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [("merge_adapter", "unmerge_adapter"), ("disable_adapter_layers", "base_model.enable_adapter_layers")],
+)
+def test_an_adapter_that_does_not_act_is_refused_with_the_call_that_mends_it(
+    make_trainer: MakeTrainer, change: str, remedy: str
+):
+    from peft import get_peft_model
+
+    policy: Any = get_peft_model(tiny_policy(), lora())
+    getattr(policy.base_model, change)()
+    with pytest.raises(ValueError, match=rf"^model has a .* adapter, which does not train: call model\.{remedy}\(\)"):
+        make_trainer(model=policy)
+    functools.reduce(getattr, remedy.split("."), policy)()
+    make_trainer(model=policy).train()
 
 
 def test_an_adapter_that_transformers_has_loaded_is_refused(make_trainer: MakeTrainer, tmp_path: Path):
