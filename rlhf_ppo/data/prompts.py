@@ -308,6 +308,23 @@ def _writes_blocks(tokenizer: PreTrainedTokenizerBase, role: str, how: Mapping[s
     return MARK in text and not is_printed
 
 
+def turn_end(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None) -> int | None:
+    """Return the special token that the chat template writes after an answer, or None.
+
+    Args:
+        tokenizer: The policy's tokenizer, with a chat template.
+        settings: Further arguments of the template, or None.
+    """
+    said: list[Any] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": MARK}]
+    try:
+        text = str(tokenizer.apply_chat_template(said, tokenize=False, **(settings or {})))
+    except Exception:  # it wants other messages
+        return None
+    behind = _as_list(tokenizer(text.partition(MARK)[2], add_special_tokens=False)["input_ids"])[:1]
+    added = tokenizer.added_tokens_decoder
+    return next((token for token in behind if token in added and added[token].special), None)
+
+
 def text_of_content(content: Any) -> str:
     """Return the text of a message's content.
 

@@ -53,7 +53,7 @@ HIDDEN_LOGS = (
         "Warning: The following arguments do not match the ones in the `trainer_state.json`",
     ),
 )
-"""Loggers, and the beginnings of their messages that need no action of the user."""
+"""Loggers, and parts of their messages that need no action of the user."""
 
 _Figures = tuple[tuple[str, str, Callable[[float], str], int], ...]
 _Parts = list[tuple[str, int]]

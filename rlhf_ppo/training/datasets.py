@@ -18,29 +18,34 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     PositionLimit,
     PromptEncoder,
     check_lengths,
+    eos_id,
     longest_prompt,
+    may_hold_chats,
     num_rows,
     prepare_prompts,
     prompt_column,
     smallest,
+    turn_end,
 )
 from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
-from rlhf_ppo.processes.distributed import isolated_rng
+from rlhf_ppo.processes.distributed import get_logger, isolated_rng
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.scorer import RewardSource
 from rlhf_ppo.training.checks import check_collator, check_datasets
 from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.run_state import RunState
+
+logger = get_logger(__name__)
 
 
 def data_order(args: PPOConfig, epoch: int = 0) -> AbstractContextManager[None]:
@@ -232,7 +237,7 @@ class PromptPreparation:
             return {key: self.prepared(value, f"{name}[{key!r}]") for key, value in dataset.items()}
         args = self.args
         if isinstance(dataset, Dataset) and args.remove_unused_columns and not self.columns_are_read:
-            used = {*PROMPT_COLUMNS, "attention_mask", args.length_column_name}
+            used = {*PROMPT_COLUMNS, "attention_mask", "chat_template_kwargs", args.length_column_name}
             prompt_column(dataset.column_names, name)
             dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
         if self.encoder is not None:
@@ -242,7 +247,23 @@ class PromptPreparation:
             encode = PromptEncoder(self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by, settings)
         rows: Any = prepare_prompts(dataset, encode, args.max_prompt_length, args.dataset_num_proc)
         self._check_lengths(rows)
+        if self.encoder is None and num_rows(rows) is not None and may_hold_chats(rows):
+            self._warn_of_turn_end()
         return rows
+
+    def _warn_of_turn_end(self) -> None:
+        """Warn if the chat template ends answers with another token than the stop token: Gemma's is not its EOS."""
+        args, tokenizer = self.args, self.tokenizer
+        stop = eos_id(tokenizer) if args.stop_token == "eos" else args.stop_token_id
+        if stop is None or args.stop_strings or tokenizer.chat_template is None:
+            return
+        end = turn_end(tokenizer, settings_of(args.chat_template_kwargs))
+        if end is not None and end != stop:
+            ends, stops = tokenizer.convert_ids_to_tokens([end, stop])
+            logger.warning_once(
+                f"The chat template ends an answer with {ends!r} ({end}), but responses end only at {stops!r} "
+                f"({stop}). If the policy was trained with this template, set stop_token_id={end} instead."
+            )
 
     @property
     def longest_sequence(self) -> PositionLimit | None:

@@ -13,6 +13,7 @@ from datasets import Dataset
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.transformers_engine import greedy_config
+from rlhf_ppo.training.datasets import logger
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.data.test_datasets import Rows, Stream
 from tests.runs import QUICK, assert_identical, end_of_run
@@ -77,6 +78,39 @@ def test_a_conversation_opens_the_assistant_s_turn(make_trainer: MakeTrainer) ->
     trainer.train()
     assert [prompt for prompt, _ in seen] == conversations()
     assert all(answer[0].keys() == {"role", "content"} and answer[0]["role"] == "assistant" for _, answer in seen)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "stop", "warns"),
+    [
+        (conversations(), {"stop_token": "eos"}, True),
+        (conversations(), {"stop_token": None, "stop_token_id": 2}, False),
+        (conversations(), {"stop_token": "eos", "stop_strings": ["w5"]}, False),
+        (TEXTS, {"stop_token": "eos"}, False),
+    ],
+    ids=["eos", "the turn's end", "stop strings", "texts"],
+)
+def test_another_end_of_turn_than_the_stop_token_is_told(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, prompts: Any, stop: dict[str, Any], warns: bool
+) -> None:
+    """Gemma's template ends answers with <end_of_turn>, which is not its EOS: responses would go on behind it."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} <bos> {% endfor %}w3"
+    logger.warning_once.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+    make_trainer(**QUICK, **stop, processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": prompts}))
+    told = "ends an answer with '<bos>' (2), but responses end only at '<eos>' (1)"
+    assert (told in caplog.text and "set stop_token_id=2 instead" in caplog.text) == warns
+
+
+def test_a_rows_template_arguments_are_read_where_no_reward_reads_columns(make_trainer: MakeTrainer) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ word }} {{ messages[0].content }}"
+    rows = [{"prompt": prompt, "chat_template_kwargs": {"word": "w0"}} for prompt in conversations()]
+    trainer = make_trainer(
+        **QUICK, processing_class=tokenizer, reward_model=tiny_scorer(), reward_funcs=None,
+        train_dataset=Dataset.from_list(rows),
+    )  # fmt: skip
+    assert [row["input_ids"] for row in trainer.train_dataset] == [[3, *ids] for ids in IDS]
 
 
 COLUMNS = {"answer": TEXTS, "number": list(range(6)), "nested": [{"a": [index]} for index in range(6)]}
