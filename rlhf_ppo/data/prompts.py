@@ -26,6 +26,9 @@ logger = visible_logger(__name__)
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "text")
 
+MARK = "answer-5f0c2d"
+"""Content of a test message: it shows whether and where a chat template writes contents."""
+
 MAX_DROPPED_AT_FIRST = 10_000
 """Number of prompts at the start of a stream that may be too long; an endless stream would be read forever."""
 
@@ -76,10 +79,6 @@ def check_lengths(
             f"the longest prompt ({longest_prompt} tokens) and {option}={response_length} take {total} positions, but "
             f"{limit.reason}: {fix or f'{shorter}, or {limit.remedy}'}"
         )
-
-
-MARK = "answer-5f0c2d"
-"""A text that shows where, and whether, a template writes a content."""
 
 
 @dataclass(frozen=True)
@@ -268,11 +267,11 @@ def as_the_template_reads(
     chat_template: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return messages without keys that are None, and with one text for blocks of text that the template cannot read.
+    """Drop keys that are None, and join blocks of text that the chat template cannot read.
 
-    Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined. Where a
-    content is a list of blocks, some templates write nothing, and some the list as Python prints it. (Of a tool's
-    answer the printed list stays, as in TRL.)
+    Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined. For a list
+    of blocks some templates write nothing, and some write the list as Python prints it. The printed list of a tool's
+    answer stays, as in TRL.
 
     Args:
         messages: The conversation.
@@ -284,27 +283,24 @@ def as_the_template_reads(
         ValueError: Such a list holds something other than text.
     """
     shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    how = {"chat_template": chat_template, **(settings or {})}
     for message in shown:
-        if isinstance(message.get("content"), list):
-            how = {"chat_template": chat_template, **(settings or {})}
-            if not _writes_blocks(tokenizer, message["role"], how):
-                message["content"] = text_of_content(message["content"])
+        if isinstance(message.get("content"), list) and not _reads_blocks(tokenizer, message["role"], how):
+            message["content"] = text_of_content(message["content"])
     return shown
 
 
-def _writes_blocks(tokenizer: PreTrainedTokenizerBase, role: str, how: Mapping[str, Any]) -> bool:
-    asked: list[Any] = [{"role": "user", "content": "dummy"}]
-    if role == "tool":
-        call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
-        asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    asked.append({"role": role, "name": "dummy", "content": [{"type": "text", "text": MARK}]})
-    if role in ("system", "user"):  # templates want a system message first, and turns that alternate
-        asked = asked[1:]
+def _reads_blocks(tokenizer: PreTrainedTokenizerBase, role: str, how: Mapping[str, Any]) -> bool:
+    asked: dict[str, Any] = {"role": "user", "content": "dummy"}
+    call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    before = {"assistant": [asked], "tool": [asked, calling]}.get(role, [])
+    tested = {"role": role, "name": "dummy", "content": [{"type": "text", "text": MARK}]}
     try:
-        text = str(tokenizer.apply_chat_template(asked, tokenize=False, **how))
-    except Exception:  # it joins contents as texts
+        text = str(tokenizer.apply_chat_template([*before, tested], tokenize=False, **how))
+    except Exception:  # the template joins contents as texts
         return False
-    is_printed = repr(MARK) in text and role != "tool"  # the list as Python prints it, which TRL's agents read
+    is_printed = repr(MARK) in text and role != "tool"  # TRL's agents read the printed list
     return MARK in text and not is_printed
 
 
@@ -315,14 +311,15 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | N
         tokenizer: The policy's tokenizer, with a chat template.
         settings: Further arguments of the template, or None.
     """
-    said: list[Any] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": MARK}]
+    answered: list[Any] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": MARK}]
     try:
-        text = str(tokenizer.apply_chat_template(said, tokenize=False, **(settings or {})))
-    except Exception:  # it wants other messages
+        text = str(tokenizer.apply_chat_template(answered, tokenize=False, **(settings or {})))
+    except Exception:  # the template needs other messages
         return None
-    behind = _as_list(tokenizer(text.partition(MARK)[2], add_special_tokens=False)["input_ids"])[:1]
+    following = _as_list(tokenizer(text.partition(MARK)[2], add_special_tokens=False)["input_ids"])
     added = tokenizer.added_tokens_decoder
-    return next((token for token in behind if token in added and added[token].special), None)
+    is_special = bool(following) and following[0] in added and added[following[0]].special
+    return following[0] if is_special else None
 
 
 def text_of_content(content: Any) -> str:

@@ -243,7 +243,7 @@ class PromptPreparation:
         if self.encoder is not None:
             encode = self.encoder(name, self.vocabulary)
         else:
-            settings: Any = args.chat_template_kwargs  # a dict or None: parsed
+            settings = settings_of(args.chat_template_kwargs)
             encode = PromptEncoder(self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by, settings)
         rows: Any = prepare_prompts(dataset, encode, args.max_prompt_length, args.dataset_num_proc)
         self._check_lengths(rows)
@@ -255,7 +255,7 @@ class PromptPreparation:
         """Warn if the chat template ends answers with another token than the stop token: Gemma's is not its EOS."""
         args, tokenizer = self.args, self.tokenizer
         stop = eos_id(tokenizer) if args.stop_token == "eos" else args.stop_token_id
-        if stop is None or args.stop_strings or tokenizer.chat_template is None:
+        if stop is None or args.stop_strings:
             return
         end = turn_end(tokenizer, settings_of(args.chat_template_kwargs))
         if end is not None and end != stop:
