@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ SAVING: dict[str, Any] = {
     "stop_token": "eos", "seed": 3,
 }  # fmt: skip
 """Arguments of a run of two updates, each with a checkpoint."""
-
-MakeSaving = Callable[..., PPOTrainer]
 
 
 def make_saving(output_dir: Path, **overrides: Any) -> PPOTrainer:

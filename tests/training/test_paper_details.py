@@ -24,7 +24,7 @@ from tests.conftest import QUIET, make_tokenizer, prompt_rows
 from tests.runs import history
 
 PAD, EOS = 0, 1
-TEMPERATURE, KL_COEF, LAMBDA, VF_COEF = 0.7, 0.05, 0.95, 0.1
+TEMPERATURE, KL_COEF = 0.7, 0.05
 RESPONSE_LENGTH = 20
 
 
