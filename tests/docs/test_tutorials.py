@@ -81,16 +81,17 @@ class Reader:
         else:
             assert (program, words[0]) == ("accelerate", "launch")
             args = check_launch(words[1:])
-            if args.cpu:  # in one process: tests/distributed/ starts several
+            if "--use_cpu" in args.training_script_args:  # in one process: tests/distributed/ starts several
                 sys.argv = [args.training_script, *args.training_script_args]
                 runpy.run_path(args.training_script, run_name="__main__")
 
 
 def check_launch(words: list[str]) -> argparse.Namespace:
-    """Accelerate knows its options, and the script its own; both files are there."""
+    """Accelerate knows its options, and the script its own; both files are there. With `--cpu` it starts one process."""
     known = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))._option_string_actions
     args = launch_command_parser().parse_args(words)
     assert Path(args.config_file).is_file() and Path(args.training_script).is_file()
+    assert not (args.cpu and args.num_processes), words
     assert {word for word in args.training_script_args if word.startswith("--")} <= known.keys()
     return args
 
