@@ -92,7 +92,7 @@ def audit_parser(program: str) -> CommandParser:
     parser.add_argument(
         "--dataset_test_split", default="test", help="Split with the held-out prompts; without it, the last rows."
     )
-    parser.add_argument("--num_prompts", type=int, default=200, help="Most held-out prompts, from the first.")
+    parser.add_argument("--num_prompts", type=int, default=200, help="Held-out prompts at most, from the first.")
     parser.add_argument("--num_prefixes", type=int, default=4, help="Beginnings of each response.")
     parser.add_argument("--num_continuations", type=int, default=16, help="Continuations of each beginning.")
     parser.add_argument(

@@ -280,7 +280,7 @@ def plot(argv: Sequence[str] | None = None) -> None:
         help="Directory of a run or of a checkpoint. Each run is a line; runs that differ only in the seed are drawn "
         "as their mean with a band of one standard deviation.",
     )
-    parser.add_argument("--separately", action="store_true", help="Draw a line for each seed too.")
+    parser.add_argument("--separately", action="store_true", help="Draw each run as a line of its own, without means.")
     parser.add_argument(
         "--seeds",
         nargs="+",

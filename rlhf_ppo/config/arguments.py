@@ -324,8 +324,8 @@ class RecipeArguments:
     value_bins: Annotated[int, Interval(2, 10_000)] = _option(51, "Bins of value_loss='hl_gauss'.")
     value_range: list[float] | None = _option(
         None,
-        "Lower and upper edge of the bins of value_loss='hl_gauss', such as -1 2. None: all returns so far, with some "
-        "room; the values stretch whenever it grows.",
+        "Lower and upper edge of the bins of value_loss='hl_gauss', such as -1 2. None: the range of all returns so "
+        "far, with some room; the values stretch whenever the range grows.",
         nargs="+",
     )
     critic_ensemble: Annotated[int, Interval(1, 64)] = _option(
@@ -530,16 +530,16 @@ class AgentArguments:
 
     max_tool_calling_iterations: Count | None = _option(
         None,
-        "Rounds of tool calls after which an episode is cut, at its next turn, whose calls are not carried out. None: "
-        "any number.",
+        "Maximum number of rounds of tool calls in an episode. A later turn with calls cuts the episode; its calls do "
+        "not run. None: no limit.",
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
         60.0, "Seconds that a call of a tool or an environment may take; then its answer is an error. None: no limit."
     )
     tool_isolation: Literal["thread", "process"] = _option(
         "thread",
-        "Where tools and environments run: in threads, which nothing can end, or each environment in a process of its "
-        "own, which is killed and replaced.",
+        "Where tools and environments run: 'thread', in threads, which cannot be stopped; 'process', each environment "
+        "in its own process, which is killed at a time limit and replaced.",
     )
     tool_memory_limit: AtLeastOne | None = _option(
         None, "With tool_isolation='process': megabytes that a process may take beside what it starts with."

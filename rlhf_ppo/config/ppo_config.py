@@ -319,7 +319,8 @@ class PPOConfig(
     missing_eos_score: Finite | None = _option(
         None,
         "Score of every response that has neither stop token nor stop string, such as -1 (the EOS trick of arXiv "
-        "2403.17031); not together with missing_eos_penalty. If scores are scaled, both are in standard deviations.",
+        "2403.17031); not together with missing_eos_penalty. With score_scaling or score_normalization, both options "
+        "are in standard deviations.",
     )
     bootstrap_truncated: bool = _option(
         False,

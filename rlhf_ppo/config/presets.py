@@ -51,9 +51,10 @@ class PresetArguments(RemembersNames):
 
     preset: Literal["trl", "nplus", "aitraining", "recommended", "reasoning", "sao"] | None = _option(
         None,
-        "Take the defaults of several options from a recipe, which is printed when training starts: TRL's PPO, that "
-        "of arXiv 2403.17031 (N+ implementation details), AITraining's, the one recommended here, one for rule "
-        "rewards without a KL penalty, or SAO's (arXiv 2607.07508). Options given beside it win.",
+        "Recipe that sets the defaults of several options; they are printed when training starts. 'trl': TRL's PPO; "
+        "'nplus': arXiv 2403.17031 (N+ implementation details); 'aitraining': AITraining's PPO; 'recommended': TRL's "
+        "with a faster value model; 'reasoning': rule rewards without a KL penalty; 'sao': arXiv 2607.07508. Your "
+        "own options win.",
     )
 
     def resolve_preset(self) -> None:
