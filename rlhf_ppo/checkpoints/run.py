@@ -166,9 +166,9 @@ def _check_unused(output_dir: str | Path) -> None:
     """
     if found := finished_checkpoints(output_dir):
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds the checkpoints of another run ({found}): go on with that run by "
-            "resume_from_checkpoint=True, delete its checkpoints by overwrite_output_dir=True, or choose another "
-            "output_dir"
+            f"output_dir={str(output_dir)!r} holds the checkpoints of another run ({found}): continue that run "
+            "with resume_from_checkpoint=True, delete its checkpoints with overwrite_output_dir=True, or choose "
+            "another output_dir"
         )
 
 

@@ -195,7 +195,7 @@ def _check_ppo(options: Mapping[str, Any]) -> None:
     if options.get("sft_model_path") is None:
         raise ValueError("ppo has no language model to start from: write a section `sft`, or sft_model_path")
     if options.get("reward_model_path") is None and not options.get("reward_funcs"):
-        raise ValueError("ppo is paid by nothing: write a section `reward`, or reward_model_path or reward_funcs")
+        raise ValueError("ppo has no reward: write a section `reward`, or reward_model_path or reward_funcs")
 
 
 def _overridden(start: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Conversations:
                 self.template = get_training_chat_template(tokenizer)
             except ValueError as error:
                 raise ValueError(
-                    "tools need a chat template that renders the beginning of a conversation alike whatever follows; "
+                    "tools need a chat template that renders messages the same, whether or not others follow; "
                     f"set processing_class.chat_template to one that does ({error})"
                 ) from error
 
@@ -188,8 +188,8 @@ class Conversations:
             start = whole[: alike[-1] + 1]  # some templates drop a turn's thoughts after the next user message
         if whole[: len(start)] != start:
             raise ValueError(
-                "the chat template of processing_class renders a conversation's beginning otherwise once an answer "
-                "follows: set processing_class.chat_template to one that preserves it"
+                "the chat template of processing_class renders the earlier messages differently once an answer "
+                "follows: set processing_class.chat_template to one that does not change them"
             )
         return whole[len(start) :]
 

@@ -170,8 +170,8 @@ def _check_continuous(args: PPOConfig, policy: nn.Module, accelerator: Accelerat
         return
     if args.full_determinism and args.top_p < 1:  # transformers' own `top_p` sums floats
         raise ValueError(
-            f"generation_engine='continuous' has no top_p={args.top_p} that is the same at every run on a GPU, which "
-            "full_determinism asks for; set generation_engine='transformers' or top_p=1.0"
+            f"generation_engine='continuous' cannot sample with top_p={args.top_p} deterministically on a GPU, as "
+            "full_determinism requires; set generation_engine='transformers' or top_p=1.0"
         )
     if is_sharded(policy):
         return

@@ -333,8 +333,8 @@ class EpisodePlayer:
             ids = [token for message in messages for token in self.conversations.defused_ids(str(message["content"]))]
         if not ids and not is_last:
             raise ValueError(
-                f"{record.episode.kind.description} answered row {record.episode.row} with a text of no tokens: "
-                "between two turns stands at least one"
+                f"{record.episode.kind.description} answered row {record.episode.row} with a text of no tokens; "
+                "an answer needs at least one"
             )
         return ids if len(ids) <= record.left else None
 

@@ -230,5 +230,5 @@ def _refuse_tokens(engine: GenerationEngine, answer: Sampled, is_forbidden: Tens
     for row, place in is_forbidden.nonzero().tolist():
         raise RuntimeError(
             f"{called(engine)} sampled the id {int(answer.ids[row, place])} in row {row} of the batch, which not all "
-            "models embed; it must respect suppress_tokens of the GenerationConfig"
+            "models have; it must respect suppress_tokens of the GenerationConfig"
         )

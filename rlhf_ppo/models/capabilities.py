@@ -175,8 +175,8 @@ def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | 
     name = type(transformers_model(model)).__name__
     if is_sharded(model):
         logger.info(
-            f"{argument} ({name}) is sharded by ZeRO-3 and cannot run yet: that it is deterministic and causal and "
-            "ignores padding is not checked."
+            f"{argument} ({name}) is sharded by ZeRO-3 and cannot run yet: it was not tested whether it is "
+            "deterministic, causal and independent of padding."
         )
         return
     body = backbone(model)

@@ -389,8 +389,8 @@ def check_classifier(model: nn.Module, argument: str) -> None:
     tolerance = rounding(next(model.parameters()))
     if alone.isfinite().all() and not torch.allclose(beside, alone, tolerance, tolerance * float(alone.abs().max())):
         raise ValueError(
-            f"{what}, whose score of a text depends on the padding behind it, and so on the other texts of a pass (by "
-            f"{float((beside - alone).abs().max()):.2g}); use a model that masks its padding"
+            f"{what}, whose score of a text depends on the padding behind it, and thus on the other texts of a batch "
+            f"(by {float((beside - alone).abs().max()):.2g}); use a model that masks its padding"
         )
 
 

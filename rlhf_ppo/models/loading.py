@@ -494,7 +494,7 @@ def keep_label(model: nn.Module, label: str) -> nn.Module:
     if len(layers) != 1:
         raise ValueError(
             f"reward_head={label!r}: {type(base).__name__} has {len(layers)} linear layers with {count} outputs "
-            "beside its backbone, so the label's cannot be told; pass the model with one label"
+            "beside its backbone, so it is not clear which one computes the label; pass the model with one label"
         )
     expected = None if is_sharded(base) else _probe(base)[:, index]
     name, layer = layers[0]

@@ -356,7 +356,7 @@ class UpdateStatistics:
 
     def _check_figures(self, figures: Mapping[str, Tensor], shape: torch.Size) -> None:
         if taken := sorted(set(figures) & set(self.KEYS)):
-            raise ValueError(f"a loss gives figures called {taken}, which other metrics are called; rename them")
+            raise ValueError(f"a loss returns figures named {taken}, which are names of other metrics; rename them")
         if self.sums and tuple(figures) != self.named:
             raise ValueError(
                 f"the losses give the figures {list(figures)} and gave {list(self.named)} before; give the same ones "

@@ -454,7 +454,7 @@ def _check_question(question: str) -> None:
     try:
         question.format(**dict.fromkeys(fields, ""), tag="")
     except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"the judge's question has the field {error}; braces that are none are doubled") from None
+        raise ValueError(f"the judge's question has the field {error}; write other braces twice") from None
     if missing := {name for name in fields if f"{{{name}}}" not in question}:
         raise ValueError(f"the judge's question lacks the fields {sorted(missing)}; write them as {{{min(missing)}}}")
 
@@ -622,5 +622,7 @@ def _verdict(value: Any, name: str) -> float | None:
     if not isinstance(number, int | float):
         raise TypeError(f"the judge of {name} returned {value!r:.60}; return 0, 1, or -1 for a failed verdict")
     if not 0 <= number <= 1:
-        raise ValueError(f"the judge of {name} returned {value!r}; return 0, 1 or between, or -1 for a failed verdict")
+        raise ValueError(
+            f"the judge of {name} returned {value!r}; return a number from 0 to 1, or -1 for a failed verdict"
+        )
     return float(number)

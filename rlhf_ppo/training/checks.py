@@ -140,8 +140,8 @@ def check_output_dir(path: str | None, argument: str = "output_dir") -> None:
         raise ValueError(f"{argument}={path!r:.80} cannot be written: {getattr(error, 'strerror', error)}") from error
     place = missing[-1].parent if missing else place
     if not place.is_dir() or not os.access(place, os.W_OK):
-        reason = "may not be written" if place.is_dir() else "is a file"
-        raise ValueError(f"{argument}={path!r} cannot be written, for {str(place)!r} {reason}; name another")
+        reason = "is not writable" if place.is_dir() else "is a file"
+        raise ValueError(f"{argument}={path!r} cannot be written: {str(place)!r} {reason}; name another")
     for name in (COMPLETIONS_DIR, SAMPLES_DIR):
         if not missing and (folder := place / name).exists() and not folder.is_dir():
             raise ValueError(

@@ -294,7 +294,7 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
     if not critic & held:
         raise ValueError(
             f"{'training the value model alone' if rate is None else f'critic_learning_rate={rate}'} needs an "
-            f"optimizer with groups of parameters, which {type(optimizer).__name__} has not; choose another optim"
+            f"optimizer with groups of parameters, which {type(optimizer).__name__} lacks; choose another optim"
         )
     for group in list(optimizer.param_groups):
         parts = [[p for p in group["params"] if (id(p) in critic) is of_critic] for of_critic in (False, True)]

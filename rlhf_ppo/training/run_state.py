@@ -242,7 +242,7 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
             )
     if stop is None and eos is not None and not args.stop_strings:
         logger.warning_once(
-            "No stop token is set, so every response has response_length tokens, whatever follows an EOS; set "
+            "No stop token is set: every response has response_length tokens, also if EOS comes earlier. Set "
             "stop_token='eos' to end responses at EOS."
         )
     strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None

@@ -87,7 +87,7 @@ class Reader:
 
 
 def check_launch(words: list[str]) -> argparse.Namespace:
-    """Accelerate knows its options, and the script its own; both files are there. With `--cpu` it starts one process."""
+    """Accelerate knows its options, and the script its own; both files are there. `--cpu` starts one process."""
     known = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))._option_string_actions
     args = launch_command_parser().parse_args(words)
     assert Path(args.config_file).is_file() and Path(args.training_script).is_file()

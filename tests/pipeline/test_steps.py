@@ -128,7 +128,7 @@ def test_training_steps_are_launched(tmp_path: Path) -> None:
         ("output_dir: x\nlaunch: nowhere.yaml\nsft: {}", "launch='nowhere.yaml'"),
         ("output_dir: x\nsft: {}\nsft: {a: 1}", "the key sft is repeated"),
         ("output_dir: x\nsft: {a: 1, a: 2}", "the key a is repeated"),
-        ("output_dir: x\nppo: {sft_model_path: m}", "ppo is paid by nothing"),
+        ("output_dir: x\nppo: {sft_model_path: m}", "ppo has no reward"),
         ("output_dir: x\nppo: {reward_funcs: length}", "ppo has no language model to start from"),
         ("output_dir: x\nsft: {}\nreport: {}", "the section `ppo` is missing"),
     ],

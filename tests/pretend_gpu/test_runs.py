@@ -97,7 +97,7 @@ def test_a_device_is_waited_for_when_it_is_measured(monkeypatch: pytest.MonkeyPa
     ("given", "error"),
     [
         ({"bf16": False}, "needs flash attention on a GPU, which does not compute in float32"),
-        ({"full_determinism": True, "top_p": 0.9}, "no top_p=0.9 that is the same at every run on a GPU"),
+        ({"full_determinism": True, "top_p": 0.9}, "cannot sample with top_p=0.9 deterministically on a GPU"),
     ],
 )
 def test_continuous_batching_is_refused_where_a_gpu_cannot(

@@ -197,7 +197,7 @@ def test_where_every_request_fails_there_is_no_win_rate(server: Any) -> None:
     [
         ({"question": "{prompt} {first}"}, "lacks the fields"),
         ({"question": "{prompt} {first} {second} {third}"}, "has the field 'third'"),
-        ({"question": "{prompt} {first} {second} {"}, "braces that are none are doubled"),
+        ({"question": "{prompt} {first} {second} {"}, "write other braces twice"),
         ({"url": "localhost:8000"}, "must be an address"),
         ({"retries": -1}, "retries=-1"),
         ({"timeout": 0}, "timeout=0"),

@@ -103,7 +103,7 @@ def test_conversations_are_judged_as_texts() -> None:
     ("judge", "options", "error", "message"),
     [
         ([0], {}, ValueError, "returned 1 verdicts for 2 pairs"),
-        ([0, 2], {}, ValueError, "returned 2; return 0, 1 or between"),
+        ([0, 2], {}, ValueError, "returned 2; return a number from 0 to 1"),
         ([0, math.nan], {}, ValueError, "returned nan"),
         (["a", 0], {}, TypeError, "returned 'a'; return 0, 1, or -1"),
         (longer, {"column": "chosen"}, ValueError, "no column 'chosen' with the opponents' responses; add it"),

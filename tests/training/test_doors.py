@@ -351,7 +351,7 @@ def test_an_own_policy_loss_takes_no_more_memory(make_trainer: MakeTrainer) -> N
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        (lambda values, _: {"val/ratio": values}, r"a loss gives figures called \['val/ratio'\]"),
+        (lambda values, _: {"val/ratio": values}, r"a loss returns figures named \['val/ratio'\]"),
         (lambda values, _: {"own": values[:, :1]}, r"the figure 'own' has shape \(2, 1\), expected \(2, 4\)"),
         (lambda values, calls: {f"own_{calls}": values}, r"give the figures \['own_2'\] and gave \['own_1'\] before"),
     ],
