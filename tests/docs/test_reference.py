@@ -1,5 +1,6 @@
 """The reference shows every public name that the pages use, and every public method of every class that it shows."""
 
+import builtins
 import inspect
 import pkgutil
 import re
@@ -59,6 +60,12 @@ def test_names_that_snippets_import_are_in_the_reference() -> None:
         "DemoSize",
         "train_language_model",
     } == set()
+
+
+def test_errors_that_pages_name_are_in_the_reference() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(\w+Error|RunStopped)\b", page.read_text())}
+
+    assert "InUseError" in named and named - shown() - vars(builtins).keys() == set()
 
 
 CLASSES = [(name, options) for name, options in entries() if isinstance(pkgutil.resolve_name(name), type)]
