@@ -296,15 +296,19 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     (options,) = parse(parser, argv, problems)
     problems.fail(program)
     with user_errors(program):
+        path = Path(options.output).expanduser()
+        if path.is_dir():
+            raise ValueError(f"output={options.output!r} is a directory; name a file in it")
+        path.parent.mkdir(parents=True, exist_ok=True)
         prompts = _prompts(options)
         found = decode(options, prompts)
         rows = zip(prompts, found.texts, found.chosen, strict=True)
         lines = [json.dumps({**prompt, "response": text, "value": best.value}) for prompt, text, best in rows]
-        write_text(Path(options.output), "\n".join(lines) + "\n")
+        write_text(path, "\n".join(lines) + "\n")
     print_text(
-        f"{len(prompts)} responses are in {options.output}: {found.num_sampled_tokens} tokens sampled, "
+        f"{len(prompts)} responses are in {path}: {found.num_sampled_tokens} tokens sampled, "
         f"{found.num_valued_rows} rows read by the critic. To judge them: rlhf-ppo judge "
-        f"--dataset_name {options.output} --model_column response ..."
+        f"--dataset_name {path} --model_column response ..."
     )
     return found
 
