@@ -94,6 +94,18 @@ def test_the_devices_of_an_accelerate_configuration(file: str, engine: str, shar
     assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)) == expected
 
 
+def test_the_stage_may_be_in_a_file_of_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    text = (CONFIGS / "deepspeed_zero3.yaml").read_text()
+    settings = f"deepspeed_config:\n  deepspeed_config_file: {tmp_path}/ds.json\n"
+    (tmp_path / "a.yaml").write_text(re.sub(r"deepspeed_config:\n(  .*\n)+", settings, text))
+    given = EstimateArguments(accelerate_config=str(tmp_path / "a.yaml"))
+    assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)).engine == "DeepSpeed ZeRO-3"
+    (tmp_path / "ds.json").unlink()
+    with pytest.raises(ValueError, match=r"a\.yaml' is not a configuration of accelerate: .*ds\.json"):
+        devices_of(given, PPOConfig(output_dir="out", use_cpu=True))
+
+
 @pytest.mark.parametrize(
     ("file", "divided"),
     [
