@@ -392,12 +392,13 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     keys = list(dict.fromkeys(key for entry in log for key in entry))
     if not keys:
         raise ValueError(f"{path} has logged nothing yet")
-    if not any(key.startswith("objective/") for key in keys):
+    root = _root(path)
+    begins_with_evaluation = Path(root, SETTINGS_NAME).exists()  # eval_on_start, before the first update
+    if not (begins_with_evaluation or any(key.startswith("objective/") for key in keys)):
         raise ValueError(
             f"{path} is not a run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
             f"--x step {path}` draws it"
         )
-    root = _root(path)
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
     settings = RunSettings.load(root)

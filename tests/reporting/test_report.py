@@ -489,6 +489,15 @@ def test_a_watched_report_follows_the_run_until_it_ends(tmp_path: Path) -> None:
     assert not watching.is_alive() and refresh_of(path) is None
 
 
+def test_a_watched_run_may_begin_with_an_evaluation(tmp_path: Path) -> None:
+    """With `eval_on_start` the first log is of no update."""
+    run = make_run(tmp_path / "one")
+    write_log(run, [{"eval_score": 0.25, "eval_runtime": 1.0, "step": 0}])
+    (run / "trainer_state.json").unlink(missing_ok=True)
+    data = Page(write_report([run], tmp_path / "report.html")).data
+    assert data["runs"][0]["last_step"] == 0 and [figure["key"] for figure in data["figures"]] == ["eval_score"]
+
+
 def test_ctrl_c_ends_the_watching_with_a_page_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, path = make_run(tmp_path / "one"), tmp_path / "report.html"
 
