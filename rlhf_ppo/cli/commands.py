@@ -48,7 +48,7 @@ from rlhf_ppo.decoding import Decoded, Sampling, best_of_n, value_guided_search
 from rlhf_ppo.estimate.run import estimate_run
 from rlhf_ppo.estimate.update import Estimate
 from rlhf_ppo.models.loading import load_pretrained, load_value_model
-from rlhf_ppo.models.unwrapping import multiplied_dtype
+from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal.text import print_text
@@ -330,6 +330,9 @@ def decode(options: GenerateArguments, prompts: Sequence[dict[str, Any]]) -> Dec
     tokenizer = load_tokenizer(options.model, options.trust_remote_code, "model")
     device = PartialState().device
     policy: Any = load_pretrained(AutoModelForCausalLM, options.model, "model", dtype="auto", **settings)
+    size = text_config(policy).vocab_size
+    if options.stop_token_id is not None and options.stop_token_id >= size:
+        raise ValueError(f"stop_token_id={options.stop_token_id} would never be sampled: model has {size} token ids")
     critic = load_value_model(options.critic, "critic", **settings)
     how = Sampling(
         options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.stop_token_id,

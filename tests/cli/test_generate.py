@@ -101,6 +101,7 @@ def test_its_directory_is_made_before_responses_are(words: list[str], tmp_path: 
         ({"critic": "policy"}, "critic"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"width": "2", "block": "0"}, "block=0"),
+        ({"stop_token_id": "999"}, "stop_token_id=999 would never be sampled"),
         ({"chat_template_kwargs": "{"}, "chat_template_kwargs='{' is not JSON"),
         ({"width": "2", "weighted": "true"}, "weighted=True is for best of n, but width=2"),
     ],
