@@ -27,6 +27,7 @@ from rlhf_ppo.config.validation import AtLeastOne, Interval, check_ranges, optio
 from rlhf_ppo.estimate.run import (
     MEMORY_NOT_COUNTED,
     NOT_COUNTED,
+    describe_fit,
     describe_processes,
     duration,
     mean_prompt_length,
@@ -288,3 +289,5 @@ def show(
     )
     if besides := describe_processes(estimate, seconds, memory):
         print_text(besides)
+    if memory is not None:
+        print_text(describe_fit(estimate, memory))

@@ -130,6 +130,16 @@ def test_two_devices_divide_what_their_engine_divides(file: str, divided: set[st
     assert "8 episodes of 5 + 4 tokens" in printed and "All 3 updates, 24 episodes" in printed
 
 
+def test_the_memory_of_a_device_gives_the_largest_micro_batch(capsys: Any) -> None:
+    """Also on a single device, which sends nothing."""
+    found = estimate(*WITH_MODEL, "--device_memory", "1e9")
+    assert found.communication.total == 0
+    printed = capsys.readouterr().out
+    assert f"The largest micro-batch that fits into 954 MiB has {found.rows_per_step} rows; it has " in printed
+    estimate(*WITH_MODEL, "--device_memory", "1e4")
+    assert "No micro-batch fits into 9.77 KiB, not even one of a single row." in capsys.readouterr().out
+
+
 def test_times_come_from_the_given_rates_and_the_number_of_updates(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("rlhf_ppo.cli.estimate.measure_rates", lambda *_: (1e6, 1e5))
     found = estimate(*WITH_MODEL, "--num_train_epochs", "2")
