@@ -393,8 +393,8 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     if not keys:
         raise ValueError(f"{path} has logged nothing yet")
     root = _root(path)
-    begins_with_evaluation = Path(root, SETTINGS_NAME).exists()  # eval_on_start, before the first update
-    if not (begins_with_evaluation or any(key.startswith("objective/") for key in keys)):
+    has_only_evaluated = "loss" not in keys and Path(root, SETTINGS_NAME).exists()  # with eval_on_start
+    if not (has_only_evaluated or any(key.startswith("objective/") for key in keys)):
         raise ValueError(
             f"{path} is not a run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
             f"--x step {path}` draws it"
