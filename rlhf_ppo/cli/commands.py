@@ -12,8 +12,8 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPOScriptArguments, quantization_options
-from rlhf_ppo.cli.checks import Problems, check_step_options, parse, train_and_eval_rows
-from rlhf_ppo.cli.errors import program_name, user_errors
+from rlhf_ppo.cli.checks import check_step_options, parse, train_and_eval_rows
+from rlhf_ppo.cli.errors import Problems, program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.options import CHAT_TEMPLATE_KWARGS, JudgeArguments
 from rlhf_ppo.cli.training import (

@@ -21,8 +21,8 @@ from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.checkpoints.run import parse_resume
 from rlhf_ppo.cli.arguments import PPOArgumentParser, prepare_trackers
-from rlhf_ppo.cli.checks import Problems, parse, train_and_eval_rows
-from rlhf_ppo.cli.errors import CommandParser, program_name, user_errors
+from rlhf_ppo.cli.checks import parse, train_and_eval_rows
+from rlhf_ppo.cli.errors import CommandParser, Problems, program_name, user_errors
 from rlhf_ppo.cli.training import (
     DefaultBf16,
     check_model,
