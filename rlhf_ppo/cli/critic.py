@@ -227,6 +227,8 @@ def held_out_rows(options: Any, recorded: str | None) -> Any:
     Raises:
         ValueError: There are none.
     """
+    if options.num_prompts < 1:
+        raise ValueError(f"num_prompts={options.num_prompts} must be at least 1")
     name = options.dataset_name or recorded
     if name is None:
         raise ValueError("dataset_name=None: the run does not say which prompts it had, so give dataset_name")
