@@ -87,7 +87,7 @@ def format_number(value: float) -> str:
 
 def _decimals(value: float) -> str:
     """Format a number of a column with three decimals."""
-    return f"{round(value, 3) + 0.0:.3f}" if abs(value) < 1e5 else f"{value:.1e}"
+    return f"{value:z.3f}" if abs(value) < 1e5 else f"{value:.1e}"
 
 
 def format_duration(seconds: float) -> str:
