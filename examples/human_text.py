@@ -68,7 +68,7 @@ def read_pairs(path: Path) -> list[Row]:
         ValueError: A line is not a pair.
     """
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
         try:
             row = json.loads(line)
             pair = {name: str(row[name]) for name in ("prompt", "chosen", "rejected")}

@@ -45,8 +45,6 @@ from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signat
 from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings, hide_logs
 from rlhf_ppo.training.datasets import PromptPreparation
 
-__all__ = ["Problems", "check_step_options", "parse", "train_and_eval_rows"]
-
 Origins = Mapping[str, str | None]
 """For each directory that an earlier step of a pipeline writes: the model that the step starts from, if any."""
 

@@ -12,8 +12,8 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPOScriptArguments, quantization_options
-from rlhf_ppo.cli.checks import Problems, check_step_options, parse, train_and_eval_rows
-from rlhf_ppo.cli.errors import program_name, user_errors
+from rlhf_ppo.cli.checks import check_step_options, parse, train_and_eval_rows
+from rlhf_ppo.cli.errors import Problems, program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.options import CHAT_TEMPLATE_KWARGS, JudgeArguments
 from rlhf_ppo.cli.training import (
@@ -48,7 +48,7 @@ from rlhf_ppo.decoding import Decoded, Sampling, best_of_n, value_guided_search
 from rlhf_ppo.estimate.run import estimate_run
 from rlhf_ppo.estimate.update import Estimate
 from rlhf_ppo.models.loading import load_pretrained, load_value_model
-from rlhf_ppo.models.unwrapping import multiplied_dtype
+from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal.text import print_text
@@ -296,15 +296,19 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     (options,) = parse(parser, argv, problems)
     problems.fail(program)
     with user_errors(program):
+        path = Path(options.output).expanduser()
+        if path.is_dir():
+            raise ValueError(f"output={options.output!r} is a directory; name a file in it")
+        path.parent.mkdir(parents=True, exist_ok=True)
         prompts = _prompts(options)
         found = decode(options, prompts)
         rows = zip(prompts, found.texts, found.chosen, strict=True)
         lines = [json.dumps({**prompt, "response": text, "value": best.value}) for prompt, text, best in rows]
-        write_text(Path(options.output), "\n".join(lines) + "\n")
+        write_text(path, "\n".join(lines) + "\n")
     print_text(
-        f"{len(prompts)} responses are in {options.output}: {found.num_sampled_tokens} tokens sampled, "
+        f"{len(prompts)} responses are in {path}: {found.num_sampled_tokens} tokens sampled, "
         f"{found.num_valued_rows} rows read by the critic. To judge them: rlhf-ppo judge "
-        f"--dataset_name {options.output} --model_column response ..."
+        f"--dataset_name {path} --model_column response ..."
     )
     return found
 
@@ -326,6 +330,9 @@ def decode(options: GenerateArguments, prompts: Sequence[dict[str, Any]]) -> Dec
     tokenizer = load_tokenizer(options.model, options.trust_remote_code, "model")
     device = PartialState().device
     policy: Any = load_pretrained(AutoModelForCausalLM, options.model, "model", dtype="auto", **settings)
+    size = text_config(policy).vocab_size
+    if options.stop_token_id is not None and options.stop_token_id >= size:
+        raise ValueError(f"stop_token_id={options.stop_token_id} would never be sampled: model has {size} token ids")
     critic = load_value_model(options.critic, "critic", **settings)
     how = Sampling(
         options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.stop_token_id,

@@ -20,9 +20,9 @@ from trl.trainer.utils import get_peft_config
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.checkpoints.run import parse_resume
-from rlhf_ppo.cli.arguments import PPOArgumentParser
-from rlhf_ppo.cli.checks import Problems, parse, train_and_eval_rows
-from rlhf_ppo.cli.errors import CommandParser, program_name, user_errors
+from rlhf_ppo.cli.arguments import PPOArgumentParser, prepare_trackers
+from rlhf_ppo.cli.checks import parse, train_and_eval_rows
+from rlhf_ppo.cli.errors import CommandParser, Problems, program_name, user_errors
 from rlhf_ppo.cli.training import (
     DefaultBf16,
     check_model,
@@ -32,6 +32,7 @@ from rlhf_ppo.cli.training import (
     running,
 )
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.inherited import INHERITED_RANGES, check_inherited
 from rlhf_ppo.config.validation import PositiveShare, Share, check_ranges, option, ranges_of
 from rlhf_ppo.data.prompts import left_padded
 from rlhf_ppo.evaluation.critic_audit import CriticAudit, Estimate
@@ -226,6 +227,8 @@ def held_out_rows(options: Any, recorded: str | None) -> Any:
     Raises:
         ValueError: There are none.
     """
+    if options.num_prompts < 1:
+        raise ValueError(f"num_prompts={options.num_prompts} must be at least 1")
     name = options.dataset_name or recorded
     if name is None:
         raise ValueError("dataset_name=None: the run does not say which prompts it had, so give dataset_name")
@@ -462,6 +465,9 @@ def train_critic(argv: Sequence[str] | None = None) -> CriticTrainer:
     problems.fail(program)
     with user_errors(program):
         check_ranges(script_args, ranges_of(CriticScriptArguments))
+        check_ranges(args, INHERITED_RANGES)
+        check_inherited(args)
+        prepare_trackers(args)
         check_output_dir(args.output_dir)
         if args.save_only_model and parse_resume(args.resume_from_checkpoint):
             raise ValueError(

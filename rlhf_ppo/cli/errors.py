@@ -27,7 +27,8 @@ class OneSpelling(argparse.ArgumentDefaultsHelpFormatter):
         return super()._format_action_invocation(shown)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False, [], Path()) else super()._get_help_string(action)
+        shows_none = action.default is False or action.default in (None, [], Path())  # 0, which equals False, is shown
+        return action.help if shows_none else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -2,12 +2,13 @@
 
 # TrlParser reads the annotations, so they are not postponed.
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import HfDeepSpeedConfig
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -26,6 +27,7 @@ from rlhf_ppo.config.validation import AtLeastOne, Interval, check_ranges, optio
 from rlhf_ppo.estimate.run import (
     MEMORY_NOT_COUNTED,
     NOT_COUNTED,
+    describe_fit,
     describe_processes,
     duration,
     mean_prompt_length,
@@ -111,14 +113,21 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
     if path is not None:
         try:
             config: Any = load_config_from_file(path)
+            stage, is_fsdp = _zero_stage(config.deepspeed_config or {}), bool(config.fsdp_config)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:  # of an empty one
             raise ValueError(f"accelerate_config={path!r} is not a configuration of accelerate: {error}") from error
         count = config.num_processes
-        stage, is_fsdp = (config.deepspeed_config or {}).get("zero_stage"), bool(config.fsdp_config)
     count = script_args.num_devices or count
     engine = "FSDP" if is_fsdp else f"DeepSpeed ZeRO-{stage}" if stage else "DDP" if count > 1 else ""
     sharding = Sharding.of(stage, is_fsdp, count, mixed_precision_dtype(args), reduces_once(args))
     return Devices(count, engine, sharding)
+
+
+def _zero_stage(settings: Mapping[str, Any]) -> int | None:
+    """Return the stage in the DeepSpeed settings of accelerate, or in the file that they name."""
+    if (path := settings.get("deepspeed_config_file")) is None:
+        return settings.get("zero_stage")
+    return HfDeepSpeedConfig(path).get_value("zero_optimization.stage")
 
 
 def models_without_weights(
@@ -280,3 +289,5 @@ def show(
     )
     if besides := describe_processes(estimate, seconds, memory):
         print_text(besides)
+    if memory is not None:
+        print_text(describe_fit(estimate, memory))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import sys
 import textwrap
@@ -313,4 +313,4 @@ def scalar(text: str | None) -> str:
         is_plain = yaml.safe_load(f"[{text}]") == [text] and visible(text, one_line=True) == text
     except yaml.YAMLError:
         is_plain = False
-    return text if is_plain else json.dumps(text)
+    return text if is_plain else yaml.safe_dump(text, default_style='"', width=math.inf).strip()

@@ -57,9 +57,6 @@ FUNCTIONS = {"eval": "evaluate", "critic train": "train_critic"}
 
 def print_commands() -> None:
     """Print the commands, beginning with the commands for a first try."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False)
     console.print("usage: rlhf-ppo COMMAND \\[options]\n\nRLHF with PPO as a transformers.Trainer.\n")
     table = Table.grid(padding=(0, 2, 0, 0))

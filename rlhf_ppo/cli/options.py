@@ -1,6 +1,7 @@
 """Options of `rlhf-ppo judge` and `rlhf-ppo llm`; importing them needs neither torch nor transformers."""
 
 # HfArgumentParser reads the annotations, so they are not postponed.
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -108,7 +109,8 @@ class JudgeArguments:
         """Whether the judge is a chat model at a server."""
         if self.judge_model is None:
             return False
-        return self.judge_url is not None or OPENAI_NAMES.fullmatch(self.judge_model) is not None
+        is_openais = OPENAI_NAMES.fullmatch(self.judge_model) and not os.path.isdir(self.judge_model)
+        return self.judge_url is not None or bool(is_openais)
 
 
 UNSUPPORTED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -194,8 +195,10 @@ def _check_ppo(options: Mapping[str, Any]) -> None:
         return  # which may name them
     if options.get("sft_model_path") is None:
         raise ValueError("ppo has no language model to start from: write a section `sft`, or sft_model_path")
-    if options.get("reward_model_path") is None and not options.get("reward_funcs"):
-        raise ValueError("ppo has no reward: write a section `reward`, or reward_model_path or reward_funcs")
+    if not any(options.get(name) for name in ("reward_model_path", "reward_funcs", "environment")):
+        raise ValueError(
+            "ppo has no reward: write a section `reward`, or reward_model_path, reward_funcs or environment"
+        )
 
 
 def _overridden(start: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +266,8 @@ RECORD = "pipeline.json"
 """The file in the pipeline's directory that lists the steps that were started, and which of them are finished."""
 
 _OF_THE_RUN = {"README.md", "training_args.bin", ACCURACY, "trainer_state.json", "log_history.jsonl", "curves.png"}
-_DATA = ("dataset_name", "ptx_dataset", "judge_prompt", "config", "reward_funcs", "judge")
+_DATA = ("dataset_name", "ptx_dataset", "judge_prompt", "config", "reward_funcs", "environment", "tools", "judge")
+_CODE = re.compile(r"(?:[^=/]+=)?(?P<file>.+\.py):")
 _MODELS = ("model_name_or_path", "sft_model_path", "reward_model_path", "model", "opponent", "judge_model")
 
 
@@ -428,4 +432,5 @@ def _files_of(word: str, is_model: bool) -> Iterator[Path]:
     if path.is_dir():
         yield from model_files(path) if is_model else (each for each in path.rglob("*") if each.is_file())
     elif not is_model:
-        yield from (each for each in (path, Path(word.rpartition(":")[0]).expanduser()) if each.is_file())
+        code = [Path(found["file"]).expanduser()] if (found := _CODE.match(word)) else []
+        yield from (each for each in (path, *code) if each.is_file())

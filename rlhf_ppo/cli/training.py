@@ -570,10 +570,10 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
         adapted = AutoPeftModelForCausalLM.from_pretrained(directory, **trust)
     merged: Any = adapted.merge_and_unload()
     drop_ignored_generation_settings(merged)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        os.remove(os.path.join(directory, name))
     with hide_model_bars():
         merged.save_pretrained(directory)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):  # last: without them a failed save would lose it
+        os.remove(os.path.join(directory, name))
 
 
 def policy_tokenizer(

@@ -125,15 +125,19 @@ class TextEnvironment:
     def _first_text(self, returned: Any) -> str | None:
         if callable(getattr(self.inner, "init", None)):
             conversation, self.info = returned
-            return _added(self.prompt, conversation, type(self.inner).__name__)
+            return self._remembered(_added(self.prompt, conversation, type(self.inner).__name__))
         if self._takes_states():
             self.history, given = returned["observation"], _text_of_prompt(self.prompt)
             if not self.history.startswith(given):
                 raise AdapterError("reset of the OpenRLHF agent changed the prompt; it can only append to it")
-            return self.history[len(given) :] or None
+            return self._remembered(self.history[len(given) :] or None)
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
             returned, self.info = returned
         return self._text(returned.observation if _is_step_result(returned) else returned)
+
+    def _remembered(self, text: str | None) -> str | None:
+        self.observation = text or ""
+        return text
 
     def respond(self, text: str) -> Any:
         """Pass a message to the environment; return the observation's text, or a coroutine that returns it."""

@@ -291,6 +291,21 @@ def largest_micro_batch(estimate: Estimate, memory: float) -> int:
     return min(max(rows, 1), estimate.rows_per_step)
 
 
+def describe_fit(estimate: Estimate, memory: float) -> str:
+    """Say how many rows a micro-batch may have.
+
+    Args:
+        estimate: The estimate.
+        memory: Bytes of a device, of which a tenth is left free.
+    """
+    rows = largest_micro_batch(estimate, memory)
+    more = (rows - estimate.rows_per_micro_batch) * estimate.learning_row
+    if estimate.resident + estimate.learning + more > SHARE_OF_MEMORY * memory:
+        return f"No micro-batch fits into {size(memory)}, not even one of a single row."
+    now = estimate.rows_per_micro_batch
+    return f"The largest micro-batch that fits into {size(memory)} has {rows} rows; it has {now} now."
+
+
 # Measurements
 
 

@@ -210,6 +210,9 @@ def _mentions_log_metric(code: types.CodeType) -> bool:
 NUM_PRINTED, NUM_LINES, NARROWEST = 2, 3, 20
 """Rows of a table in the terminal, lines of a text, and least columns for a text; files and reports have all."""
 
+_COLUMNS = {"query": "query", "model response": "response", "score": "score"}
+"""The first columns of a table, and their keys in `sample_rows`."""
+
 
 def sample_rows(
     tokenizer: PreTrainedTokenizerBase,
@@ -229,10 +232,12 @@ def sample_rows(
 
     Returns:
         `B` dicts with `query` (without special tokens), `response` (with its stop token and tool output),
-        `score`, the reward sources' scores under `by_source`, and the extra columns under `extra`; episodes of several
-        turns have the column `messages`, as JSON.
+        `score`, the reward sources' scores under `by_source`, and the extra columns under `extra` (called
+        `<name> logged` if the table has a column of that name); episodes of several turns have the column `messages`,
+        as JSON.
     """
-    extra = dict(extra)
+    taken = {*_COLUMNS, "messages", *(scores.by_source if len(scores.by_source) > 1 else ())}
+    extra = {f"{name} logged" if name in taken else name: values for name, values in extra.items()}
     if (episodes := extra.pop(EPISODE_COLUMN, None)) is not None:
         extra["messages"] = [as_json(episode["messages"]) for episode in episodes]
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
@@ -261,11 +266,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.Da
         The columns `query`, `model response`, `score`, with several reward sources one per source (called
         `<name> reward` if the source has one of the first three names), and those of `extra`.
     """
-    columns = {
-        "query": [row["query"] for row in rows],
-        "model response": [row["response"] for row in rows],
-        "score": [row["score"] for row in rows],
-    }
+    columns = {name: [row[key] for row in rows] for name, key in _COLUMNS.items()}
     of_sources = {
         f"{name} reward" if name in columns else name: [row["by_source"][name] for row in rows]
         for name in (sources if len(sources) > 1 else ())

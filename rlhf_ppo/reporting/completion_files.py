@@ -339,8 +339,12 @@ def _stored(value: Any) -> Any:
 
 
 def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
-    if kind is None and all(value is None or isinstance(value, int | float) for value in values):
-        kind = pa.float64()
     if kind is None:  # reward functions may log any value
-        values, kind = [None if value is None else str(value) for value in values], pa.string()
+        as_kind, kind = (float, pa.float64()) if all(map(_fits_float, values)) else (str, pa.string())
+        values = [None if value is None else as_kind(value) for value in values]
     return pa.array(values, kind)
+
+
+def _fits_float(value: Any) -> bool:
+    """Return whether a value is None or a number that float64 holds exactly."""
+    return value is None or (isinstance(value, int | float) and float(value) == value)

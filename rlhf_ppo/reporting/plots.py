@@ -99,8 +99,8 @@ def plot_metrics(
     for unused in axes[len(shown) :]:
         unused.remove()
     if len(groups) > 1:
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(groups), 6), frameon=False)
+        lines, labels = axes[0].get_lines(), list(map(_label, groups))  # the axes leave out labels such as "_a"
+        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(groups), 6), frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=110, format=Path(path).suffix.lower().lstrip("."))

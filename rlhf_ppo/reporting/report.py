@@ -377,6 +377,8 @@ def _as_text(value: Any) -> str:
     value = getattr(value, "value", value)  # enums
     if value is None:
         return "not set"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))  # gamma=1 is the default of 1.0
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return ", ".join(value) or "none"
     return value if isinstance(value, str) else json.dumps(value, default=str)

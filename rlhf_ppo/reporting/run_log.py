@@ -392,12 +392,13 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     keys = list(dict.fromkeys(key for entry in log for key in entry))
     if not keys:
         raise ValueError(f"{path} has logged nothing yet")
-    if not any(key.startswith("objective/") for key in keys):
+    root = _root(path)
+    has_only_evaluated = "loss" not in keys and Path(root, SETTINGS_NAME).exists()  # with eval_on_start
+    if not (has_only_evaluated or any(key.startswith("objective/") for key in keys)):
         raise ValueError(
             f"{path} is not a run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
             f"--x step {path}` draws it"
         )
-    root = _root(path)
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
     settings = RunSettings.load(root)
@@ -436,5 +437,7 @@ def _label(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     start = os.path.commonprefix(list(names))  # noqa: RUF071 (characters in common, as in "a-seed1" and "a-seed2")
+    if any(name[len(start) :][:1].isdigit() for name in names):
+        start = start.rstrip("0123456789")  # of 42 and 43, 4 is no name
     common = re.sub(r"[-_./ ]*(seed|run)?[-_./ =]*$", "", start)
     return common or f"{names[0]} and {len(names) - 1} more"

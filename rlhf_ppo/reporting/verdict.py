@@ -311,12 +311,12 @@ def _of_training(outcome: Outcome, figures: _Figures) -> Iterator[_Found]:
         )
     if score and not has_risen:
         yield (
-            f"The score has not risen: {score[0]:.2f} at first, {score[1]:.2f} at the end.",
+            f"The score has not risen: {score[0]:z.2f} at first, {score[1]:z.2f} at the end.",
             "Raise total_episodes or learning_rate.",
         )
     if kl and is_still:
         yield (
-            f"The policy has hardly changed: the KL to the SFT model is {kl[1]:.2f} nats per response.",
+            f"The policy has hardly changed: the KL to the SFT model is {kl[1]:z.2f} nats per response.",
             "Raise learning_rate or total_episodes, or lower kl_coef.",
         )
     if 0 < figures.updates < FEW_UPDATES:

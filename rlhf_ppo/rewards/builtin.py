@@ -384,7 +384,9 @@ def final_answer(text: str) -> str:
         return _until_closing_brace(text[boxed + len(_BOXED) :]).strip()
     if not marked:
         return text.strip()
-    return text[marked[-1] :].lstrip("* \t\n").split("\n")[0].rstrip("* \t")
+    line = text[marked[-1] :].lstrip("* \t\n").split("\n")[0].rstrip()
+    stop = line[-1:] if line.endswith((".", "!", "?")) else ""
+    return line.removesuffix(stop).rstrip("* \t") + stop  # bold type may end before the full stop
 
 
 def same_text(answer: str, reference: str) -> bool:

@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -130,7 +131,8 @@ def _definition(spec: str, path: Path, argument: str) -> ast.stmt | None:
     """
     name = spec.rpartition(":")[2]
     try:
-        source = path.read_text(encoding="utf-8")
+        with tokenize.open(path) as file:  # in the encoding that Python takes
+            source = file.read()
         statements = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(

@@ -87,7 +87,7 @@ def format_number(value: float) -> str:
 
 def _decimals(value: float) -> str:
     """Format a number of a column with three decimals."""
-    return f"{round(value, 3) + 0.0:.3f}" if abs(value) < 1e5 else f"{value:.1e}"
+    return f"{value:z.3f}" if abs(value) < 1e5 else f"{value:.1e}"
 
 
 def format_duration(seconds: float) -> str:
@@ -193,6 +193,10 @@ _EVALUATION_ROWS = {
     "eval_kl": "held-out KL, nats",
     "eval_ended_frac": "held-out share that ended",
 }
+_FORMATS: Mapping[str, Callable[[float], str]] = {
+    **dict.fromkeys(("response/ended_frac", "policy/clipfrac_avg", "eval_ended_frac"), "{:.0%}".format),
+    "time/tokens_per_second": "{:.0f}".format,
+}
 
 
 def summary_table(log_history: Sequence[Logs]) -> Table | None:
@@ -214,8 +218,7 @@ def summary_table(log_history: Sequence[Logs]) -> Table | None:
     for logs, rows in ((updates, _with_rewards(_ROWS, updates)), (evaluations, _EVALUATION_ROWS)):
         for key, meaning in rows.items():
             if values := [float(log[key]) for log in logs if key in log]:
-                form = "{:.0%}".format if "share" in meaning else format_number
-                form = "{:.0f}".format if "per second" in meaning else form
+                form = _FORMATS.get(key, format_number)
                 table.add_row(cell(meaning), *map(form, (values[0], values[-1], min(values), max(values))))
     return table
 

@@ -118,6 +118,7 @@ def test_the_kl_is_to_the_runs_own_reference(files: Path, make_trainer: Any, cap
         (["--dataset_name", "nowhere.jsonl"], {"seed": 1}, "nowhere.jsonl"),
         (["--reward_funcs", "nowhere.py:score"], {"seed": 1}, "nowhere.py"),
         (["--num_prefixes", "1"], {"seed": 1}, "num_prefixes=1"),
+        (["--num_prompts", "0"], {"seed": 1}, "num_prompts=0"),
     ],
 )
 def test_a_mistake_is_one_sentence(

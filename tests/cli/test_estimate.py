@@ -94,6 +94,18 @@ def test_the_devices_of_an_accelerate_configuration(file: str, engine: str, shar
     assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)) == expected
 
 
+def test_the_stage_may_be_in_a_file_of_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    text = (CONFIGS / "deepspeed_zero3.yaml").read_text()
+    settings = f"deepspeed_config:\n  deepspeed_config_file: {tmp_path}/ds.json\n"
+    (tmp_path / "a.yaml").write_text(re.sub(r"deepspeed_config:\n(  .*\n)+", settings, text))
+    given = EstimateArguments(accelerate_config=str(tmp_path / "a.yaml"))
+    assert devices_of(given, PPOConfig(output_dir="out", use_cpu=True)).engine == "DeepSpeed ZeRO-3"
+    (tmp_path / "ds.json").unlink()
+    with pytest.raises(ValueError, match=r"a\.yaml' is not a configuration of accelerate: .*ds\.json"):
+        devices_of(given, PPOConfig(output_dir="out", use_cpu=True))
+
+
 @pytest.mark.parametrize(
     ("file", "divided"),
     [
@@ -116,6 +128,16 @@ def test_two_devices_divide_what_their_engine_divides(file: str, divided: set[st
     printed = capsys.readouterr().out
     assert "on 2 devices, DeepSpeed ZeRO-" in printed and len(re.findall(r"│ +2 +│", printed)) == len(divided)
     assert "8 episodes of 5 + 4 tokens" in printed and "All 3 updates, 24 episodes" in printed
+
+
+def test_the_memory_of_a_device_gives_the_largest_micro_batch(capsys: Any) -> None:
+    """Also on a single device, which sends nothing."""
+    found = estimate(*WITH_MODEL, "--device_memory", "1e9")
+    assert found.communication.total == 0
+    printed = capsys.readouterr().out
+    assert f"The largest micro-batch that fits into 954 MiB has {found.rows_per_step} rows; it has " in printed
+    estimate(*WITH_MODEL, "--device_memory", "1e4")
+    assert "No micro-batch fits into 9.77 KiB, not even one of a single row." in capsys.readouterr().out
 
 
 def test_times_come_from_the_given_rates_and_the_number_of_updates(monkeypatch: Any, capsys: Any) -> None:

@@ -85,6 +85,14 @@ def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
     assert values[1] > values[0]
 
 
+def test_its_directory_is_made_before_responses_are(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    main(["generate", *words[:-1], str(tmp_path / "new/out.jsonl"), "--max_new_tokens", "2", "--n", "1"])
+    assert len((tmp_path / "new/out.jsonl").read_text().splitlines()) == 3
+    with pytest.raises(SystemExit):
+        main(["generate", *words[:-1], str(tmp_path / "new"), "--dataset_name", "nowhere.jsonl"])
+    assert "new' is a directory; name a file in it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -93,6 +101,7 @@ def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
         ({"critic": "policy"}, "critic"),
         ({"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"width": "2", "block": "0"}, "block=0"),
+        ({"stop_token_id": "999"}, "stop_token_id=999 would never be sampled"),
         ({"chat_template_kwargs": "{"}, "chat_template_kwargs='{' is not JSON"),
         ({"width": "2", "weighted": "true"}, "weighted=True is for best of n, but width=2"),
     ],

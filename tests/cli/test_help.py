@@ -79,6 +79,7 @@ def test_all_options_are_shown_on_demand(capsys):
     text = printed(["train", "--help-all"], capsys)
 
     assert "--importance_sampling_clip_max" in text and "--learning_rate" in text and "--learning-rate" not in text
+    assert re.search(r"--weight_decay [^-]+\(default: 0.0\)", text) and "(default: False)" not in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -10,7 +10,8 @@ import pytest
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import DryRunScriptArguments
-from rlhf_ppo.cli.checks import Problems, check_step_options, train_and_eval_rows
+from rlhf_ppo.cli.checks import check_step_options, train_and_eval_rows
+from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.judge import load_rows
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import RewardArguments

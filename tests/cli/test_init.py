@@ -248,7 +248,9 @@ def test_other_programs_do_not_slow_the_measurement(function: Callable[[], None]
     assert seconds_of(function, torch.device("cpu")) < 0.01
 
 
-@pytest.mark.parametrize("text", ["yes", "a: b", "# c", 'd "e" {f}', "007", "plain/path.jsonl"])
+@pytest.mark.parametrize(
+    "text", ["yes", "a: b", "# c", 'd "e" {f}', "007", "plain/path.jsonl", "\U0001f389: é \x1b", "a: " * 90]
+)
 def test_every_name_is_read_as_it_was_given(text: str) -> None:
     assert yaml.safe_load(f"x: {scalar(text)}") == {"x": text}
 

@@ -10,7 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedModel,
+)
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import aitraining
@@ -470,6 +476,24 @@ def test_adapters_are_merged_unless_switched_off(trainer, merge, workshop):
         with torch.no_grad():
             wanted, found = trained.model.eval()(ids).logits, auto.from_pretrained("out")(ids).logits
         assert torch.allclose(wanted, found, atol=1e-5)
+
+
+def test_a_failed_merge_leaves_the_adapter(workshop, monkeypatch):
+    pytest.importorskip("peft")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises((OSError, SystemExit)):
+        llm(
+            shlex.split(
+                f"--trainer sft --model base --data-path prompts.jsonl --project-name out --peft {RUN} "
+                "--save-strategy no"
+            )
+        )
+
+    assert Path("out/adapter_config.json").exists() and Path("out/adapter_model.safetensors").exists()
 
 
 def test_padding_is_the_saved_tokenizers_side(workshop):

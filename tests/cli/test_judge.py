@@ -15,6 +15,7 @@ from datasets import Dataset, DatasetDict
 
 from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
+from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.reporting.judgements import judged_data, over_seeds, read_judged
 from rlhf_ppo.reporting.model_card import model_card
@@ -346,6 +347,14 @@ def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words
 
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert stopped.value.code == 2 and len(errors) == 1 and words in errors[0]
+
+
+def test_a_directory_with_a_name_as_openais_is_a_reward_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"dataset_name": "d", "model": "m", "opponent": "o", "judge_model": "gpt-reward"}
+    assert JudgeArguments(**options).asks_chat_model
+    (tmp_path / "gpt-reward").mkdir()
+    assert not JudgeArguments(**options).asks_chat_model
 
 
 def test_a_judge_that_prefers_a_place_shows(places, server, capsys):

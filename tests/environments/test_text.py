@@ -104,6 +104,15 @@ def test_skyrl_gym(pool: Callable[..., Environments]) -> None:
         answer_texts([new], ["rewrite"])
 
 
+def test_an_invalid_first_message_gets_the_first_observation_again(pool: Callable[..., Environments]) -> None:
+    environments = pool(text_environment(adapted.Sum, actions={"4": "4", "5": "5"}, invalid="Again:{observation}"))
+    for _ in range(2):
+        (episode,) = environments.start([{"prompt": PROMPT, "answer": "4"}])
+        assert answer_texts([episode], ["what"])[0].observation == "Again: Think."
+        assert answer_texts([episode], ["5"])[0].observation == "Wrong.\nTurn 1."
+        environments.release()
+
+
 def test_openrlhf(pool: Callable[..., Environments]) -> None:
     (episode,) = pool(text_environment(adapted.Agent)).start([{"prompt": "Q", "label": "L"}])
 

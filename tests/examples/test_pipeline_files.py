@@ -148,9 +148,9 @@ def test_maths_with_a_rule_runs_at_the_size_of_a_toy(
 
 
 def test_no_prompt_of_human_text_is_in_two_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = [{"prompt": f"I {row % 90}", "chosen": " ran.", "rejected": f" fell {row}."} for row in range(180)]
+    pairs = [{"prompt": f"I {row % 90}", "chosen": " ran.", "rejected": f" fell\u2028{row}."} for row in range(180)]
     pairs += [{"prompt": "", "chosen": " a", "rejected": " b"}, {"prompt": "I 1", "chosen": " c", "rejected": " c"}]
-    Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in pairs), "utf-8")
     monkeypatch.setattr(sys, "argv", ["human_text.py", "pairs.jsonl", "human_text", "--num_held_out", "9"])
     runpy.run_path("examples/human_text.py", run_name="__main__")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlhf_ppo.cli.main import pipeline as command
 from rlhf_ppo.cli.pipeline import planned, run_pipeline
-from rlhf_ppo.cli.steps import read_pipeline, read_record
+from rlhf_ppo.cli.steps import named_files, read_pipeline, read_record
 from tests.pipeline.stand_ins import TEXT, Steps, prepare
 
 RECORD = Path("out/pipeline.json")
@@ -120,6 +120,20 @@ def test_without_a_record_steps_continue_from_what_is_there(whole: dict[str, Any
 
     assert [resumed for _, resumed in steps.started] == [True] * 4 + [False] * 2
     assert json.loads(RECORD.read_text()) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("environment", "code.py:Maze"),
+        ("environment", ["maze=code.py:Maze", "shop=other.py:Shop"]),
+        ("tools", ["code.py:search"]),
+        ("reward_funcs", "code.py:score(marks='a:b')"),
+    ],
+)
+def test_the_code_that_options_name_is_read(name: str, value: Any, empty_place: Path) -> None:
+    Path("code.py").touch()
+    assert len(named_files({name: value}, [])) == 1
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,12 @@ def test_a_column_stands_for_the_model_that_would_be_compared(tmp_path: Path) ->
     assert "opponent" not in steps(text, tmp_path)["judge-seed3"].options
 
 
+def test_an_environment_may_pay(tmp_path: Path) -> None:
+    found = steps("output_dir: x\nppo: {sft_model_path: m, environment: maze.py:Maze}", tmp_path)
+
+    assert found["ppo"].argv()[:4] == ["--sft_model_path", "m", "--environment", "maze.py:Maze"]
+
+
 def test_training_steps_are_launched(tmp_path: Path) -> None:
     (tmp_path / "zero2.yaml").write_text("")
     (tmp_path / "run.yaml").write_text(f"output_dir: x\nlaunch: {tmp_path}/zero2.yaml\nsft: {{dataset_name: d}}")

@@ -154,6 +154,14 @@ def test_unscored_responses_and_infinite_figures_survive(tmp_path: Path) -> None
     assert found["score"] is None and found["token_kl"] == [float("inf")]
 
 
+def test_numbers_that_no_float_holds_exactly_are_kept_as_texts(tmp_path: Path) -> None:
+    """Such as a hash that a reward function logs, which would end the run."""
+    rows = [row(**{"extra/hash": 2**53 + 1, "extra/size": 2**70, "extra/share": 0.5, "extra/flag": True})]
+    (found,) = read_completions(write_completions(tmp_path, rows, Run("a")))
+    kept = (found["extra/hash"], found["extra/size"], found["extra/share"], found["extra/flag"])
+    assert kept == (str(2**53 + 1), 2.0**70, 0.5, 1.0)
+
+
 def test_a_damaged_or_foreign_file_is_named(tmp_path: Path) -> None:
     path = write_completions(tmp_path, [row()], Run("a"))
     whole = path.read_bytes()

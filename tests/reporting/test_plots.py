@@ -8,7 +8,7 @@ from transformers import TrainerState
 from rlhf_ppo.cli.main import plot
 from rlhf_ppo.reporting import plots
 from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics
-from rlhf_ppo.reporting.run_log import read_log
+from rlhf_ppo.reporting.run_log import grouped_directories, read_log
 
 LOG = [
     {"step": 1, "episode": 8, "objective/kl": 0.0, "objective/scores": -1.5},
@@ -86,6 +86,26 @@ def test_several_runs_lie_over_each_other(tmp_path):
     drawn = lines(panel(figure, "objective/kl"))
     assert drawn == {"run 1": ([1, 2, 3], [0.0, 0.25, 0.75]), "run 2": ([1, 2, 3], [1.0, 1.25, 1.75])}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["run 1", "run 2"]
+
+
+def test_a_label_may_begin_with_an_underscore(tmp_path):
+    figure = plot_metrics({"_mine": [LOG], "other": [SECOND]}, tmp_path / "curves.svg", metrics=["objective/kl"])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_mine", "other"]
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["ppo-seed42", "ppo-seed43"], "ppo"),
+        (["run1", "run10"], "run1 and 1 more"),
+        (["v2-a", "v2-b"], "v2"),
+        (["v2", "v2-b"], "v2"),
+    ],
+)
+def test_the_label_of_several_seeds_has_no_part_of_a_number(names, label, tmp_path):
+    for seed, name in enumerate(names):
+        run_of(tmp_path / name, seed, 0.1, [0, 1])
+    assert list(grouped_directories([str(tmp_path / name) for name in names])) == [label]
 
 
 def run_of(folder, seed, kl_coef, scores):

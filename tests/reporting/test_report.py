@@ -75,7 +75,7 @@ def make_run(folder: Path, seed: int = 0, **arguments: Any) -> Path:
     run = Run(f"run of {folder}")
     run.save(folder)
     (folder / "log_history.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in log_of(seed)))
-    given = {"seed": seed, "output_dir": str(folder), "kl_coef": 0.05, "hub_token": "hf_secret"}
+    given = {"seed": seed, "output_dir": str(folder), "kl_coef": 0.05, "gamma": 1, "hub_token": "hf_secret"}
     given |= {"stop_strings": ["</a>", "."], "stop_token": None, "report_to": [], **arguments}
     settings = {
         "arguments": given,
@@ -324,6 +324,7 @@ def test_settings_tell_what_is_not_the_default_and_no_secret(runs: list[Path], t
     assert rows["stop_strings"]["values"] == ["</a>, ."] * 2 and rows["stop_token"]["values"] == ["not set"] * 2
     assert rows["output_dir"]["differs"] is False and rows["seed"]["differs"] is True
     assert not rows["report_to"]["changed"] and "reward_funcs" not in rows
+    assert rows["gamma"]["values"] == ["1", "1"] and not rows["gamma"]["changed"]  # the default is 1.0
     assert "hub_token" not in rows and "hf_secret" not in page.texts["data"]
     assert page.data["versions"] == {"torch": "2.13.0"}
 
@@ -487,6 +488,15 @@ def test_a_watched_report_follows_the_run_until_it_ends(tmp_path: Path) -> None:
         assert refresh_of(path) == 0.01
     watching.join(30)
     assert not watching.is_alive() and refresh_of(path) is None
+
+
+def test_a_watched_run_may_begin_with_an_evaluation(tmp_path: Path) -> None:
+    """With `eval_on_start` the first log is of no update."""
+    run = make_run(tmp_path / "one")
+    write_log(run, [{"eval_score": 0.25, "eval_runtime": 1.0, "step": 0}])
+    (run / "trainer_state.json").unlink(missing_ok=True)
+    data = Page(write_report([run], tmp_path / "report.html")).data
+    assert data["runs"][0]["last_step"] == 0 and [figure["key"] for figure in data["figures"]] == ["eval_score"]
 
 
 def test_ctrl_c_ends_the_watching_with_a_page_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

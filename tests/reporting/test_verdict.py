@@ -94,6 +94,7 @@ REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
                   "on 66.7% of 6 held-out pairs (95% interval 30.0 to 90.3%).", "a tenth is held out: 6 are too few"),
     "kl": ({"objective__kl": 11.0}, "the KL is 11.0 nats per response, 0.55 per token", "Raise kl_coef"),
     "still": ({"objective__kl": 0.1}, "hardly changed: the KL to the SFT model is 0.10", "Raise learning_rate"),
+    "still at 0": ({"objective__kl": -0.001}, "the KL to the SFT model is 0.00 nats", "Raise learning_rate"),
     "short": ({"response__length_mean": 9.9}, "shrunk from 20.0 to 9.9 tokens", "missing_eos_penalty"),
     "long": ({"response__length_mean": 41.0}, "grown from 20.0 to 41.0 tokens", "missing_eos_penalty"),
     "entropy": ({"policy__entropy_avg": 0.5}, "entropy has fallen from 2.00 to 0.50", "Raise kl_coef"),

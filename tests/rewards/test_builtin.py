@@ -313,6 +313,8 @@ def test_a_number_with_other_words_is_none(text: str) -> None:
 def test_texts_agree_but_for_case_spacing_and_a_full_stop() -> None:
     assert same_text("I think the answer is  New \t York.", "new york")
     assert same_text("**Answer: Paris**", "Paris")
+    assert same_text("**Answer:** Paris.", "Paris")
+    assert same_text("The answer is **Paris**.", "Paris")
     assert not same_text("The answer is New York", "York")
     assert not same_text("72.0", "72")
 

@@ -159,6 +159,10 @@ def test_a_name_is_checked_without_running_what_it_names(folder: Path) -> None:
     (folder / "fails.py").write_text("raise RuntimeError\nf = len")
     for spec in ("fails.py:f", "fails.f", "nobody.rewards.brief", "length", "keyword(keywords=['a'])", "http://a/b"):
         check_reward_name(spec)
+    (folder / "notepad.py").write_bytes(b"\xef\xbb\xbfdef f(completions): ...")
+    (folder / "latin.py").write_bytes(b"# coding: latin-1\nMARK = '\xe9'\ndef f(completions): ...")
+    for spec in ("notepad.py:f", "latin.py:f"):  # as Python reads them
+        check_reward_name(spec)
     for spec, words in (("missing.py:f", "judge holds 'missing.py:f', but there is no"), ("lenght", "judge holds '"),
                         ("keyword(wrods=['a'])", "wrods")):  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=words):

@@ -124,3 +124,20 @@ def test_the_table_compares_the_first_log_with_the_last():
     ]
     assert summary_table([{"eval_runtime": 1.0, "eval_score": 0.25}]) is None
     assert summary_table([{"loss": 1.0, "grad_norm": 2.0}]) is None  # of another trainer
+
+
+def test_only_the_metrics_of_the_trainer_are_shares():
+    history = [
+        {
+            **{"loss": 1.0, "step": 1, "objective/scores": 1.0, "response/ended_frac": 0.5},
+            **{"rewards/market_share/mean": 3.2, "rewards/words per second/mean": 0.25},
+        }
+    ]
+
+    table = summary_table(history)
+
+    assert table is not None
+    first = dict(zip(*([*map(str, column.cells)] for column in table.columns[:2]), strict=True))
+    assert first == {
+        "score": "1.000", "market_share": "3.200", "words per second": "0.250", "share that ended": "50%",
+    }  # fmt: skip

@@ -137,6 +137,8 @@ def test_the_command_continues_from_a_checkpoint(run: Any, tmp_path: Path) -> No
         (["train", "--output_dir", "out", "--completions", "nowhere"], "model_name_or_path=None"),
         (["train", "--output_dir", "out", "--completions", "nowhere", "--eval_share", "2"], "eval_share=2"),
         (["train", "--output_dir", "out", "--label_smoothing_factor", "0.1"], "label_smoothing_factor=0.1"),
+        (["train", "--output_dir", "out", "--learning_rate", "nan"], "learning_rate=nan"),
+        (["train", "--output_dir", "out", "--report_to", "nobody"], "report_to=['nobody'] must be"),
         (["train", "--output_dir", "out", "--resume_from_checkpoint", "True"], "save_only_model=False"),
     ],
 )

@@ -259,6 +259,17 @@ def test_several_rewards_have_a_column_each(make_trainer: MakeTrainer) -> None:
     )
 
 
+def test_a_logged_column_replaces_none_of_the_table(make_trainer: MakeTrainer) -> None:
+    def graded(completion_ids: list[list[int]], log_extra: Any, **columns: Any) -> list[float]:
+        for name in ("score", "messages", "note"):
+            log_extra(name, ["good"] * len(completion_ids))
+        return [1.0] * len(completion_ids)
+
+    table = cast(Any, make_trainer(**QUICK, eval_dataset=PROMPTS, reward_funcs=graded).generate_completions())
+    own, logged = ["query", "model response", "score"], ["score logged", "messages logged", "note"]
+    assert list(table.columns) == own + logged and set(table["score"]) == {1.0}
+
+
 def test_the_missing_eos_penalty_is_no_part_of_a_sample_s_score(make_trainer: MakeTrainer) -> None:
     plain, penalized = (
         make_trainer(**QUICK, eval_dataset=PROMPTS, missing_eos_penalty=penalty).generate_completions()
