@@ -180,7 +180,8 @@ class PPOTrainer(TrainerBase):
         self._run = run = RunState(args, tokenizer, tokens, functions, sizes, vocabulary, limit)
         self.kl_controller = construction.make_kl_controller(args, kl_controller)
         self._critic_only, self.score_moments = learning.CriticOnly(run), RunningMoments()
-        run.stateful.register("kl_controller", self.kl_controller)
+        if kl_controller is not None or args.kl_target is not None:
+            run.stateful.register("kl_controller", self.kl_controller)
         if args.score_scaling or args.score_normalization:
             run.stateful.register("score_moments", self.score_moments)
         distributed.use_one_device(args)

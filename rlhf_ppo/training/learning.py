@@ -285,7 +285,8 @@ class CriticOnly:
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         self._left_out: list[tuple[Tensor, Tensor | None]] = []
-        run.stateful.register("critic_warmup", self)
+        if self.args.critic_warmup_steps > 0:
+            run.stateful.register("critic_warmup", self)
 
     @property
     def warms_up(self) -> bool:
@@ -364,7 +365,7 @@ class CriticOnly:
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether warm-up is over; `global_step` gives its updates."""
-        return {"is_over": self.warmup_is_over} if self.args.critic_warmup_steps else {}
+        return {"is_over": self.warmup_is_over}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
