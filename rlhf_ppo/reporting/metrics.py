@@ -360,7 +360,8 @@ class UpdateStatistics:
         if self.sums and tuple(figures) != self.named:
             raise ValueError(
                 f"the losses give the figures {list(figures)} and gave {list(self.named)} before; give the same ones "
-                "for every micro-batch"
+                "for every micro-batch; an update that a signal interrupted ends with the policy_loss and gae_level "
+                "that it began with"
             )
         for name, values in figures.items():
             if values.shape != shape:
