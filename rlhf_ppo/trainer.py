@@ -761,7 +761,7 @@ class PPOTrainer(TrainerBase):
 
     def _warn_of_unused_options(self, models: construction.Models, has_engine: bool) -> None:
         episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces
-        skips_search = self.args.chat_template_kwargs is None or episodes is not None
+        skips_search = self.args.chat_template_kwargs is None or episodes is not None or self._ptx is not None
         checks.warn_of_unused_options(
             self._run, models, self._policy_loss, self.kl_controller, is_stepped=self._is_stepped,
             has_engine=has_engine, has_evaluation=self.eval_dataset is not None,
