@@ -236,8 +236,8 @@ class TrainerBase(Trainer):
             self.reference.resume(checkpoint, model)
         run.loop = LoopState(
             model, datasets.Passes(loader, args, run.sizes), checkpoint, run.progress.epoch,
-            num_skipped=0 if args.ignore_data_skip else run.progress.batches_in_epoch, updates_per_epoch=per_epoch,
-            trial=trial, ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
+            num_skipped=run.progress.batches_in_epoch, updates_per_epoch=per_epoch, trial=trial,
+            ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
             schedule_follows_metric=follows_metric(self.lr_scheduler),
         )  # fmt: skip
         self._rollouts.begin(checkpoint, model)

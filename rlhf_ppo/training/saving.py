@@ -540,6 +540,8 @@ def resume(
         is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         complete.check_same_processes(progress, run.sizes.batch_size, accelerator.num_processes, is_deepspeed)
         run.state.compute_steps(args, run.sizes.num_total_batches)
+        if args.ignore_data_skip:
+            progress.batches_in_epoch = 0
         same_batches = progress.num_generations == args.num_generations
         find_position(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
     run.fingerprint = {}
