@@ -232,7 +232,7 @@ class TrainerBase(Trainer):
         model.zero_grad()
         self._note_run()
         run.stateful.start(checkpoint)
-        saving.load_range(self._models.value_model, checkpoint)
+        saving.load_range(self._models.value_model, checkpoint, args)
         if checkpoint is not None and self.reference is not None:
             self.reference.resume(checkpoint, model)
         run.loop = LoopState(
@@ -555,7 +555,7 @@ class TrainerBase(Trainer):
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
-        check_optimizer(self.optimizer, checkpoint)
+        check_optimizer(self.optimizer, checkpoint, self._run.progress.optimization, self._optimization.recorded())
         loading = nullcontext()
         if self.is_fsdp_enabled:
             loading = saving.loading_without_policy_state(checkpoint, self._models.policy)
@@ -567,7 +567,7 @@ class TrainerBase(Trainer):
 
     def _load_best_model(self) -> None:
         best = self._checkpoints.checked_best()
-        saving.load_range(self._models.value_model, best)
+        saving.load_range(self._models.value_model, best, self.args)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")

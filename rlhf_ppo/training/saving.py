@@ -95,10 +95,10 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
                 load(directory, part)
 
 
-def load_range(value_model: nn.Module, checkpoint: str | None) -> None:
+def load_range(value_model: nn.Module, checkpoint: str | None, args: PPOConfig) -> None:
     """Take over the range of the value model's bins from the checkpoint of its weights, if there is one."""
     if checkpoint is not None:
-        load_value_range(value_model, os.path.join(checkpoint, VALUE_MODEL_DIR))
+        load_value_range(value_model, os.path.join(checkpoint, VALUE_MODEL_DIR), args.value_range is not None)
 
 
 @contextmanager
