@@ -180,7 +180,8 @@ class PPOTrainer(TrainerBase):
         self._run = run = RunState(args, tokenizer, tokens, functions, sizes, vocabulary, limit)
         self.kl_controller = construction.make_kl_controller(args, kl_controller)
         self._critic_only, self.score_moments = learning.CriticOnly(run), RunningMoments()
-        run.stateful.register("kl_controller", self.kl_controller)
+        if kl_controller is not None or args.kl_target is not None:
+            run.stateful.register("kl_controller", self.kl_controller)
         if args.score_scaling or args.score_normalization:
             run.stateful.register("score_moments", self.score_moments)
         distributed.use_one_device(args)
@@ -760,7 +761,7 @@ class PPOTrainer(TrainerBase):
 
     def _warn_of_unused_options(self, models: construction.Models, has_engine: bool) -> None:
         episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces
-        skips_search = self.args.chat_template_kwargs is None or episodes is not None
+        skips_search = self.args.chat_template_kwargs is None or episodes is not None or self._ptx is not None
         checks.warn_of_unused_options(
             self._run, models, self._policy_loss, self.kl_controller, is_stepped=self._is_stepped,
             has_engine=has_engine, has_evaluation=self.eval_dataset is not None,

@@ -50,6 +50,7 @@ from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
+from rlhf_ppo.terminal.console import hide_library_warnings
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.training import datasets, rollouts, saving, search
 from rlhf_ppo.training.checks import check_datasets, check_kept
@@ -231,13 +232,13 @@ class TrainerBase(Trainer):
         model.zero_grad()
         self._note_run()
         run.stateful.start(checkpoint)
-        saving.load_range(self._models.value_model, checkpoint)
+        saving.load_range(self._models.value_model, checkpoint, args)
         if checkpoint is not None and self.reference is not None:
             self.reference.resume(checkpoint, model)
         run.loop = LoopState(
             model, datasets.Passes(loader, args, run.sizes), checkpoint, run.progress.epoch,
-            num_skipped=0 if args.ignore_data_skip else run.progress.batches_in_epoch, updates_per_epoch=per_epoch,
-            trial=trial, ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
+            num_skipped=run.progress.batches_in_epoch, updates_per_epoch=per_epoch, trial=trial,
+            ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
             schedule_follows_metric=follows_metric(self.lr_scheduler),
         )  # fmt: skip
         self._rollouts.begin(checkpoint, model)
@@ -325,7 +326,8 @@ class TrainerBase(Trainer):
         loop.learning_rate = self._get_learning_rate()
         run.metrics |= run.guard.finish_update()
         if not loop.schedule_follows_metric:
-            self.lr_scheduler.step()
+            with hide_library_warnings() if state.global_step == 0 else nullcontext():  # torch warns in the first step
+                self.lr_scheduler.step()
         state.global_step += 1
         state.epoch = state.global_step / loop.updates_per_epoch
         run.progress.batches_in_epoch += 1
@@ -553,7 +555,7 @@ class TrainerBase(Trainer):
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
-        check_optimizer(self.optimizer, checkpoint)
+        check_optimizer(self.optimizer, checkpoint, self._run.progress.optimization, self._optimization.recorded())
         loading = nullcontext()
         if self.is_fsdp_enabled:
             loading = saving.loading_without_policy_state(checkpoint, self._models.policy)
@@ -565,7 +567,7 @@ class TrainerBase(Trainer):
 
     def _load_best_model(self) -> None:
         best = self._checkpoints.checked_best()
-        saving.load_range(self._models.value_model, best)
+        saving.load_range(self._models.value_model, best, self.args)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")

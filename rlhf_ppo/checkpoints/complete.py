@@ -222,17 +222,29 @@ def optimizer_name(optimizer: Any) -> str:
     return type(optimizer).__name__
 
 
-def check_optimizer(optimizer: Any, directory: str) -> None:
-    """Check that a checkpoint's optimizer state is of this class of optimizer.
+def check_optimizer(optimizer: Any, directory: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that a checkpoint's optimizer state is of this class of optimizer, with as many groups of parameters.
+
+    Args:
+        optimizer: The optimizer.
+        directory: The checkpoint.
+        before: The checkpoint's settings of the optimization, with a learning rate of each group; empty if unknown.
+        now: Those of this run.
 
     Raises:
-        ValueError: It is of another class.
+        ValueError: It is of another class, or has another number of groups.
     """
-    before = load_fingerprint(directory).get("optimizer")
-    if before not in (None, now := optimizer_name(optimizer)):
+    kind = load_fingerprint(directory).get("optimizer")
+    if kind not in (None, own := optimizer_name(optimizer)):
         raise ValueError(
-            f"resume_from_checkpoint={directory!r}: its optimizer is {before}, and {now} cannot use its state; "
+            f"resume_from_checkpoint={directory!r}: its optimizer is {kind}, and {own} cannot use its state; "
             f"choose the same optim, or {NEW_RUN}"
+        )
+    before_groups, groups = (len(settings.get("learning_rate", ())) for settings in (before, now))
+    if before and before_groups != groups:
+        raise ValueError(
+            f"resume_from_checkpoint={directory!r}: its optimizer has {before_groups} groups of parameters, and this "
+            f"run's has {groups}: critic_learning_rate makes more; set it or leave it None as before, or {NEW_RUN}"
         )
 
 

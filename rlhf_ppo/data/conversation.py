@@ -311,6 +311,9 @@ class EpisodeEncoder(PromptEncoder):
             self._fail(index, f"has environment={name!r}, which environment_factory does not have", fix)
         if misfit := self.misfits[name](row):
             self._fail(index, f"does not fit {misfit}", "change the columns, or let the parameters end in **row")
+        if row.get("chat_template_kwargs"):
+            fix = "set the argument of that name, for all rows, and drop the column"
+            self._fail(index, "has chat_template_kwargs, which tools and environments do not read from rows", fix)
         prompt = row["prompt"] if row.get("prompt") is not None else self.conversations.default_prompt()
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"

@@ -135,7 +135,8 @@ class PromptEncoder:
             ids = self._of_text(prompt, index) if prompt.strip() else []
             return ids[:-1] if self._appends_eos else ids
         if is_conversation(prompt):
-            return self._templated(prompt, index, self._settings(row, index))
+            settings = template_settings(row, self.template_kwargs, f"row {index} of {self.name}")
+            return self._templated(prompt, index, settings)
         fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
 
@@ -145,13 +146,6 @@ class PromptEncoder:
         except (TypeError, UnicodeError) as error:  # tokenizers rejects text that is not UTF-8 as another type
             fix = "it may hold half of a surrogate pair; read the data with errors='replace'"
             self._fail(index, f"has a prompt that the tokenizer cannot read ({prompt!r:.60}; {error})", fix)
-
-    def _settings(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """Return the template's further arguments: those of the row, in TRL's column, win."""
-        own = row.get("chat_template_kwargs") or {}
-        if not isinstance(own, Mapping):
-            self._fail(index, f"has chat_template_kwargs of type {type(own).__name__}", "give a dict")
-        return {**(self.template_kwargs or {}), **{key: value for key, value in own.items() if value is not None}}
 
     def _templated(self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any]) -> list[int]:
         if self.tokenizer.chat_template is None:
@@ -259,6 +253,23 @@ def _one_id(name: str, value: object) -> int | None:
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Return whether a prompt is a non-empty list of messages, dicts with a `role`."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
+
+
+def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None, which: str) -> dict[str, Any]:
+    """Return further arguments of the chat template for a row: those of the row, in TRL's column, win.
+
+    Args:
+        row: The row.
+        given: The arguments for all rows, or None.
+        which: The row's name in errors.
+
+    Raises:
+        ValueError: The column holds no dict.
+    """
+    own = row.get("chat_template_kwargs") or {}
+    if not isinstance(own, Mapping):
+        raise ValueError(f"{which} has chat_template_kwargs of type {type(own).__name__}: give a dict")
+    return {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
 
 
 def as_the_template_reads(

@@ -166,16 +166,21 @@ def saved_value_head(path: str | os.PathLike[str]) -> ValueHead:
     return ValueHead.of(SimpleNamespace(**config))
 
 
-def load_value_range(model: nn.Module, directory: str) -> None:
+def load_value_range(model: nn.Module, directory: str, has_fixed_range: bool) -> None:
     """Load the range of the bins that belongs to a value model's weights.
 
     Args:
         model: The value model, which has read the weights in the directory.
         directory: The directory that it was saved in.
+        has_fixed_range: Whether the model's range is given, and must be the saved one.
+
+    Raises:
+        ValueError: It is another one.
     """
     if (own := value_head_of(model)).centers is not None:
         saved = saved_value_head(directory)
         if saved.num_bins == own.num_bins and saved.num_heads == own.num_heads:
+            check_head_fits(saved, own, has_fixed_range)
             saved.write_to(transformers_model(model).config)
 
 

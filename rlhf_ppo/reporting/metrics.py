@@ -237,8 +237,8 @@ def warn_of_unscored(scores: Tensor) -> None:
     num_unscored = int(scores.isnan().sum())
     if num_unscored > 0:
         logger.warning(
-            f"{num_unscored} of {len(scores)} responses have no score (all rewards returned None or a value that is "
-            "not finite). The losses and the score metrics leave them out."
+            f"{num_unscored} of {len(scores)} responses have no score (all rewards with a weight returned None or a "
+            "value that is not finite). The losses and the score metrics leave them out."
         )
 
 
@@ -360,7 +360,8 @@ class UpdateStatistics:
         if self.sums and tuple(figures) != self.named:
             raise ValueError(
                 f"the losses give the figures {list(figures)} and gave {list(self.named)} before; give the same ones "
-                "for every micro-batch"
+                "for every micro-batch; an update that a signal interrupted ends with the policy_loss and gae_level "
+                "that it began with"
             )
         for name, values in figures.items():
             if values.shape != shape:

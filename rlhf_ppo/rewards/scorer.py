@@ -183,7 +183,7 @@ class Scores:
 
     Attributes:
         final: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 if it has only token
-            rewards, NaN if no source scored it.
+            rewards, NaN if no source scored it whose weight is not 0.
         per_token: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response mask.
         by_source: Each source's scores before weighting, float32 `(B,)`, NaN where it gave none; for a source that
             rewards tokens, their sum.
@@ -203,6 +203,8 @@ class Scorer:
     """Computes the weighted sum of reward sources, over the sources `i` that scored response `b`.
 
         final_b = sum_i w_i s_ib        per_token_bt = sum_i w_i r_ibt
+
+    Sources with the weight 0 are only logged.
 
     Args:
         sources: The reward sources; sources with the same name become `name`, `name_2`, ...
@@ -310,7 +312,8 @@ class Scorer:
                     f"reward {name!r} has shape {tuple(scores.shape)}, expected ({len(batch)},), or "
                     f"{tuple(mask.shape)} for rewards per token"
                 )
-        unscored = torch.stack([scores.isnan() for scores in by_source.values()]).all(dim=0)
+        weighed = [scores for name, scores in by_source.items() if self.weights[name] != 0]
+        unscored = torch.stack([scores.isnan() for scores in weighed or by_source.values()]).all(dim=0)
         usable = (final.abs() <= MAX_SCORE) & (per_token.abs() <= MAX_SCORE).all(dim=1)
         for row in (~usable & ~unscored).nonzero().flatten().tolist():
             self.refuse(

@@ -37,6 +37,8 @@ HIDDEN_WARNINGS = (
     ("`gradient_checkpointing` is deprecated", FutureWarning),
     # PEFT copies the head, also of a model without weights.
     ("Accessing the data pointer of FakeTensor is deprecated", UserWarning),
+    # An update in which no response has a score steps the schedule, but not the optimizer.
+    ("Detected call of `lr_scheduler.step", UserWarning),
 )
 """Beginnings and categories of library warnings that need no action of the user."""
 

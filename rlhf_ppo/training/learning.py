@@ -285,7 +285,8 @@ class CriticOnly:
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         self._left_out: list[tuple[Tensor, Tensor | None]] = []
-        run.stateful.register("critic_warmup", self)
+        if self.args.critic_warmup_steps > 0:
+            run.stateful.register("critic_warmup", self)
 
     @property
     def warms_up(self) -> bool:
@@ -364,7 +365,7 @@ class CriticOnly:
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether warm-up is over; `global_step` gives its updates."""
-        return {"is_over": self.warmup_is_over} if self.args.critic_warmup_steps else {}
+        return {"is_over": self.warmup_is_over}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
@@ -458,10 +459,12 @@ class InterruptibleLearning:
         # The partial update keeps its own experience: an overridden `learn` may have changed this one.
         learned = self.partial or PartialUpdate(experience, self._begun_with())
         self.partial = learned if type(learned.experience) is Experience else None  # a subclass cannot be saved
+        # An update that has begun goes on with the figures that it has.
+        watches_kl = UpdateStatistics.KL in learned.named if learned.sums else self.args.kl_stop is not None
         try:
             statistics = UpdateStatistics(
-                list(learned.sums), tuple(learned.named), watches_kl=self.args.kl_stop is not None,
-                grad_norms=list(learned.grad_norms), learns_ptx=self.args.ptx_coef > 0,
+                list(learned.sums), tuple(learned.named), watches_kl=watches_kl, grad_norms=list(learned.grad_norms),
+                learns_ptx=self.args.ptx_coef > 0,
             )  # fmt: skip
             yield learned, statistics
         except Stopped:
@@ -509,11 +512,12 @@ class InterruptibleLearning:
     def _moved_too_far(self, learned: PartialUpdate, statistics: UpdateStatistics) -> bool:
         """Return, the same on all ranks, whether an epoch has ended with a KL above `kl_stop`."""
         per_epoch, limit = self.args.num_mini_batches, self.args.kl_stop
-        if limit is None or learned.num_minibatches % per_epoch:
+        if limit is None or not statistics.watches_kl or learned.num_minibatches % per_epoch:
             return False
-        if learned.num_minibatches > per_epoch * self.args.num_ppo_epochs:
+        num_epochs = learned.num_minibatches // per_epoch
+        statistics.num_epochs = min(num_epochs, self.args.num_ppo_epochs)
+        if num_epochs > self.args.num_ppo_epochs:
             return False  # the policy has not moved in this epoch
-        statistics.num_epochs = learned.num_minibatches // per_epoch
         kl = statistics.mean_kl(learned.epoch_start, self.run.sum_over_ranks)
         learned.epoch_start = len(statistics.sums)
         return kl > limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
-from rlhf_ppo.data.prompts import as_the_template_reads
+from rlhf_ppo.config.ppo_config import settings_of
+from rlhf_ppo.data.prompts import as_the_template_reads, template_settings
 from rlhf_ppo.data.rollout import Responses, micro_batches
 from rlhf_ppo.processes.distributed import derive_seed, get_logger
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -43,16 +45,23 @@ class Text(NamedTuple):
 
 
 def prepare_texts(
-    dataset: Any, tokenizer: PreTrainedTokenizerBase, max_length: int | None, vocab_size: int, name: str
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    vocab_size: int,
+    name: str,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Text]:
     """Tokenize every row; append EOS to texts that are no conversations, as `SFTTrainer` does.
 
     Args:
-        dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`).
+        dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`);
+            conversations may have `tools` and `chat_template_kwargs`.
         tokenizer: The policy's tokenizer.
         max_length: Longest sequence that the models support, in tokens; None without a limit.
         vocab_size: Number of ids that the models embed.
         name: Name of the data set in errors.
+        template_kwargs: Further arguments of the chat template, or None.
 
     Returns:
         Rows with at least one learned token; shorter rows are left out, with a warning.
@@ -69,7 +78,7 @@ def prepare_texts(
     rows: Any = dataset
     texts, num_cut = [], 0
     for index in range(len(rows)):
-        ids, num_context = _encoded(rows[index], tokenizer, index, name)
+        ids, num_context = _encoded(rows[index], tokenizer, index, name, template_kwargs)
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise ValueError(f"row {index} of {name} has token ids outside 0 to {vocab_size - 1}, which models embed")
         num_cut += len(ids) > longest
@@ -87,7 +96,9 @@ def prepare_texts(
     return texts
 
 
-def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str) -> tuple[list[int], int]:
+def _encoded(
+    row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str, template_kwargs: Mapping[str, Any] | None
+) -> tuple[list[int], int]:
     """Return a row's token ids, and the number of context tokens."""
     from trl.data_utils import is_conversational, maybe_apply_chat_template
 
@@ -99,11 +110,14 @@ def _encoded(row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str
     form = next((form for form in _TEXT_COLUMNS if all(row.get(column) is not None for column in form)), None)
     if form is None:
         raise ValueError(f"row {index} of {name} has the columns {sorted(row)}; it needs {_FORMS}")
-    example: Any = {column: row[column] for column in (*form, "tools") if row.get(column) is not None}
+    example: Any = {column: row[column] for column in form}
     is_chat = is_conversational(example)
     if is_chat:
-        example |= {column: as_the_template_reads(example[column], tokenizer) for column in form}
-        example = maybe_apply_chat_template(example, tokenizer)
+        settings = template_settings(row, template_kwargs, f"row {index} of {name}")
+        example = {column: as_the_template_reads(example[column], tokenizer, None, settings) for column in form}
+        tools: Any = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        example = maybe_apply_chat_template(example, tokenizer, tools, **settings)
     last = "completion" if form == ("prompt", "completion") else "text"
     if not isinstance(example.get(last), str):
         raise ValueError(f"row {index} of {name} holds {form[-1]}={row[form[-1]]!r:.60}, neither text nor messages")
@@ -144,7 +158,8 @@ class LanguageModeling:
         self._orders: dict[int, Sequence[int]] = {}
         limit = run.longest_sequence
         sizes = (None if limit is None else limit.tokens, run.vocabulary.size or len(run.tokenizer))
-        self.texts = prepare_texts(dataset, run.tokenizer, *sizes, name="ptx_dataset")
+        settings = settings_of(run.args.chat_template_kwargs)
+        self.texts = prepare_texts(dataset, run.tokenizer, *sizes, "ptx_dataset", settings)
         run.stateful.register("ptx", self)
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -302,9 +302,9 @@ class StatefulParts:
         """
         states = {} if checkpoint is None else _read(Path(checkpoint, STATEFUL_NAME))
         for name, part in self._parts.items():
-            if not self._initial[name]:  # it has no state
-                continue
             state = states.pop(name, self._initial[name])
+            if not state and not part.state_dict():  # it has no state, perhaps not yet
+                continue
             try:
                 part.load_state_dict(copy.deepcopy(state))
             except Exception as error:

@@ -95,10 +95,10 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
                 load(directory, part)
 
 
-def load_range(value_model: nn.Module, checkpoint: str | None) -> None:
+def load_range(value_model: nn.Module, checkpoint: str | None, args: PPOConfig) -> None:
     """Take over the range of the value model's bins from the checkpoint of its weights, if there is one."""
     if checkpoint is not None:
-        load_value_range(value_model, os.path.join(checkpoint, VALUE_MODEL_DIR))
+        load_value_range(value_model, os.path.join(checkpoint, VALUE_MODEL_DIR), args.value_range is not None)
 
 
 @contextmanager
@@ -540,6 +540,8 @@ def resume(
         is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         complete.check_same_processes(progress, run.sizes.batch_size, accelerator.num_processes, is_deepspeed)
         run.state.compute_steps(args, run.sizes.num_total_batches)
+        if args.ignore_data_skip:
+            progress.batches_in_epoch = 0
         same_batches = progress.num_generations == args.num_generations
         find_position(checkpoint, run.state, progress, num_updates_per_epoch, num_prompts, same_batches)
     run.fingerprint = {}

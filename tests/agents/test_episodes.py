@@ -289,6 +289,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "text prompt": ({"train_dataset": [{"prompt": "Q"}] * 2}, {}, "not a conversation"),
     "ids": ({"train_dataset": [{"input_ids": [1, 2]}] * 2}, {}, "input_ids.*`prompt`"),
+    "own arguments of the template": (
+        {"train_dataset": [{"prompt": ASKED, "chat_template_kwargs": {"a": 1}}] * 2},
+        {},
+        "row 0 of train_dataset has chat_template_kwargs, which tools and environments do not read from rows: set the",
+    ),
     "no stop token": ({}, {"stop_token": None}, "stop_token=None: nothing ends a turn; set stop_token='eos'"),
     "rollout_func too": ({"rollout_func": print}, {}, "rollout_func.*environment_factory.*leave one"),
     "audit": ({}, {"critic_audit_steps": 5}, "critic_audit_steps=5"),

@@ -151,6 +151,35 @@ def test_the_resumed_run_finishes_the_update(
     assert checkpoints(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "epochs", "watched"),
+    [(None, 1e-9, [None, None, 1.0], [False, False, True]), (9.0, None, [2.0, None, None], [True, True, False])],
+)
+def test_kl_stop_may_change_in_the_middle_of_an_update(
+    before: float | None, now: float | None, epochs: list[float | None], watched: list[bool], tmp_path: Path
+) -> None:
+    stopped_in_learning(tmp_path / "run", kl_stop=before)
+    resumed = make(tmp_path / "run", kl_stop=now)
+    resumed.train(resume_from_checkpoint=True)
+    logged = resumed.state.log_history[:3]
+    assert [each.get("policy/kl_stop_epoch") for each in logged] == epochs
+    assert ["policy/kl_avg" in each for each in logged] == watched
+
+
+def test_the_learned_epochs_are_logged_where_only_the_value_model_goes_on(tmp_path: Path) -> None:
+    options = {"kl_stop": 9.0, "num_critic_epochs": 3}
+    assert stop(make(tmp_path / "run", SignalAt("optimizer_step", 5), **options)) == "checkpoint-1-5"
+    resumed = make(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert [each.get("policy/kl_stop_epoch") for each in resumed.state.log_history[:3]] == [2.0, 2.0, 2.0]
+
+
+def test_another_loss_in_the_middle_of_an_update_is_refused(tmp_path: Path) -> None:
+    stopped_in_learning(tmp_path / "run")
+    with pytest.raises(ValueError, match="ends with the policy_loss and gae_level that it began with"):
+        make(tmp_path / "run", policy_loss="cispo").train(resume_from_checkpoint=True)
+
+
 class DiesSaving(PPOTrainer):
     """Dies where the second update would be saved."""
 

@@ -90,6 +90,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "wider value model": (given(value_model=lambda: tiny_scorer(hidden_size=64)), "value_model.*has shape"),
     "value model": (given(value_model=lambda: tiny_scorer(num_hidden_layers=3)), "is of another model.*it lacks"),
     "an adapter": (given(peft_config=lora), "no adapter"),
+    "rate of the value model": (
+        {"critic_learning_rate": 1e-2},
+        "optimizer has 2 groups of parameters, and this run's has 4: critic_learning_rate makes more; set it or leave",
+    ),
     "frozen weights": (given(model=partly_frozen), "trained 42 parameters, but 41 are trained now"),
 }  # fmt: skip
 

@@ -204,7 +204,8 @@ class Simulation:
             else:
                 by_source[name] = np.array([np.nan if score is None else score for score in given])
                 total += weights[name] * np.nan_to_num(by_source[name])
-        unscored = np.all([np.isnan(scores) for scores in by_source.values()], axis=0)
+        weighed = [scores for name, scores in by_source.items() if weights[name] != 0]
+        unscored = np.all([np.isnan(scores) for scores in weighed or by_source.values()], axis=0)
         return by_source, np.where(unscored, np.nan, total), of_tokens
 
     def _paid(self, scores: Array, of_tokens: Rows, episodes: Sequence[Episode]) -> tuple[Array, Rows]:

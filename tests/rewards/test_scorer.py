@@ -37,6 +37,14 @@ def test_total_is_the_weighted_sum_over_the_sources_that_scored_the_row() -> Non
     assert scores.by_source["b"][:2].tolist() == [10.0, 20.0] and scores.by_source["b"][2].isnan()
 
 
+def test_a_source_with_the_weight_0_is_only_logged() -> None:
+    a, b = Fixed("a", [1.0, NAN, NAN]), Fixed("b", [10.0, 20.0, NAN])
+    scores = Scorer([a, b], [2.0, 0.0])(make_batch())
+    assert scores.total.tolist() == pytest.approx([2.0, NAN, NAN], nan_ok=True)
+    assert scores.by_source["b"].tolist() == pytest.approx([10.0, 20.0, NAN], nan_ok=True)
+    assert Scorer([a, b], [0.0, 0.0])(make_batch()).total.tolist() == pytest.approx([0.0, 0.0, NAN], nan_ok=True)
+
+
 def test_weights_default_to_one_and_may_be_zero_or_negative() -> None:
     a, b = Fixed("a", [1.0, 2.0, 3.0]), Fixed("b", [10.0, 20.0, 30.0])
     assert Scorer([a, b], None)(make_batch()).total.tolist() == [11.0, 22.0, 33.0]

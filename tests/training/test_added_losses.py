@@ -146,6 +146,29 @@ def test_conversations_are_read_with_the_chat_template(make_trainer: MakeTrainer
     assert trainer._ptx.texts[2] == trainer._ptx.texts[0]
 
 
+def test_the_template_of_texts_gets_tools_and_further_arguments(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.name + ' ' }}{% endfor %}"
+        "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}{{ last }}"
+    )
+    said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    own = {"chat_template_kwargs": {"last": "w8", "other": None}}
+    rows = [
+        {"messages": said}, {"messages": said} | own, {"prompt": said[:1], "completion": said[1:]} | own,
+        {"messages": said, "tools": [{"name": "w7"}]}, {"messages": said, "tools": '[{"name": "w7"}]'},
+    ]  # fmt: skip
+    given: dict[str, Any] = {"processing_class": tokenizer, "chat_template_kwargs": {"last": "w9"}}
+    trainer = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=rows, **given)
+    ids = [text.context + text.learned for text in trainer._ptx.texts]
+    assert ids == [[4, 5, 12], [4, 5, 11], [4, 5, 11], [10, 4, 5, 12], [10, 4, 5, 12]]
+    assert "change nothing" not in caplog.text
+    with pytest.raises(ValueError, match="row 0 of ptx_dataset has chat_template_kwargs of type str: give a dict"):
+        make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=[rows[0] | {"chat_template_kwargs": "{}"}], **given)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

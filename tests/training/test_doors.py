@@ -11,7 +11,13 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+)
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
@@ -152,6 +158,34 @@ def test_a_run_with_states_resumes_bit_for_bit(stopped_after: int, make_trainer:
     assert torch.equal(resumed.part.total, whole.part.total) and resumed.part.total[0] == 3
     assert resumed.kl_controller.coef == 4.0
     assert resumed.score_moments.moments == whole.score_moments.moments
+
+
+class Counts(dict[str, Any]):
+    """A part whose state is empty at first."""
+
+    state_dict = dict.copy
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.clear()
+        self.update(state)
+
+
+def test_a_state_that_is_empty_at_first_is_restored(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def run(steps: int) -> tuple[PPOTrainer, Counts]:
+        counts = Counts()
+        settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "total_episodes": None, "max_steps": steps}
+        trainer = make_trainer(**settings, output_dir=str(tmp_path))
+        trainer.register_stateful("counts", counts)
+        return trainer, counts
+
+    trainer, counts = run(1)
+    counts["before"] = 0  # a run starts from the state at the registration
+    trainer.add_callback(type("Counting", (TrainerCallback,), {"on_step_end": lambda *_, **__: counts.update(a=1)}))
+    trainer.train()
+    assert counts == {"a": 1}
+    trainer, counts = run(2)
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(str(tmp_path)))
+    assert counts == {"a": 1}
 
 
 def test_a_state_that_holds_code_is_not_read(make_trainer: MakeTrainer, tmp_path: Path) -> None:

@@ -439,6 +439,9 @@ def test_ignore_data_skip_starts_the_epoch_anew(make_trainer: MakeTrainer) -> No
         resumed = cast(SeenPrompts, make_trainer(SeenPrompts, **run, ignore_data_skip=ignore))
         resumed.train(resume_from_checkpoint=os.path.join(first.args.output_dir, "checkpoint-1"))
         assert resumed.seen == expected
+    later = cast(SeenPrompts, make_trainer(SeenPrompts, **run | {"total_episodes": 8}))
+    later.train(resume_from_checkpoint=os.path.join(first.args.output_dir, "checkpoint-3"))
+    assert later.seen == first.seen[2:]
 
 
 @pytest.mark.parametrize("value", ["path", True, "true"])

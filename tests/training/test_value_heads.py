@@ -159,6 +159,16 @@ def test_the_best_model_has_the_range_of_its_own_weights(make_trainer: MakeTrain
     assert torch.equal(values_of(trainer.value_model, *ROWS), values_of(saved, *ROWS))
 
 
+def test_a_resumed_run_has_the_range_of_its_bins(make_trainer: MakeTrainer) -> None:
+    saving = QUICK | {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(**saving | BINS).train()
+    running = make_trainer(**saving | RUNNING)
+    running.train(resume_from_checkpoint=True)
+    assert value_head_of(running.value_model).range == pytest.approx((-1.0, 2.0))
+    with pytest.raises(ValueError, match=r"value_range=\[-1.0, 3.0\], but the bins of value_model range from -1 to 2"):
+        make_trainer(**saving | BINS | {"value_range": [-1.0, 3.0]}).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("models", ["given", "with an adapter"])
 def test_a_saved_critic_has_the_trainers_values_and_trains_on(
     make_trainer: MakeTrainer, models: str, tmp_path: Path

@@ -2,7 +2,7 @@
 
 MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("trainer_base.py", "tests/training/test_hooks.py::test_a_resumed_pass_has_the_same_order"): [
-        ("else run.progress.batches_in_epoch", "else 0"),
+        ("num_skipped=run.progress.batches_in_epoch", "num_skipped=0"),
         ("run.progress.batches_in_epoch += 1", "run.progress.batches_in_epoch += 2"),
     ],
     (
