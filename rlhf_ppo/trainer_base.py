@@ -50,6 +50,7 @@ from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
+from rlhf_ppo.terminal.console import hide_library_warnings
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.training import datasets, rollouts, saving, search
 from rlhf_ppo.training.checks import check_datasets, check_kept
@@ -325,7 +326,8 @@ class TrainerBase(Trainer):
         loop.learning_rate = self._get_learning_rate()
         run.metrics |= run.guard.finish_update()
         if not loop.schedule_follows_metric:
-            self.lr_scheduler.step()
+            with hide_library_warnings() if state.global_step == 0 else nullcontext():
+                self.lr_scheduler.step()
         state.global_step += 1
         state.epoch = state.global_step / loop.updates_per_epoch
         run.progress.batches_in_epoch += 1

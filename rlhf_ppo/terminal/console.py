@@ -37,6 +37,8 @@ HIDDEN_WARNINGS = (
     ("`gradient_checkpointing` is deprecated", FutureWarning),
     # PEFT copies the head, also of a model without weights.
     ("Accessing the data pointer of FakeTensor is deprecated", UserWarning),
+    # The first update takes no optimizer step if no response has a score.
+    (r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning),
 )
 """Beginnings and categories of library warnings that need no action of the user."""
 
