@@ -798,7 +798,7 @@ class TrainerBase(Trainer):
             backend: "optuna", the only one.
             hp_name: Takes the trial, returns the name of its directory.
             **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`, `gc_after_trial`
-                and `catch` for `Study.optimize`.
+                and `catch` for `Study.optimize`; `timeout` and `catch` in one process only.
 
         Returns:
             The best run, or the Pareto front for several objectives: number, objective, hyperparameters.
@@ -816,7 +816,8 @@ class TrainerBase(Trainer):
         recipe.check_starts_anew(args)
         reference = None if self.reference is None else self.reference.model
         frozen = [] if args.offload_frozen else [reference, *self.reward_models]
-        functions = (hp_space or search.default_hp_space, compute_objective or search.eval_score, hp_name)
+        objective = partial(search.checked_objective, compute_objective or search.eval_score, direction)
+        functions = (hp_space or search.default_hp_space, objective, hp_name)
         with search.on_cpu([self.model, *frozen], args.device):
             return search.Trials(recipe, args, accelerator, *functions).run(n_trials, direction, **kwargs)
 
