@@ -33,7 +33,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
-from rlhf_ppo.data.prompts import Prompts, num_rows
+from rlhf_ppo.data.prompts import Prompts, check_rows, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation import rollouts as evaluations
@@ -594,7 +594,10 @@ class TrainerBase(Trainer):
         if isinstance(eval_dataset, str):
             names = list(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else []
             if eval_dataset not in names:
-                raise ValueError(f"eval_dataset={eval_dataset!r} is none of {names}")
+                raise ValueError(
+                    f"eval_dataset={eval_dataset!r} is none of {names}, the names of this trainer's evaluation sets: "
+                    "pass one of them, or rows"
+                )
         elif eval_dataset is not None:
             eval_dataset = self._prepared_eval(eval_dataset)
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
@@ -616,6 +619,7 @@ class TrainerBase(Trainer):
             The metrics of `evaluate`, as `metrics`; `predictions` and `label_ids` are None. `generate_completions`
             returns responses.
         """
+        check_rows(test_dataset, "test_dataset", list)
         test_dataset = self._preparation.prepared(test_dataset, "test_dataset")
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
@@ -794,7 +798,7 @@ class TrainerBase(Trainer):
             backend: "optuna", the only one.
             hp_name: Takes the trial, returns the name of its directory.
             **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`, `gc_after_trial`
-                and `catch` for `Study.optimize`.
+                and `catch` for `Study.optimize`; `timeout` and `catch` in one process only.
 
         Returns:
             The best run, or the Pareto front for several objectives: number, objective, hyperparameters.
@@ -812,7 +816,8 @@ class TrainerBase(Trainer):
         recipe.check_starts_anew(args)
         reference = None if self.reference is None else self.reference.model
         frozen = [] if args.offload_frozen else [reference, *self.reward_models]
-        functions = (hp_space or search.default_hp_space, compute_objective or search.eval_score, hp_name)
+        objective = partial(search.checked_objective, compute_objective or search.eval_score, direction)
+        functions = (hp_space or search.default_hp_space, objective, hp_name)
         with search.on_cpu([self.model, *frozen], args.device):
             return search.Trials(recipe, args, accelerator, *functions).run(n_trials, direction, **kwargs)
 

@@ -63,6 +63,7 @@ _CLIPS = ("cliprange", "cliprange_high", "dual_clip")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WARM_UP = ("warmup_ratio", "warmup_steps")
 _WITHOUT_BETAS = {*("sgd", "schedule_free_sgd", "adafactor", "adagrad", "lomo"), *("rmsprop", "rmsprop_bnb")}
+_WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor")
 _WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
 
 _OF_RATIOS = ("gspo", "cispo", "dis")
@@ -111,13 +112,16 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool]
      lambda args, _: args.gamma == 0, "gamma is 0, so no later reward counts", "raise gamma"),
     (("chat_template_kwargs",), lambda _, run: not run.has_chats,
      "the prompts are texts or ids", "use prompts that are lists of messages"),
-    (("learning_rate", "weight_decay", "optim", *_ADAM), lambda _, run: run.has_optimizer,
+    (("learning_rate", "weight_decay", "optim", "optim_args", *_ADAM), lambda _, run: run.has_optimizer,
      "optimizers[0] is passed", "set it in that optimizer"),
-    (("lr_scheduler_type", *_WARM_UP), lambda _, run: run.has_schedule,
+    (("lr_scheduler_type", "lr_scheduler_kwargs", *_WARM_UP), lambda _, run: run.has_schedule,
      "optimizers[1] is passed", "set it in that scheduler"),
     (_ADAM, lambda args, _: args.optim in _WITHOUT_BETAS, "the optimizer has no such number", "choose another optim"),
     (_WARM_UP, lambda args, _: args.lr_scheduler_type in _WITHOUT_WARM_UP,
      "this lr_scheduler_type has no warm-up", "use 'constant_with_warmup'"),
+    (("optim_args",), lambda args, _: args.optim in _WITHOUT_ARGS, "the optimizer reads none", "choose another optim"),
+    (("lr_scheduler_kwargs",), lambda args, _: args.lr_scheduler_type in ("constant", "constant_with_warmup"),
+     "this lr_scheduler_type reads none", "choose another lr_scheduler_type"),
     (_SAMPLING, lambda _, run: run.is_stepped, "step() is given responses", "use train()"),
     (_PROMPTS, lambda _, run: run.is_stepped, "step() is given responses and scores", "use train()"),
     (_ENGINE, lambda _, run: run.has_engine, "an engine is passed to the trainer", "pass engine=None"),

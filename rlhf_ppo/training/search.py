@@ -174,6 +174,11 @@ def check_search(
             f"n_jobs={options['n_jobs']}: trials of one process share its random numbers and run one after the other; "
             "for several at a time start several processes with the same storage and study_name"
         )
+    if accelerator.num_processes > 1 and (given := [name for name in ("timeout", "catch") if options.get(name)]):
+        raise ValueError(
+            f"{given[0]}={options[given[0]]!r} ends a trial or the search in the first process alone, for which the "
+            f"others then wait; search in one process, or leave {given[0]} out"
+        )
     if n_trials is not None or options.get("timeout") is None:
         _check_num_trials(n_trials)
     if compares_score and (isinstance(eval_dataset, Mapping) or isinstance(direction, list)):
@@ -296,6 +301,32 @@ class Trials:
 def eval_score(metrics: dict[str, float]) -> float:
     """Return the mean score of an evaluation."""
     return metrics["eval_score"]
+
+
+def checked_objective(
+    compute_objective: Callable[[dict[str, float]], Any], direction: str | list[str], metrics: dict[str, float]
+) -> Any:
+    """Compute the objective of an evaluation.
+
+    Args:
+        compute_objective: Takes the metrics, returns a number, or one for each direction.
+        direction: As in the method.
+        metrics: The metrics.
+
+    Raises:
+        TypeError: The function returned something else.
+    """
+    objective = compute_objective(metrics)
+    values = objective if isinstance(objective, list | tuple) else [objective]
+    num_values = len(direction) if isinstance(direction, list) else 1
+    try:
+        fits = len([float(value) for value in values]) == num_values
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        wanted = "a number" if num_values == 1 else f"{num_values} numbers, one for each direction"
+        raise TypeError(f"compute_objective must return {wanted}, got {objective!r:.60}")
+    return objective
 
 
 def _started_anew(callbacks: list[Any] | None) -> list[Any] | None:

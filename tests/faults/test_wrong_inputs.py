@@ -409,7 +409,7 @@ def test_what_is_asked_of_a_trainer(models: Any, tmp_path: Any) -> None:
     for value in (3, 1.5, [], NOTHING, b"x"):
         with pytest.raises(TypeError, match=r"^resume_from_checkpoint=.* must be a checkpoint's directory, True or"):
             trainer.train(resume_from_checkpoint=value)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"eval_dataset='b' is none of \['a'\]"):
+    with pytest.raises(ValueError, match=r"eval_dataset='b' is none of \['a'\], the names"):
         trainer.evaluate("b")
     with pytest.raises(ValueError, match=r"eval_dataset={} is not a data set"):
         trainer.evaluate({})

@@ -55,6 +55,8 @@ def test_predict_gives_the_figures_of_evaluate(make_trainer: MakeTrainer) -> Non
         assert output.predictions is None and len(trainer.state.log_history) == logged
     with pytest.raises(ValueError, match="test_dataset"):
         trainer.predict([{"question": "w4"}])
+    with pytest.raises(TypeError, match=r"test_dataset is a dict: pass one of its entries \['a'\]"):
+        trainer.predict({"a": FIVE_ROWS})
 
 
 def by_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:

@@ -235,6 +235,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"lr_scheduler_type": "cosine"}, {"has_schedule": True}, "optimizers[1] is passed"),
     ({"adam_beta1": 0.8, "optim": "sgd"}, {}, "the optimizer has no such number"),
     ({"warmup_steps": 3, "lr_scheduler_type": "constant"}, {}, "this lr_scheduler_type has no warm-up"),
+    ({"optim_args": "momentum=0.9"}, {}, "the optimizer reads none"),
+    ({"optim_args": "momentum=0.9"}, {"has_optimizer": True}, "optimizers[0] is passed: set"),
+    ({"lr_scheduler_kwargs": {"power": 2}, "lr_scheduler_type": "constant"}, {}, "this lr_scheduler_type reads none"),
+    ({"lr_scheduler_kwargs": {"num_cycles": 2}}, {"has_schedule": True}, "optimizers[1] is passed: set"),
 ]
 
 

@@ -204,6 +204,34 @@ def test_a_trial_with_values_that_cannot_work_is_an_error_that_names_them(make_s
         make_searcher().hyperparameter_search(lambda trial: None, n_trials=1)
 
 
+@pytest.mark.parametrize(
+    ("direction", "returned", "message"),
+    [
+        ("maximize", None, "must return a number, got None"),
+        ("maximize", (1.0, 2.0), r"must return a number, got \(1.0, 2.0\)"),
+        ("maximize", "high", "must return a number, got 'high'"),
+        (["maximize", "minimize"], 1.0, "must return 2 numbers, one for each direction, got 1.0"),
+    ],
+)
+def test_an_objective_that_cannot_be_compared_ends_the_first_trial(
+    direction: Any, returned: Any, message: str, make_searcher: Callable[..., Kept]
+) -> None:
+    searcher = make_searcher()
+    with pytest.raises(TypeError, match=message):
+        searcher.hyperparameter_search(lambda trial: {}, lambda metrics: returned, 2, direction)
+    assert len(searcher.ends) == 1
+
+
+@pytest.mark.parametrize("asked", [{"timeout": 60}, {"timeout": 60, "n_trials": None}, {"catch": (ValueError,)}])
+def test_what_only_one_of_several_processes_would_obey_is_refused(
+    asked: dict[str, Any], make_searcher: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searcher = make_searcher()
+    monkeypatch.setattr(type(searcher.accelerator), "num_processes", 2)
+    with pytest.raises(ValueError, match="in the first process alone"):
+        searcher.hyperparameter_search(**asked)
+
+
 def test_functions_that_make_no_model_are_refused(make_searcher: Callable[..., Kept]) -> None:
     with pytest.raises(TypeError, match="model is a function that returned None"):
         make_searcher(model=lambda: None)
