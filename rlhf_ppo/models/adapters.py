@@ -204,11 +204,14 @@ def _check_active(model: nn.Module, argument: str) -> None:
 
 
 def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Load a trainable adapter over its base."""
-    from peft import PeftModel
+    """Load a trainable adapter over its base; that of a language model also over a classifier of the same backbone."""
+    from peft import PeftConfig, PeftModel
 
+    config = PeftConfig.from_pretrained(os.fspath(path))
+    if config.task_type == "CAUSAL_LM" and not hasattr(base, "prepare_inputs_for_generation"):
+        config.task_type = None  # PEFT's class for language models generates
     with hide_library_warnings():
-        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True)
+        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
 
 
 def adapter_directory(policy: nn.Module, directory: str) -> str:

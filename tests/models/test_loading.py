@@ -25,6 +25,7 @@ from rlhf_ppo.models.loading import (
     check_value_model,
     load_policy,
     load_reward_model,
+    load_value_model,
     low_precision_parameters,
     make_value_model,
 )
@@ -111,6 +112,18 @@ def test_an_adapter_brings_the_head_that_its_base_lacks_or_is_refused(
     with pytest.raises(ValueError, match=r"adapter without a head: score.weight is neither in it nor in its base"):
         load_reward_model(tmp_path / "headless", "reward_model")
     assert "LOAD REPORT" not in caplog.text
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path, merges: bool) -> None:
+    """PEFT's class for it looks for `prepare_inputs_for_generation`, which a classifier does not have."""
+    tiny_policy().save_pretrained(tmp_path / "base")
+    policy = adapted(load_policy(tmp_path / "base", "model"), TaskType.CAUSAL_LM)
+    policy.save_pretrained(tmp_path / "adapter")
+    loaded = load_value_model(tmp_path / "adapter", "value_model", merges_adapter=merges)
+    assert isinstance(loaded, PeftModel) is not merges
+    assert torch.allclose(states(loaded), states(policy), atol=1e-5)
+    assert token_values(loaded, IDS, MASK, last=4).values.shape == (3, 4)
 
 
 def test_encoder_decoders_are_no_policies(tmp_path: Path) -> None:
