@@ -108,6 +108,13 @@ class Conversations:
                     f"set processing_class.chat_template to one that does ({error})"
                 ) from error
 
+    def of_row(self, settings: Mapping[str, Any] | None) -> Conversations:
+        """Return the same for a row whose own arguments of the chat template win, except those that are None."""
+        own = {key: value for key, value in (settings or {}).items() if value is not None}
+        same = copy.copy(self)
+        same.settings = {**self.settings, **own}
+        return same
+
     def default_prompt(self) -> Prompt:
         """Return the prompt of a row that has none."""
         return "" if self.tokenizer.chat_template is None else EMPTY_PROMPT
@@ -319,6 +326,7 @@ class EpisodeEncoder(PromptEncoder):
             fix = "set tokenizer.chat_template, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
-        ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
+        conversations = self.conversations.of_row(self._settings(row, index))
+        ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
         self._check_vocabulary(ids, index)
         return {"input_ids": ids}
