@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
+from rlhf_ppo.config.validation import NOT_OF_TEMPLATES
 from rlhf_ppo.data.rollout import check_shape
 from rlhf_ppo.terminal.console import hide_data_bars
 from rlhf_ppo.terminal.text import visible_logger
@@ -151,7 +152,10 @@ class PromptEncoder:
         own = row.get("chat_template_kwargs") or {}
         if not isinstance(own, Mapping):
             self._fail(index, f"has chat_template_kwargs of type {type(own).__name__}", "give a dict")
-        return {**(self.template_kwargs or {}), **{key: value for key, value in own.items() if value is not None}}
+        settings = {**(self.template_kwargs or {}), **{key: value for key, value in own.items() if value is not None}}
+        if wrong := NOT_OF_TEMPLATES.intersection(settings):
+            self._fail(index, f"has chat_template_kwargs with {min(wrong)!r}, which the trainer sets", "leave it out")
+        return settings
 
     def _templated(self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any]) -> list[int]:
         if self.tokenizer.chat_template is None:
