@@ -190,6 +190,13 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str:
     return str(PeftConfig.from_pretrained(os.fspath(path)).base_model_name_or_path)
 
 
+def is_of_language_model(path: str | os.PathLike[str]) -> bool:
+    """Return whether a saved adapter belongs to a language model, not a classifier."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(os.fspath(path)).task_type == "CAUSAL_LM"
+
+
 def _check_active(model: nn.Module, argument: str) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
