@@ -119,7 +119,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
                 raise ValueError(f"{action.dest}={given!r} in --config must be one of {[*action.choices]}")
         unknown = super().set_defaults_with_config(**kwargs)
         if unknown:
-            raise ValueError(f"{self._unknown([word for word in unknown if word.startswith('--')])}, as in --config")
+            raise ValueError(f"in --config {self._unknown([word for word in unknown if word.startswith('--')])}")
         return unknown
 
     def _unknown(self, options: Sequence[str]) -> str:

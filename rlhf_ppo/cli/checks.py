@@ -278,6 +278,12 @@ def _check_trl(
     else:
         base = _model_at(problems, path, "model_name_or_path", origins, trusts)
         tokenizer = _tokenizer_at(problems, base, "model_name_or_path", trusts)
+        if base is not None and is_adapter_directory(base):
+            problems.add(
+                f"model_name_or_path={path!r} is an adapter, and {command} needs a whole model: merge it into "
+                "its base with PEFT's merge_and_unload(), save that with the tokenizer in another directory, and give "
+                "the directory"
+            )
         if model_args.use_peft:
             auto = AutoModelForSequenceClassification if command == "reward" else AutoModelForCausalLM
             _empty_model(problems, auto, base, "model_name_or_path", trusts, model_args)

@@ -36,10 +36,11 @@ from rlhf_ppo.estimate.run import (
     size,
 )
 from rlhf_ppo.estimate.update import Estimate, NoStorage, Sharding
+from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.models.heads import ValueHead, multiply_head_in_float32
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.models.reference import asks_for_reference
+from rlhf_ppo.models.reference import INITIAL_ADAPTER, asks_for_reference, can_hold_two
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
 from rlhf_ppo.terminal.console import hide_library_warnings
@@ -153,6 +154,12 @@ def models_without_weights(
         )
     settings = loading_settings(script_args.trust_remote_code, model_args)
     peft_config = get_peft_config(model_args)
+    is_trained = is_adapter_directory(args.sft_model_path)
+    if is_trained:
+        from peft import PeftConfig
+
+        peft_config = PeftConfig.from_pretrained(args.sft_model_path)
+        peft_config.inference_mode = False
 
     def make(auto: Any, argument: str, **changes: Any) -> nn.Module:
         return without_weights(auto, getattr(args, argument), argument, args.device, settings | changes)
@@ -171,6 +178,8 @@ def models_without_weights(
 
         with hide_library_warnings():
             policy = get_peft_model(policy, peft_config)
+            if is_trained and asks_for_reference(args) and can_hold_two(policy):
+                policy.add_adapter(INITIAL_ADAPTER, peft_config)
     multiply_head_in_float32(policy, args.lm_head_float32)
     for model in frozen:
         model.requires_grad_(False).eval()
@@ -191,7 +200,7 @@ def without_weights(auto: Any, path: str, argument: str, device: torch.device, s
 
     Args:
         auto: A class such as `AutoModelForCausalLM`.
-        path: Directory or hub name of the model.
+        path: Directory or hub name of the model; of an adapter, its base is made.
         argument: The option that gave the path, for the error message.
         device: The device of the parameters.
         settings: Those of `loading_settings`; `num_labels` of a classifier, 1 by default.
@@ -203,7 +212,8 @@ def without_weights(auto: Any, path: str, argument: str, device: torch.device, s
         raise ValueError("load_in_4bit and load_in_8bit cannot be estimated: leave them out")
     loading = {name: settings[name] for name in ("revision", "trust_remote_code")}
     labels = {"num_labels": settings.get("num_labels", 1)} if auto is AutoModelForSequenceClassification else {}
-    config = load_pretrained(AutoConfig, path, argument, **loading, **labels)
+    source = base_of_adapter(path) if is_adapter_directory(path) else path
+    config = load_pretrained(AutoConfig, source, argument, **loading, **labels)
     dtype = settings["dtype"] if isinstance(settings["dtype"], torch.dtype) else config.dtype or torch.float32
     with NoStorage(), device:
         return auto.from_config(

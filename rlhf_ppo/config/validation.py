@@ -271,8 +271,22 @@ def _json(name: str, text: str) -> Any:
 
 
 def parse_template_kwargs(given: Any) -> dict[str, Any] | None:
-    """Return `chat_template_kwargs`, a dict or JSON text; see `parse_object`."""
-    return parse_object("chat_template_kwargs", given, '{"enable_thinking": false}')
+    """Return `chat_template_kwargs`, a dict or JSON text; see `parse_object`.
+
+    Raises:
+        TypeError: It is no object, or a key is not a text.
+        ValueError: The text is not JSON, or a key is one of `NOT_OF_TEMPLATES`.
+    """
+    settings = parse_object("chat_template_kwargs", given, '{"enable_thinking": false}')
+    if own := NOT_OF_TEMPLATES.intersection(settings or ()):
+        raise ValueError(f"chat_template_kwargs={settings!r} holds {min(own)!r}, which the trainer sets: leave it out")
+    return settings
+
+
+NOT_OF_TEMPLATES = frozenset(
+    ("add_generation_prompt", "continue_final_message", "return_dict", "return_tensors", "tokenize")
+)
+"""Arguments of `apply_chat_template` that the trainer sets."""
 
 
 def parse_object(name: str, given: Any, example: str) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from rlhf_ppo.data.prompts import (
     as_the_template_reads,
     ids_of,
     is_conversation,
+    template_settings,
     text_of_content,
 )
 from rlhf_ppo.terminal.text import CONTROL
@@ -107,6 +108,13 @@ class Conversations:
                     "tools need a chat template that renders messages the same, whether or not others follow; "
                     f"set processing_class.chat_template to one that does ({error})"
                 ) from error
+
+    def of_row(self, settings: Mapping[str, Any] | None) -> Conversations:
+        """Return the same for a row whose own arguments of the chat template win, except those that are None."""
+        own = {key: value for key, value in (settings or {}).items() if value is not None}
+        same = copy.copy(self)
+        same.settings = {**self.settings, **own}
+        return same
 
     def default_prompt(self) -> Prompt:
         """Return the prompt of a row that has none."""
@@ -311,9 +319,6 @@ class EpisodeEncoder(PromptEncoder):
             self._fail(index, f"has environment={name!r}, which environment_factory does not have", fix)
         if misfit := self.misfits[name](row):
             self._fail(index, f"does not fit {misfit}", "change the columns, or let the parameters end in **row")
-        if row.get("chat_template_kwargs"):
-            fix = "set the argument of that name, for all rows, and drop the column"
-            self._fail(index, "has chat_template_kwargs, which tools and environments do not read from rows", fix)
         prompt = row["prompt"] if row.get("prompt") is not None else self.conversations.default_prompt()
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"
@@ -322,6 +327,7 @@ class EpisodeEncoder(PromptEncoder):
             fix = "set tokenizer.chat_template, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
-        ids = self.conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
+        conversations = self.conversations.of_row(template_settings(row, None, f"row {index} of {self.name}"))
+        ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
         self._check_vocabulary(ids, index)
         return {"input_ids": ids}

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
+from rlhf_ppo.config.validation import NOT_OF_TEMPLATES
 from rlhf_ppo.data.rollout import check_shape
 from rlhf_ppo.terminal.console import hide_data_bars
 from rlhf_ppo.terminal.text import visible_logger
@@ -264,12 +265,15 @@ def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None, w
         which: The row's name in errors.
 
     Raises:
-        ValueError: The column holds no dict.
+        ValueError: The column holds no dict, or a key is one of `NOT_OF_TEMPLATES`.
     """
     own = row.get("chat_template_kwargs") or {}
     if not isinstance(own, Mapping):
         raise ValueError(f"{which} has chat_template_kwargs of type {type(own).__name__}: give a dict")
-    return {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
+    settings = {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
+    if wrong := NOT_OF_TEMPLATES.intersection(settings):
+        raise ValueError(f"{which} has chat_template_kwargs with {min(wrong)!r}, which the trainer sets: leave it out")
+    return settings
 
 
 def as_the_template_reads(

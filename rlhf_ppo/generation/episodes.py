@@ -61,6 +61,7 @@ class EpisodeRecord:
         prompt: The prompt with the text of `reset`.
         prompt_ids: Tokens of the prompt.
         room: Maximum tokens after the prompt.
+        conversations: Renders its answers.
         ids: Tokens after the prompt.
         written: Whether the policy wrote each of them.
         logprobs: The engine's log-probabilities of the policy's tokens, nats; 0 for other tokens.
@@ -77,6 +78,7 @@ class EpisodeRecord:
     prompt: Prompt
     prompt_ids: list[int]
     room: int
+    conversations: Conversations
     ids: list[int] = field(default_factory=list)
     written: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -162,8 +164,9 @@ class EpisodePlayer:
         Raises:
             ValueError: A prompt is empty, or leaves no room for a token.
         """
-        given = prompts.columns.get("prompt", [None] * len(prompts))
-        return [self._begun(episode, prompt) for episode, prompt in zip(episodes, given, strict=True)]
+        names = ("prompt", "chat_template_kwargs")
+        given = (prompts.columns.get(name, [None] * len(prompts)) for name in names)
+        return [self._begun(*row) for row in zip(episodes, *given, strict=True)]
 
     def play(self, prompts: Prompts, records: list[EpisodeRecord]) -> tuple[Responses, Prompts]:
         """Play a batch's episodes to their ends.
@@ -189,15 +192,16 @@ class EpisodePlayer:
 
     _knows_logprobs: bool = True
 
-    def _begun(self, episode: Episode, prompt: Prompt | None) -> EpisodeRecord:
-        prompt = self.conversations.default_prompt() if prompt is None else prompt
+    def _begun(self, episode: Episode, prompt: Prompt | None, settings: Mapping[str, Any] | None) -> EpisodeRecord:
+        conversations = self.conversations.of_row(settings)
+        prompt = conversations.default_prompt() if prompt is None else prompt
         whole = with_observation(prompt, episode.observation)
         if isinstance(prompt, str):  # tokenized separately, or a token could span both texts
-            ids = self.conversations.prompt_ids(prompt, None)
+            ids = conversations.prompt_ids(prompt, None)
             if isinstance(episode.observation, str) and episode.observation:
-                ids = ids + self.conversations.text_ids(episode.observation, is_first=not ids)
+                ids = ids + conversations.text_ids(episode.observation, is_first=not ids)
         else:
-            ids = self.conversations.prompt_ids(whole, episode.kind.schemas)
+            ids = conversations.prompt_ids(whole, episode.kind.schemas)
         if not ids:
             raise ValueError(
                 f"{episode.kind.description} gave no text for row {episode.row}, whose prompt is empty: return a text "
@@ -211,7 +215,7 @@ class EpisodePlayer:
                     f"the prompt of row {episode.row} takes {len(ids)} tokens with the text of reset of "
                     f"{episode.kind.description}, but {limit.reason}: shorten the text, or {limit.remedy}"
                 )
-        return EpisodeRecord(episode, whole, ids, room)
+        return EpisodeRecord(episode, whole, ids, room, conversations)
 
     # ---- Turns ----
 
@@ -328,7 +332,7 @@ class EpisodePlayer:
         if self.conversations.cannot_fit(messages, record.left):
             return None
         if is_conversation(record.prompt):
-            ids = self.conversations.answer_ids(messages) if messages else []
+            ids = record.conversations.answer_ids(messages) if messages else []
         else:
             ids = [token for message in messages for token in self.conversations.defused_ids(str(message["content"]))]
         if not ids and not is_last:

@@ -190,6 +190,13 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str:
     return str(PeftConfig.from_pretrained(os.fspath(path)).base_model_name_or_path)
 
 
+def is_of_language_model(path: str | os.PathLike[str]) -> bool:
+    """Return whether a saved adapter belongs to a language model, not a classifier."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(os.fspath(path)).task_type == "CAUSAL_LM"
+
+
 def _check_active(model: nn.Module, argument: str) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -204,11 +211,14 @@ def _check_active(model: nn.Module, argument: str) -> None:
 
 
 def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Load a trainable adapter over its base."""
-    from peft import PeftModel
+    """Load a trainable adapter over its base; that of a language model also over a classifier of the same backbone."""
+    from peft import PeftConfig, PeftModel
 
+    config = PeftConfig.from_pretrained(os.fspath(path))
+    if config.task_type == "CAUSAL_LM" and not hasattr(base, "prepare_inputs_for_generation"):
+        config.task_type = None  # PEFT's class for language models generates
     with hide_library_warnings():
-        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True)
+        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
 
 
 def adapter_directory(policy: nn.Module, directory: str) -> str:

@@ -14,7 +14,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.trainer_utils import number_of_arguments
 
-from rlhf_ppo.models.adapters import adapter_kind, base_of_adapter, is_adapter_directory, load_adapter
+from rlhf_ppo.models.adapters import (
+    adapter_kind,
+    base_of_adapter,
+    is_adapter_directory,
+    is_of_language_model,
+    load_adapter,
+)
 from rlhf_ppo.models.heads import (
     ValueHead,
     check_critic_head,
@@ -123,6 +129,12 @@ def load_value_model(
         model = load_adapter(base, path)
         model = _without_adapters(model, argument) if merges_adapter else model
     else:
+        is_path = isinstance(model, str | os.PathLike)
+        if is_path and not merges_adapter and is_adapter_directory(model) and is_of_language_model(model):
+            raise ValueError(
+                f"{argument}={os.fspath(model)!r} is the adapter of a language model, whose new head would not train "
+                "over a shared base: leave out share_base_model, or value_model to start from the policy"
+            )
         model = load_classifier(model, argument, merges_adapter, num_labels=head.num_outputs, **kwargs)
     check_critic_head(model, argument)
     return model
@@ -434,16 +446,19 @@ def _check_transformers_model(model: Any, argument: str) -> None:
 
 
 def _without_adapters(model: nn.Module, argument: str) -> nn.Module:
-    """Merge a model's adapter, if it has one, into its base."""
+    """Merge a model's adapter, if it has one, into its base, whose weights train as those of any whole model."""
     if not is_peft_model(model):
         return model
     try:
-        return model.merge_and_unload()
+        merged = model.merge_and_unload()
     except Exception as error:  # each kind raises other errors
         raise ValueError(
             f"PEFT cannot merge an adapter of the kind {adapter_kind(model)} into its base ({error}); pass {argument} "
             "as a whole model"
         ) from error
+    for parameter in merged.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return merged
 
 
 # ---- Multi-label reward models ----

@@ -163,7 +163,7 @@ def make_reference(
         model = ref_model
     elif not is_peft_model(policy):
         model = copy_model(policy)
-    elif not adapter_is_new and _can_hold_two(policy):
+    elif not adapter_is_new and can_hold_two(policy):
         _copy_active_adapter(policy, INITIAL_ADAPTER)
         adapter = INITIAL_ADAPTER
     elif not adapter_is_new:
@@ -194,7 +194,7 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
         )
 
 
-def _can_hold_two(policy: nn.Module) -> bool:
+def can_hold_two(policy: nn.Module) -> bool:
     """Return whether the policy can have a second adapter of this kind that shares no trainable parameter."""
     config = with_adapters(policy).active_peft_config
     return adapter_kind(policy) not in _ONE_AT_A_TIME and getattr(config, "bias", "none") == "none"

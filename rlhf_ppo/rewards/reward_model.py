@@ -265,7 +265,7 @@ class RewardModel:
             if self.max_positions is not None and len(ids) > self.max_positions:
                 raise ValueError(
                     f"row {row} has {len(ids)} tokens for the reward model, which has {self.max_positions} positions: "
-                    "lower max_prompt_length or response_length"
+                    "lower max_prompt_length or response_length, or a judge's max_new_tokens"
                 )
             rows.append(torch.tensor([ids], dtype=torch.long))
         return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool()

@@ -467,6 +467,8 @@ def _per_token(values: Sequence[Any], who: str, lengths: Sequence[int], refuse: 
             raise WrongRewardError(
                 f"{who} returned {len(value)} rewards for the {length} tokens of row {row}: "
                 "return one for each of completion_ids[row]"
+                + ", or for one score per completion a tensor after .squeeze(-1)"
+                * (len(value) == 1)
             )
         if None in value:
             raise WrongRewardError(

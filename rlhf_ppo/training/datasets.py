@@ -247,9 +247,18 @@ class PromptPreparation:
             encode = PromptEncoder(self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by, settings)
         rows: Any = prepare_prompts(dataset, encode, args.max_prompt_length, args.dataset_num_proc)
         self._check_lengths(rows)
+        if num_rows(rows) is not None and self._begins_twice(rows[0]["input_ids"]):
+            logger.warning(
+                f"{name}: the first prompt begins with BOS twice, because the tokenizer adds it to a text that holds "
+                "it; leave BOS out of the texts, or give conversations, to which the chat template adds it"
+            )
         if self.encoder is None and num_rows(rows) is not None and may_hold_chats(rows):
             self._warn_of_turn_end()
         return rows
+
+    def _begins_twice(self, ids: Sequence[int]) -> bool:
+        bos = self.tokenizer.bos_token_id
+        return bos is not None and list(ids[:2]) == [bos, bos]
 
     def _warn_of_turn_end(self) -> None:
         """Warn if the chat template ends answers with another token than the stop token: Gemma's is not its EOS."""

@@ -126,7 +126,9 @@ class EpisodeRollouts:
             )
         num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes(args)
         assert self.conversations is not None
-        return [{"prompt": self.conversations.default_prompt()}] * (num_rows // args.num_generations)
+        row: dict[str, Any] = {"prompt": self.conversations.default_prompt()}
+        (kind,) = self.environments.kinds.values()
+        return [{} if kind.misfit(row) else row] * (num_rows // args.num_generations)
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, train_dataset: Any) -> Any:
         """Check that the tokenizer's template can show tools, and that something ends a turn.

@@ -149,6 +149,43 @@ def test_no_turn_is_asked_for_longer_than_the_engine_has_room_behind_the_longest
         assert len(asked) == 2 and (asked[1] <= room) is has_limit
 
 
+def test_without_a_data_set_reset_need_not_take_the_empty_prompt(tmp_path: Any) -> None:
+    given: list[dict[str, Any]] = []
+
+    class BySeed(Box):
+        def reset(self, seed: int) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+            given.append({"seed": seed})
+            return super().reset()
+
+    class ByRow(Box):
+        def reset(self, **row: Any) -> str:
+            given.append(row)
+            return super().reset()
+
+    for environment in (BySeed, ByRow):
+        options = {"max_steps": 1, "overwrite_output_dir": True}
+        made(tmp_path, DONE, environment_factory=environment, train_dataset=None, options=options).train()
+    assert [list(row) for row in given] == [["seed"], ["seed"], ["prompt"], ["prompt"]]
+
+
+def test_a_rows_template_arguments_reach_its_prompt_and_its_answers(tmp_path: Any) -> None:
+    """Qwen3's template opens a turn with an empty thought where `enable_thinking` is False."""
+    closed = "<think>\n\n</think>"
+    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+    rows = [{"prompt": ASKED, "chat_template_kwargs": {"enable_thinking": on}} for on in (None, False)]
+    options = {"per_device_train_batch_size": 2, "num_generations": 1, "train_sampling_strategy": "sequential"}
+    trainer = made(tmp_path, call, DONE, train_dataset=rows, options=options)
+    assert [closed in trainer.processing_class.decode(row["input_ids"]) for row in trainer.train_dataset] == [
+        False,
+        True,
+    ]
+    trainer.train()
+    kept = trainer.kept
+    found = [kept.query_responses[row][kept.attention_mask[row].bool()] for row in range(2)]
+    counts = [trainer.processing_class.decode(ids).count(f"assistant\n{closed}") for ids in found]
+    assert counts == [0, 2]
+
+
 def test_seeds_are_those_of_the_prompt_not_of_the_copy_and_other_ones_in_evaluation(tmp_path: Any) -> None:
     seeds: list[int] = []
 
@@ -289,11 +326,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "text prompt": ({"train_dataset": [{"prompt": "Q"}] * 2}, {}, "not a conversation"),
     "ids": ({"train_dataset": [{"input_ids": [1, 2]}] * 2}, {}, "input_ids.*`prompt`"),
-    "own arguments of the template": (
-        {"train_dataset": [{"prompt": ASKED, "chat_template_kwargs": {"a": 1}}] * 2},
-        {},
-        "row 0 of train_dataset has chat_template_kwargs, which tools and environments do not read from rows: set the",
-    ),
     "no stop token": ({}, {"stop_token": None}, "stop_token=None: nothing ends a turn; set stop_token='eos'"),
     "rollout_func too": ({"rollout_func": print}, {}, "rollout_func.*environment_factory.*leave one"),
     "audit": ({}, {"critic_audit_steps": 5}, "critic_audit_steps=5"),

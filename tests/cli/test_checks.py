@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.cli import commands, judge
 from rlhf_ppo.cli.checks import check_step_options
 from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.main import main
-from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
+from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer, write_rows
 
 
 @pytest.fixture
@@ -122,6 +124,18 @@ def test_dropped_prompts_are_said_once(here, caplog):
         "train_dataset: dropped 18 of 36 prompts, longer than 4 tokens",
         "eval_dataset: dropped 2 of 4 prompts, longer than 4 tokens",
     ]
+
+
+@pytest.mark.parametrize("command", ["sft", "reward"])
+def test_an_adapter_is_no_model_to_train_whole(command, here, capsys):
+    """transformers would load it, and fail at the first checkpoint."""
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config).save_pretrained("adapter")
+    make_tokenizer().save_pretrained("adapter")
+    capsys.readouterr()
+    options = f"{QUICK} --model_name_or_path adapter --dataset_name rows.jsonl"
+    (found,) = problems_of(command, options, capsys)
+    assert f"model_name_or_path='adapter' is an adapter, and {command} needs a whole model" in found
 
 
 def test_a_dry_run_finds_errors_of_the_weights(here, capsys):

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.cli.estimate import PURPOSES, Devices, EstimateArguments, devices_of
 from rlhf_ppo.estimate.run import size
 from rlhf_ppo.estimate.update import Estimate, Sharding, gathered_bytes
-from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
+from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer, write_rows
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 RATES = ["--device_flops", "4e6", "--device_bandwidth", "3e5"]
@@ -28,6 +30,12 @@ PEFT = ["--use_peft", "--lora_r", "3", "--lora_target_modules", "q_proj", "up_pr
 @pytest.fixture(autouse=True)
 def places(empty_place: Path) -> None:
     save_models(base=tiny_policy(), scorer=tiny_scorer(intermediate_size=48))
+    loaded = {"adapter": AutoModelForCausalLM, "adapted_scorer": AutoModelForSequenceClassification}
+    for name, kind in loaded.items():
+        base = kind.from_pretrained("base" if name == "adapter" else "scorer")
+        config = LoraConfig(task_type="CAUSAL_LM" if name == "adapter" else "SEQ_CLS", r=3, target_modules=["q_proj"])
+        get_peft_model(base, config).save_pretrained(name)
+        make_tokenizer().save_pretrained(name)
     write_rows("texts.jsonl", ({"prompt": "w4 " * (1 + number % 9)} for number in range(40)))
 
 
@@ -58,6 +66,7 @@ def figures_of_run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) 
         [*WITH_MODEL, *PEFT, "--gradient_checkpointing", "false", "--optim", "sgd"],
         [*WITH_MODEL, "--dtype", "bfloat16", "--bf16", "true"],
         [*WITH_MODEL, "--value_loss", "hl_gauss", "--value_bins", "500", "--critic_ensemble", "3"],
+        ["--sft_model_path", "adapter", "--reward_model_path", "adapted_scorer"],
     ],
     ids=" ".join,
 )

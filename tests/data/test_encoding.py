@@ -99,6 +99,8 @@ def test_a_rows_own_template_arguments_win_as_in_trls_trainers() -> None:
     assert encoder(row | {"chat_template_kwargs": None}, 0)["input_ids"] == [3, 4, 5]
     with pytest.raises(ValueError, match="row 7 of train_dataset has chat_template_kwargs of type str: give a dict"):
         encoder(row | {"chat_template_kwargs": "{}"}, 7)
+    with pytest.raises(ValueError, match="has chat_template_kwargs with 'tokenize', which the trainer sets: leave it"):
+        encoder(row | {"chat_template_kwargs": {"tokenize": False}}, 7)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
@@ -100,6 +101,16 @@ def test_another_end_of_turn_than_the_stop_token_is_told(
     make_trainer(**QUICK, **stop, processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": prompts}))
     told = "ends an answer with '<bos>' (2), but responses end only at '<eos>' (1)"
     assert (told in caplog.text and "set stop_token_id=2 instead" in caplog.text) == warns
+
+
+def test_a_text_that_holds_bos_is_told_where_the_tokenizer_adds_it(make_trainer: MakeTrainer, caplog: Any) -> None:
+    """A chat template that rendered the prompts wrote it, and the tokenizer adds another."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    for text, is_told in (("w4 w5", False), ("<bos> w4 w5", True)):
+        caplog.clear()
+        make_trainer(train_dataset=[{"prompt": text}] * 8, processing_class=tokenizer)
+        assert ("train_dataset: the first prompt begins with BOS twice" in caplog.text) is is_told
 
 
 def test_a_rows_template_arguments_are_read_where_no_reward_reads_columns(make_trainer: MakeTrainer) -> None:

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
@@ -25,6 +26,7 @@ from rlhf_ppo.models.loading import (
     check_value_model,
     load_policy,
     load_reward_model,
+    load_value_model,
     low_precision_parameters,
     make_value_model,
 )
@@ -111,6 +113,28 @@ def test_an_adapter_brings_the_head_that_its_base_lacks_or_is_refused(
     with pytest.raises(ValueError, match=r"adapter without a head: score.weight is neither in it nor in its base"):
         load_reward_model(tmp_path / "headless", "reward_model")
     assert "LOAD REPORT" not in caplog.text
+
+
+def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> None:
+    """PEFT's class for it looks for `prepare_inputs_for_generation`, which a classifier does not have."""
+    tiny_policy().save_pretrained(tmp_path / "base")
+    policy = adapted(load_policy(tmp_path / "base", "model"), TaskType.CAUSAL_LM)
+    policy.save_pretrained(tmp_path / "adapter")
+    loaded = load_value_model(tmp_path / "adapter", "value_model")
+    assert torch.allclose(states(loaded), states(policy), atol=1e-5)
+    assert token_values(loaded, IDS, MASK, last=4).values.shape == (3, 4)
+    with pytest.raises(ValueError, match="is the adapter of a language model, whose new head would not train over a"):
+        load_value_model(tmp_path / "adapter", "value_model", merges_adapter=False)
+
+
+@pytest.mark.parametrize("task", [TaskType.SEQ_CLS, TaskType.CAUSAL_LM])
+def test_a_value_model_of_a_merged_adapter_trains_as_a_whole(tmp_path: Path, task: TaskType) -> None:
+    """PEFT leaves the base's weights frozen: the head alone would train."""
+    tiny_policy().save_pretrained(tmp_path / "base")
+    kind = AutoModelForSequenceClassification if task == TaskType.SEQ_CLS else AutoModelForCausalLM
+    adapted(kind.from_pretrained(tmp_path / "base", num_labels=1), task).save_pretrained(tmp_path / "adapter")
+    loaded = load_value_model(tmp_path / "adapter", "value_model")
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
 
 
 def test_encoder_decoders_are_no_policies(tmp_path: Path) -> None:

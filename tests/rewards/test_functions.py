@@ -311,7 +311,7 @@ def test_rewards_per_token_have_the_width_of_the_responses(is_async: bool, token
         ([{"score": 1.0}, 1.0, 2.0], TypeError, r"\(dict\) for row 0"),
         ([[[1.0], [1.0]], None, None], TypeError, "for row 0, token 0"),
         (["0.5", 1.0, 2.0], TypeError, r"returned '0.5' \(str\) for row 0"),
-        (torch.zeros(3, 1), ValueError, "returned 1 rewards for the 2 tokens of row 0"),
+        (torch.zeros(3, 1), ValueError, r"returned 1 rewards for the 2 tokens of row 0: .* after .squeeze\(-1\)"),
         ([[1.0, 2.0], None, [3.0]], ValueError, "returned 1 rewards for the 2 tokens of row 2"),
         ([[1.0, 2.0], [1.0, 2.0, 3.0], None], ValueError, "returned 3 rewards for the 2 tokens of row 1"),
         ([[1.0, 2.0], 0.5, None], TypeError, r"returned 0.5 \(float\) for row 1, and a list for another"),
