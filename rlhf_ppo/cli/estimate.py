@@ -36,7 +36,7 @@ from rlhf_ppo.estimate.run import (
     size,
 )
 from rlhf_ppo.estimate.update import Estimate, NoStorage, Sharding
-from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
+from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.models.heads import ValueHead, multiply_head_in_float32
 from rlhf_ppo.models.loading import load_pretrained
@@ -156,9 +156,7 @@ def models_without_weights(
     peft_config = get_peft_config(model_args)
     is_trained = is_adapter_directory(args.sft_model_path)
     if is_trained:
-        from peft import PeftConfig
-
-        peft_config = PeftConfig.from_pretrained(args.sft_model_path)
+        peft_config = adapter_config(args.sft_model_path)
         peft_config.inference_mode = False
 
     def make(auto: Any, argument: str, **changes: Any) -> nn.Module:

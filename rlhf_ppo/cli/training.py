@@ -43,7 +43,7 @@ from rlhf_ppo.config.inherited import resolved_bf16
 from rlhf_ppo.config.presets import RemembersNames
 from rlhf_ppo.config.validation import parse_template_kwargs
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
-from rlhf_ppo.models.adapters import is_adapter_directory
+from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
@@ -560,10 +560,10 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
         directory: Output of `save_model`.
         trust_remote_code: Whether to run code of the base's repository.
     """
-    from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftConfig
+    from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 
     trust: Any = {"trust_remote_code": trust_remote_code}
-    scores = PeftConfig.from_pretrained(directory).task_type == "SEQ_CLS"
+    scores = adapter_config(directory).task_type == "SEQ_CLS"
     if scores:
         adapted = AutoPeftModelForSequenceClassification.from_pretrained(directory, num_labels=1, **trust)
     else:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from rlhf_ppo.models.unwrapping import (
 )
 from rlhf_ppo.processes.distributed import get_logger
 from rlhf_ppo.terminal.console import hide_library_warnings
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = get_logger(__name__)
 
@@ -183,18 +186,16 @@ def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
+def adapter_config(path: str | os.PathLike[str]) -> PeftConfig:
+    """Return the configuration of a saved adapter."""
+    from peft import PeftConfig
+
+    return PeftConfig.from_pretrained(os.fspath(path))
+
+
 def base_of_adapter(path: str | os.PathLike[str]) -> str:
     """Return the directory or hub name of the model that a saved adapter belongs to."""
-    from peft import PeftConfig
-
-    return str(PeftConfig.from_pretrained(os.fspath(path)).base_model_name_or_path)
-
-
-def is_of_language_model(path: str | os.PathLike[str]) -> bool:
-    """Return whether a saved adapter belongs to a language model, not a classifier."""
-    from peft import PeftConfig
-
-    return PeftConfig.from_pretrained(os.fspath(path)).task_type == "CAUSAL_LM"
+    return str(adapter_config(path).base_model_name_or_path)
 
 
 def _check_active(model: nn.Module, argument: str) -> None:
@@ -212,9 +213,9 @@ def _check_active(model: nn.Module, argument: str) -> None:
 
 def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load a trainable adapter over its base; that of a language model also over a classifier of the same backbone."""
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
 
-    config = PeftConfig.from_pretrained(os.fspath(path))
+    config = adapter_config(path)
     if config.task_type == "CAUSAL_LM" and not hasattr(base, "prepare_inputs_for_generation"):
         config.task_type = None  # PEFT's class for language models generates
     with hide_library_warnings():

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.trainer_utils import number_of_arguments
 
 from rlhf_ppo.models.adapters import (
+    adapter_config,
     adapter_kind,
     base_of_adapter,
     is_adapter_directory,
-    is_of_language_model,
     load_adapter,
 )
 from rlhf_ppo.models.heads import (
@@ -129,10 +129,10 @@ def load_value_model(
         model = load_adapter(base, path)
         model = _without_adapters(model, argument) if merges_adapter else model
     else:
-        is_path = isinstance(model, str | os.PathLike)
-        if is_path and not merges_adapter and is_adapter_directory(model) and is_of_language_model(model):
+        path = model if isinstance(model, str | os.PathLike) and is_adapter_directory(model) else None
+        if path is not None and not merges_adapter and adapter_config(path).task_type == "CAUSAL_LM":
             raise ValueError(
-                f"{argument}={os.fspath(model)!r} is the adapter of a language model, whose new head would not train "
+                f"{argument}={os.fspath(path)!r} is the adapter of a language model, whose new head would not train "
                 "over a shared base: leave out share_base_model, or value_model to start from the policy"
             )
         model = load_classifier(model, argument, merges_adapter, num_labels=head.num_outputs, **kwargs)
