@@ -117,7 +117,7 @@ def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
     rollouts = record_rollouts(trainer)
     trainer.evaluate()
 
-    assert len(messages) == 1 and "set stop_token='eos'" in messages[0]
+    assert len(messages) == 1 and "Set stop_token='eos'" in messages[0]
     assert rollouts[0].response_mask.sum(dim=1).tolist() == [40] * len(rollouts[0])
     assert (rollouts[0].responses[:, :-1] == 1).any()  # an EOS, and something after it
 
