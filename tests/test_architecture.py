@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -125,6 +126,22 @@ def test_optional_packages_are_imported_where_they_are_used(path):
         for alias in node.names
     }
     assert not names & {"deepspeed", "math_verify", "optuna", "peft", "tensorboard", "vllm", "wandb"}
+
+
+WITHOUT_OPTIONAL = """
+import importlib, pkgutil, sys
+sys.modules |= dict.fromkeys(("bitsandbytes", "deepspeed", "math_verify", "optuna", "peft", "vllm", "wandb"))
+import rlhf_ppo
+for module in pkgutil.walk_packages(rlhf_ppo.__path__, "rlhf_ppo."):
+    if module.name != "rlhf_ppo.__main__":
+        importlib.import_module(module.name)
+"""
+
+
+def test_every_module_is_imported_without_the_optional_packages():
+    """Also names of other libraries that exist only beside them, such as accelerate's for DeepSpeed."""
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_OPTIONAL], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_there_are_chapters_not_paragraphs():

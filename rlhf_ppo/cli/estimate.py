@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.utils import HfDeepSpeedConfig
+from accelerate.utils.deepspeed import HfDeepSpeedConfig  # needs no DeepSpeed
 from rich.console import Console
 from rich.table import Table
 from torch import nn

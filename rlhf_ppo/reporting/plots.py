@@ -99,8 +99,8 @@ def plot_metrics(
     for unused in axes[len(shown) :]:
         unused.remove()
     if len(groups) > 1:
-        lines, labels = axes[0].get_lines(), list(map(_label, groups))  # the axes leave out labels such as "_a"
-        figure.legend(lines, labels, loc="outside lower center", ncols=min(len(groups), 6), frameon=False)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(groups), 6), frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=110, format=Path(path).suffix.lower().lstrip("."))
@@ -186,8 +186,9 @@ def _what_is_logged(logs: Sequence[Log], x: str) -> str:
 
 
 def _label(text: str) -> str:
-    """Return a text as a label, with `$` escaped, which begins a formula."""
-    return visible(text, one_line=True).replace("$", r"\$")
+    """Return a text as a label: `$` would begin a formula, and legends leave out what begins with `_`."""
+    label = visible(text, one_line=True).replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
 
 
 def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> None:

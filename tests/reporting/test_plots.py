@@ -90,7 +90,7 @@ def test_several_runs_lie_over_each_other(tmp_path):
 
 def test_a_label_may_begin_with_an_underscore(tmp_path):
     figure = plot_metrics({"_mine": [LOG], "other": [SECOND]}, tmp_path / "curves.svg", metrics=["objective/kl"])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["_mine", "other"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [" _mine", "other"]
 
 
 @pytest.mark.parametrize(
