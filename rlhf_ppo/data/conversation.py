@@ -109,11 +109,10 @@ class Conversations:
                     f"set processing_class.chat_template to one that does ({error})"
                 ) from error
 
-    def of_row(self, settings: Mapping[str, Any] | None) -> Conversations:
-        """Return the same for a row whose own arguments of the chat template win, except those that are None."""
-        own = {key: value for key, value in (settings or {}).items() if value is not None}
+    def of_row(self, row: Mapping[str, Any], which: str) -> Conversations:
+        """Return the same for a row, whose own arguments of the chat template win; see `template_settings`."""
         same = copy.copy(self)
-        same.settings = {**self.settings, **own}
+        same.settings = template_settings(row, self.settings, which)
         return same
 
     def default_prompt(self) -> Prompt:
@@ -327,7 +326,7 @@ class EpisodeEncoder(PromptEncoder):
             fix = "set tokenizer.chat_template, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
-        conversations = self.conversations.of_row(template_settings(row, None, f"row {index} of {self.name}"))
+        conversations = self.conversations.of_row(row, f"row {index} of {self.name}")
         ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
         self._check_vocabulary(ids, index)
         return {"input_ids": ids}

@@ -164,9 +164,9 @@ class EpisodePlayer:
         Raises:
             ValueError: A prompt is empty, or leaves no room for a token.
         """
-        names = ("prompt", "chat_template_kwargs")
-        given = (prompts.columns.get(name, [None] * len(prompts)) for name in names)
-        return [self._begun(*row) for row in zip(episodes, *given, strict=True)]
+        names = [name for name in ("prompt", "chat_template_kwargs") if name in prompts.columns]
+        rows = [{name: prompts.columns[name][number] for name in names} for number in range(len(prompts))]
+        return [self._begun(episode, row) for episode, row in zip(episodes, rows, strict=True)]
 
     def play(self, prompts: Prompts, records: list[EpisodeRecord]) -> tuple[Responses, Prompts]:
         """Play a batch's episodes to their ends.
@@ -192,9 +192,9 @@ class EpisodePlayer:
 
     _knows_logprobs: bool = True
 
-    def _begun(self, episode: Episode, prompt: Prompt | None, settings: Mapping[str, Any] | None) -> EpisodeRecord:
-        conversations = self.conversations.of_row(settings)
-        prompt = conversations.default_prompt() if prompt is None else prompt
+    def _begun(self, episode: Episode, row: Mapping[str, Any]) -> EpisodeRecord:
+        conversations = self.conversations.of_row(row, f"row {episode.row} of the batch")
+        prompt: Prompt = conversations.default_prompt() if row.get("prompt") is None else row["prompt"]
         whole = with_observation(prompt, episode.observation)
         if isinstance(prompt, str):  # tokenized separately, or a token could span both texts
             ids = conversations.prompt_ids(prompt, None)

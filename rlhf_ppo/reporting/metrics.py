@@ -237,8 +237,8 @@ def warn_of_unscored(scores: Tensor) -> None:
     num_unscored = int(scores.isnan().sum())
     if num_unscored > 0:
         logger.warning(
-            f"{num_unscored} of {len(scores)} responses have no score (all rewards with a weight returned None or a "
-            "value that is not finite). The losses and the score metrics leave them out."
+            f"{num_unscored} of {len(scores)} responses have no score (every reward whose weight is not 0 returned "
+            "None or a value that is not finite). The losses and the score metrics leave them out."
         )
 
 
