@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ class PPOArgumentParser(CommandParser, TrlParser):
         for each in parsed:
             if isinstance(each, RemembersNames):
                 each.set_given(self._given)  # the parser passes all options to the constructor
+            modules = getattr(each, "lora_target_modules", None)
+            if isinstance(modules, str) and re.fullmatch(r"[\w.]+", modules):
+                each.lora_target_modules = [modules]  # a list's only name, which PEFT would read as a pattern
         return parsed
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
@@ -179,6 +183,11 @@ class PPOScriptArguments(DryRunScriptArguments):
         "which the column `environment` names one.",
     )
     tools: list[str] | None = option(None, "Functions that the policy may call, as file.py:function.")
+    value_model_path: str | None = option(
+        None,
+        "The value model at its start, such as one of `rlhf-ppo critic train`; by default the reward model, or the "
+        "policy with a new head.",
+    )
     ptx_dataset: str | None = option(
         None,
         "With ptx_coef: additional texts for the policy to learn from, with the columns of SFT; the split train of a "

@@ -180,6 +180,8 @@ def _check_ppo(
     policy = _empty_model(problems, AutoModelForCausalLM, base, "sft_model_path", trusts, model_args)
     if has_reward_model(script_args, args):
         _model_at(problems, args.reward_model_path, "reward_model_path", origins, trusts)
+    if script_args.value_model_path is not None:
+        _model_at(problems, script_args.value_model_path, "value_model_path", origins, trusts)
     _check_code(problems, script_args)
     rows = (None, None)
     with problems.collecting():

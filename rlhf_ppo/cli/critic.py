@@ -483,7 +483,8 @@ def train_critic(argv: Sequence[str] | None = None) -> CriticTrainer:
         held_out = trainer.explained_variance()
     print_text(
         f"The critic is in {args.output_dir}. It explains {held_out:.3g} of the variance of held-out returns (1: all "
-        "of it, below 0: less than their mean). Use it as value_model, or with rlhf_ppo.decoding."
+        "of it, below 0: less than their mean). Start a run from it with --value_model_path, or use it with "
+        "rlhf_ppo.decoding."
     )
     return trainer
 

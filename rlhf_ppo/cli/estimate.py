@@ -137,8 +137,8 @@ def models_without_weights(
     """Make the models of a run from their configurations: their parameters have shapes and no storage.
 
     Args:
-        script_args: Gives `trust_remote_code` and `reward_funcs`.
-        args: Gives the paths.
+        script_args: Gives `trust_remote_code`, `reward_funcs` and `value_model_path`.
+        args: Gives the other paths.
         model_args: How models are loaded, and the policy's adapter.
 
     Returns:
@@ -159,18 +159,22 @@ def models_without_weights(
         peft_config = adapter_config(args.sft_model_path)
         peft_config.inference_mode = False
 
-    def make(auto: Any, argument: str, **changes: Any) -> nn.Module:
-        return without_weights(auto, getattr(args, argument), argument, args.device, settings | changes)
+    def make(auto: Any, path: str, argument: str, **changes: Any) -> nn.Module:
+        return without_weights(auto, path, argument, args.device, settings | changes)
 
-    policy = make(AutoModelForCausalLM, "sft_model_path")
-    frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, "sft_model_path")]
-    value_argument = "sft_model_path"
+    of_policy = args.sft_model_path, "sft_model_path"
+    of_reward = args.reward_model_path, "reward_model_path"
+    policy = make(AutoModelForCausalLM, *of_policy)
+    frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, *of_policy)]
+    of_value = of_policy
     if has_reward_model(script_args, args):
-        frozen.append(make(AutoModelForSequenceClassification, "reward_model_path"))
+        frozen.append(make(AutoModelForSequenceClassification, *of_reward))
         if _can_be_value_model(frozen[-1], script_args, args, model_args):
-            value_argument = "reward_model_path"
+            of_value = of_reward
+    if script_args.value_model_path is not None:
+        of_value = script_args.value_model_path, "value_model_path"
     num_outputs = ValueHead.asked_for(args).num_outputs
-    value_model = make(AutoModelForSequenceClassification, value_argument, dtype=torch.float32, num_labels=num_outputs)
+    value_model = make(AutoModelForSequenceClassification, *of_value, dtype=torch.float32, num_labels=num_outputs)
     if peft_config is not None:
         from peft import get_peft_model
 

@@ -268,7 +268,10 @@ RECORD = "pipeline.json"
 _OF_THE_RUN = {"README.md", "training_args.bin", ACCURACY, "trainer_state.json", "log_history.jsonl", "curves.png"}
 _DATA = ("dataset_name", "ptx_dataset", "judge_prompt", "config", "reward_funcs", "environment", "tools", "judge")
 _CODE = re.compile(r"(?:[^=/]+=)?(?P<file>.+\.py):")
-_MODELS = ("model_name_or_path", "sft_model_path", "reward_model_path", "model", "opponent", "judge_model")
+_MODELS = (
+    "model_name_or_path", "sft_model_path", "reward_model_path", "value_model_path",
+    "model", "opponent", "judge_model",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from rlhf_ppo.config.presets import RemembersNames
 from rlhf_ppo.config.validation import parse_template_kwargs
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
-from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, wants_code
+from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, load_value_model, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
@@ -256,13 +256,15 @@ def scored_ppo_trainer(
     """Make the trainer with the reward model and the reward functions that the options name.
 
     Args:
-        script_args: Gives `reward_funcs`.
+        script_args: Gives `reward_funcs` and `value_model_path`.
         args: Gives `reward_model_path`.
         model_args: How models are loaded, and the policy's adapter.
         train_dataset: The prompts.
         eval_dataset: The prompts for evaluation, or None.
     """
     scorers = load_scorers(script_args, args, model_args) if has_reward_model(script_args, args) else {}
+    if script_args.value_model_path is not None:
+        scorers["value_model"] = load_critic(script_args.value_model_path, script_args, args, model_args)
     data = (train_dataset, eval_dataset)
     agents = {
         "tools": resolve_tools(script_args.tools),
@@ -299,12 +301,26 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
         }
     else:
         models = {"reward_model": load_classifier(path, argument, **labels, **settings)}
-    if not args.share_base_model and (settings["dtype"] != torch.float32 or "quantization_config" in settings):
-        # The value model is trained as a whole and stays in 32 bits.
-        whole = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
-        auto = AutoModelForSequenceClassification
-        models["value_model"] = load_pretrained(auto, path, argument, num_labels=1, dtype=torch.float32, **whole)
+    changes = settings["dtype"] != torch.float32 or "quantization_config" in settings
+    if script_args.value_model_path is None and changes and not args.share_base_model:
+        models["value_model"] = load_pretrained(
+            AutoModelForSequenceClassification, path, argument, num_labels=1, **whole_in_float32(settings)
+        )
     return models
+
+
+def load_critic(path: str, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> Any:
+    """Load the value model, or return its path if the trainer puts it over the policy's base (`share_base_model`)."""
+    if args.share_base_model:
+        return path
+    settings = loading_settings(script_args.trust_remote_code, model_args)
+    return load_value_model(path, "value_model_path", **whole_in_float32(settings))
+
+
+def whole_in_float32(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a value model, all weights of which are trained: in 32 bits, not quantized."""
+    kept = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
+    return kept | {"dtype": torch.float32}
 
 
 def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:

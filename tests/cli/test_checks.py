@@ -46,7 +46,7 @@ PPO_QUICK = f"{QUICK} --response_length 4 --per_device_train_batch_size 4"
             "train",
             f"{PPO_QUICK} --kl_coef -1 --lerning_rate 1 --beta 1 --cliprange=wide --sft_model_path none "
             "--dataset_name no.jsonl --reward_model_path bare --reward_funcs lenght nowhere.py:f "
-            "--ptx_dataset gone.jsonl",
+            "--value_model_path lost --ptx_dataset gone.jsonl",
             [
                 "argument --cliprange: invalid float value: 'wide'",
                 "there is no option --beta (use kl_coef)",
@@ -54,6 +54,7 @@ PPO_QUICK = f"{QUICK} --response_length 4 --per_device_train_batch_size 4"
                 "kl_coef=-1.0 must be",
                 "sft_model_path='none' could not be loaded",
                 "reward_model_path='bare' could not be loaded",
+                "value_model_path='lost' could not be loaded",
                 "reward_funcs holds 'lenght', which is not a reward's name",
                 "reward_funcs holds 'nowhere.py:f', but there is no file",
                 "dataset_name='no.jsonl': there is no such file",
@@ -184,7 +185,7 @@ FILES: dict[str, list[Any]] = {
         (
             "reward",
             {"use_peft": True, "lora_target_modules": "nope"},
-            "lora_target_modules=nope does not fit the model, which has ['down_proj', ",
+            "lora_target_modules=['nope'] does not fit the model, which has ['down_proj', ",
         ),
         ("ppo", {"dataset_name": "gaps.jsonl"}, "has a prompt of type NoneType"),
         ("ppo", {"dataset_name": "asked.jsonl"}, "is a conversation, and the tokenizer has no chat template"),

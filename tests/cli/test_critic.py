@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import load_dataset
 from peft import LoraConfig
+from safetensors.torch import load_file
 
 from rlhf_ppo.cli.main import main
 from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy, tiny_scorer, write_rows
@@ -49,6 +51,23 @@ def train(folder: Path, output_dir: str, *options: str) -> Path:
 def folder(files: Path) -> Path:
     """The same, with a finished run in `run`."""
     return train(files, "run").parent
+
+
+LORA = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--dtype", "bfloat16"], ["--value_loss", "hl_gauss", "--critic_ensemble", "2"], [*LORA, "--share_base_model"]],
+    ids=" ".join,
+)
+def test_another_run_starts_from_the_critic(options: list[str], files: Path, tmp_path: Path) -> None:
+    first = train(files, str(tmp_path / "first"), *options) / "critic"
+    second = train(files, str(tmp_path / "second"), *options, "--value_model_path", str(first), "--learning_rate", "0")
+    (weights,) = (path.name for path in first.glob("*.safetensors"))
+    expected, found = (load_file(path / weights) for path in (first, second / "critic"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_it_audits_a_run_with_its_own_prompts_and_rewards(folder: Path, capsys: Any) -> None:

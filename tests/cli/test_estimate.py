@@ -63,6 +63,7 @@ def figures_of_run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str) 
     "options",
     [
         WITH_FUNCTION,
+        [*WITH_FUNCTION, "--value_model_path", "scorer", "--dtype", "bfloat16"],
         [*WITH_MODEL, *PEFT, "--gradient_checkpointing", "false", "--optim", "sgd"],
         [*WITH_MODEL, "--dtype", "bfloat16", "--bf16", "true"],
         [*WITH_MODEL, "--value_loss", "hl_gauss", "--value_bins", "500", "--critic_ensemble", "3"],

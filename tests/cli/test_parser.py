@@ -51,6 +51,15 @@ def test_removed_options_in_yaml(name: str, tmp_path):
     assert f"{name}: {REMOVED[name]}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(["q_proj"], ["q_proj"]), (["all-linear"], "all-linear"), ([".*_proj"], ".*_proj"), (["a", "b"], ["a", "b"])],
+)
+def test_the_name_of_one_module_is_no_pattern(given: list[str], expected: str | list[str]):
+    words = ["--use_peft", "--lora_target_modules", *given]
+    assert parser().parse_args_and_config(words)[2].lora_target_modules == expected
+
+
 def test_values_are_checked_however_they_come_in(tmp_path):
     path = tmp_path / "ppo.yaml"
     path.write_text("kl_estimator: k2\n")
