@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -89,7 +90,7 @@ def init(argv: Sequence[str] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, written(args, names, data, proposal, _computes_in_bf16(args, machine)))
     show(args, machine, data, held_out, proposal, minutes)
-    print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {args.file}")
+    print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
 def _complete(args: argparse.Namespace) -> None:

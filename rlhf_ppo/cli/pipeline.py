@@ -437,7 +437,7 @@ def check_step(step: Step, problems: Problems, origins: Mapping[str, str | None]
     """
     if step.kind == "report":
         from rlhf_ppo.cli.main import report_parser
-        from rlhf_ppo.training.checks import check_output_dir
+        from rlhf_ppo.training.checks import check_writable
 
         parser = report_parser()
         parser.exit_on_error = False
@@ -446,7 +446,7 @@ def check_step(step: Step, problems: Problems, origins: Mapping[str, str | None]
                 output = parser.parse_args(step.argv()).output
             except argparse.ArgumentError as error:
                 raise ValueError(str(error)) from None
-            check_output_dir(os.path.dirname(output), "output")
+            check_writable(os.path.dirname(output), "output")
         return
     from rlhf_ppo.cli.checks import check_step_options
     from rlhf_ppo.cli.commands import parse_options
