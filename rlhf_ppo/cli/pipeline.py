@@ -164,7 +164,7 @@ def _run_steps(
         say(f"{step.name}: {shlex.join(redact_words(['rlhf-ppo', step.command, *words]))}")
         if code := start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words]):
             say(f"{step.name} has ended with exit code {code}; {_AGAIN}")
-            return code
+            return 128 + noted[0] if noted else code  # a launcher of several processes ends with 1 after a signal
         record[step.name] = replace(now, output=_written(step))
         write_record(pipeline.output_dir, record)
     rates = keep_win_rates(pipeline)
