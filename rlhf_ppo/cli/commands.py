@@ -1,6 +1,7 @@
 """The commands train, estimate, reward, sft and generate."""
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -297,7 +298,7 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     (options,) = parse(parser, argv, problems)
     problems.fail(program)
     with user_errors(program):
-        path = Path(options.output).expanduser()
+        path = Path(os.path.expanduser(options.output))
         if path.is_dir():
             raise ValueError(f"output={options.output!r} is a directory; name a file in it")
         check_writable(str(path.parent), "output")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
         ConnectionError: The server of a judge does not answer.
         OSError, ValueError: The data, a model or the judge is wrong, or there is no verdict at all.
     """
-    folder = Path(args.output_dir).expanduser()
+    folder = Path(os.path.expanduser(args.output_dir))
     folder.mkdir(parents=True, exist_ok=True)
     chosen = make_judge(args)
     rows = load_rows(args)
@@ -207,7 +208,7 @@ def _refuse_language_model(path: str, trust_remote_code: bool) -> None:
 
 def _question(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"judge_prompt={path!r} must be a text file with the question: {reason}") from None
