@@ -43,6 +43,7 @@ from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signature_in_file
 from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings, hide_logs
+from rlhf_ppo.training.checks import check_writable
 from rlhf_ppo.training.datasets import PromptPreparation
 
 Origins = Mapping[str, str | None]
@@ -346,6 +347,8 @@ def _check_pair_lengths(name: str | None, dataset: Any, max_length: int | None, 
 def _check_judge(problems: Problems, args: JudgeArguments, origins: Origins) -> None:
     with problems.collecting():
         check_judge(args)
+    with problems.collecting():
+        check_writable(args.output_dir, "output_dir")
     trusts, tokenizers = args.trust_remote_code, []
     for argument in ("model", "opponent", *(() if args.asks_chat_model else ("judge_model",))):
         if (path := getattr(args, argument)) is not None:

@@ -1,6 +1,8 @@
 """The commands train, estimate, reward, sft and generate."""
 
 import json
+import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +55,7 @@ from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
-from rlhf_ppo.training.checks import check_output_dir
+from rlhf_ppo.training.checks import check_output_dir, check_writable
 from rlhf_ppo.training.episodes import EpisodeRollouts
 
 
@@ -296,9 +298,10 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     (options,) = parse(parser, argv, problems)
     problems.fail(program)
     with user_errors(program):
-        path = Path(options.output).expanduser()
+        path = Path(os.path.expanduser(options.output))
         if path.is_dir():
             raise ValueError(f"output={options.output!r} is a directory; name a file in it")
+        check_writable(str(path.parent), "output")
         path.parent.mkdir(parents=True, exist_ok=True)
         prompts = _prompts(options)
         found = decode(options, prompts)
@@ -308,7 +311,7 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     print_text(
         f"{len(prompts)} responses are in {path}: {found.num_sampled_tokens} tokens sampled, "
         f"{found.num_valued_rows} rows read by the critic. To judge them: rlhf-ppo judge "
-        f"--dataset_name {path} --model_column response ..."
+        f"--dataset_name {shlex.quote(str(path))} --model_column response ..."
     )
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -69,13 +70,13 @@ def init(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bf16", action="store_true", help="Compute in bf16; the default on GPUs that can do it.")
     args = parser.parse_args(argv)
     with user_errors(PROGRAM):
-        path = Path(args.file).expanduser()
+        path = Path(os.path.expanduser(args.file))
         if path.exists():
             raise ValueError(f"file={args.file!r} is there already; name another with --file, or rename it")
         if args.minutes is not None and not 0 < args.minutes < 1e6:
             raise ValueError(f"minutes={args.minutes} must be positive")
         _complete(args)
-        folder = Path(args.output_dir, "data").expanduser()
+        folder = Path(os.path.expanduser(args.output_dir), "data")
         if folder.exists():
             raise ValueError(f"{folder} is there already: name another directory with --output_dir, or rename it")
     from rlhf_ppo.checkpoints.files import write_text  # imports torch
@@ -89,7 +90,7 @@ def init(argv: Sequence[str] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, written(args, names, data, proposal, _computes_in_bf16(args, machine)))
     show(args, machine, data, held_out, proposal, minutes)
-    print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {args.file}")
+    print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
 def _complete(args: argparse.Namespace) -> None:

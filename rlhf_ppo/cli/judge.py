@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +85,8 @@ def judge_responses(args: JudgeArguments) -> WinRate:
         ConnectionError: The server of a judge does not answer.
         OSError, ValueError: The data, a model or the judge is wrong, or there is no verdict at all.
     """
-    folder = _folder(args.output_dir)
+    folder = Path(os.path.expanduser(args.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
     chosen = make_judge(args)
     rows = load_rows(args)
     ours, theirs = _answers(args, rows)
@@ -119,7 +122,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
 
 
 def _again(path: Path) -> str:
-    return f"--dataset_name {path} --model_column model --opponent_column opponent"
+    return f"--dataset_name {shlex.quote(str(path))} --model_column model --opponent_column opponent"
 
 
 def add_verdicts(table: pd.DataFrame, compared: Sequence[Compared], is_scoring: bool) -> WinRate:
@@ -145,14 +148,6 @@ def add_verdicts(table: pd.DataFrame, compared: Sequence[Compared], is_scoring: 
         table["opponent"].fillna("").str.len().tolist(),
         () if is_scoring else orders,
     )
-
-
-def _folder(output_dir: str) -> Path:
-    folder = Path(output_dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir={output_dir!r} is a file; name a directory")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def make_judge(args: JudgeArguments) -> Any:
@@ -213,7 +208,7 @@ def _refuse_language_model(path: str, trust_remote_code: bool) -> None:
 
 def _question(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"judge_prompt={path!r} must be a text file with the question: {reason}") from None

@@ -164,7 +164,7 @@ def _run_steps(
         say(f"{step.name}: {shlex.join(redact_words(['rlhf-ppo', step.command, *words]))}")
         if code := start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", step.command, *words]):
             say(f"{step.name} has ended with exit code {code}; {_AGAIN}")
-            return code
+            return 128 + noted[0] if noted else code  # a launcher of several processes ends with 1 after a signal
         record[step.name] = replace(now, output=_written(step))
         write_record(pipeline.output_dir, record)
     rates = keep_win_rates(pipeline)
@@ -437,7 +437,7 @@ def check_step(step: Step, problems: Problems, origins: Mapping[str, str | None]
     """
     if step.kind == "report":
         from rlhf_ppo.cli.main import report_parser
-        from rlhf_ppo.training.checks import check_output_dir
+        from rlhf_ppo.training.checks import check_writable
 
         parser = report_parser()
         parser.exit_on_error = False
@@ -446,7 +446,7 @@ def check_step(step: Step, problems: Problems, origins: Mapping[str, str | None]
                 output = parser.parse_args(step.argv()).output
             except argparse.ArgumentError as error:
                 raise ValueError(str(error)) from None
-            check_output_dir(os.path.dirname(output), "output")
+            check_writable(os.path.dirname(output), "output")
         return
     from rlhf_ppo.cli.checks import check_step_options
     from rlhf_ppo.cli.commands import parse_options

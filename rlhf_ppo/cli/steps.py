@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +68,7 @@ class Step:
         elif self.kind == "judge":
             table = self.output_dir / f"{JUDGED}.parquet"
             yield from (path for path in (table, win_rate_beside(table)) if path.exists())
-        elif (page := Path(self.options["output"]).expanduser()).exists():
+        elif (page := Path(os.path.expanduser(self.options["output"]))).exists():
             yield page
 
 
@@ -125,7 +126,7 @@ def read_pipeline(path: str | Path) -> Pipeline:
         ValueError: It is no such file; the message names the section and what to write. Or `pipeline.json` is damaged.
     """
     try:
-        said = yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), PlainWords)
+        said = yaml.load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"), PlainWords)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(said, dict):
@@ -139,7 +140,7 @@ def read_pipeline(path: str | Path) -> Pipeline:
     wanted = [name for name in STEPS if name in said]
     if not wanted:
         raise ValueError(f"{path} has no step; write at least one of {list(STEPS)}")
-    folder = Path(output_dir).expanduser()
+    folder = Path(os.path.expanduser(output_dir))
     policies = _policies(_seeds(said.get("seeds")), read_record(folder))
     steps = tuple(_steps(folder, wanted, sections, policies))
     return Pipeline(folder, steps, _launch(said.get("launch")))
@@ -236,12 +237,12 @@ def _seeds(said: Any) -> list[int]:
 def _launch(said: Any) -> tuple[str, ...]:
     if said is None:
         return ()
-    if not isinstance(said, str) or not Path(said).expanduser().is_file():
+    if not isinstance(said, str) or not Path(os.path.expanduser(said)).is_file():
         raise ValueError(
             f"launch={said!r} must be a file for `accelerate launch --config_file`, such as those that `rlhf-ppo "
             "configs .` writes"
         )
-    return ("accelerate.commands.launch", "--config_file", said)
+    return ("accelerate.commands.launch", "--config_file", os.path.expanduser(said))
 
 
 def _listed(value: Any) -> list[Any]:
@@ -431,9 +432,9 @@ def named_files(options: Mapping[str, Any], made: Sequence[Path]) -> dict[str, s
 
 
 def _files_of(word: str, is_model: bool) -> Iterator[Path]:
-    path = Path(word).expanduser()
+    path = Path(os.path.expanduser(word))
     if path.is_dir():
         yield from model_files(path) if is_model else (each for each in path.rglob("*") if each.is_file())
     elif not is_model:
-        code = [Path(found["file"]).expanduser()] if (found := _CODE.match(word)) else []
+        code = [Path(os.path.expanduser(found["file"]))] if (found := _CODE.match(word)) else []
         yield from (each for each in (path, *code) if each.is_file())

@@ -90,7 +90,8 @@ def plot_metrics(
     columns = min(len(shown), _COLUMNS)
     rows = ceil(len(shown) / columns)
     formats = FigureCanvasBase.get_supported_filetypes()
-    if Path(path).suffix.lower().lstrip(".") not in formats:
+    path = Path(os.path.expanduser(path))
+    if path.suffix.lower().lstrip(".") not in formats:
         raise ValueError(f"output={str(path)!r} must end in .png, .svg, .pdf or another of {sorted(formats)}")
     figure = Figure(figsize=(4.2 * columns, 3.0 * rows + 0.4), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -101,9 +102,9 @@ def plot_metrics(
     if len(groups) > 1:
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(groups), 6), frameon=False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110, format=Path(path).suffix.lower().lstrip("."))
+        figure.savefig(temporary, dpi=110, format=path.suffix.lower().lstrip("."))
     return figure
 
 

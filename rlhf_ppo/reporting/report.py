@@ -79,7 +79,7 @@ def write_report(
         ValueError: A run has logged nothing yet or is from another trainer, a file is damaged, or `path` is a
             directory.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.is_dir():
         raise ValueError(
             f"output={str(path)!r} is a directory; name a file in it, such as {str(path / 'report.html')!r}"

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -270,7 +271,8 @@ def where_results_are(policy: str | os.PathLike[str], output_dir: str | os.PathL
     """
     parts = [f"The policy is in {policy}"]
     if has_log(output_dir):
-        parts += [f"its curves: `rlhf-ppo plot {output_dir}`", f"its report: `rlhf-ppo report {output_dir}`"]
+        run = shlex.quote(os.fspath(output_dir))
+        parts += [f"its curves: `rlhf-ppo plot {run}`", f"its report: `rlhf-ppo report {run}`"]
     if Path(output_dir, SAMPLES_DIR).is_dir():
         parts.append(f"its samples: {Path(output_dir, SAMPLES_DIR)}")
     return "; ".join(parts) + "."
@@ -397,7 +399,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     if not (has_only_evaluated or any(key.startswith("objective/") for key in keys)):
         raise ValueError(
             f"{path} is not a run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
-            f"--x step {path}` draws it"
+            f"--x step {shlex.quote(str(path))}` draws it"
         )
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}

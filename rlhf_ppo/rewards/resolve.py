@@ -218,7 +218,7 @@ def found_function(spec: str, argument: str, allows_class: bool = False) -> Call
 
 def _path_in(spec: str) -> Path | None:
     path, _, _ = spec.rpartition(":")
-    return Path(path).expanduser() if path.endswith(".py") else None
+    return Path(os.path.expanduser(path)) if path.endswith(".py") else None
 
 
 def _is_dotted(spec: str) -> bool:

@@ -121,12 +121,33 @@ def check_arguments(args: Any) -> None:
     check_keys(args)
 
 
-def check_output_dir(path: str | None, argument: str = "output_dir") -> None:
-    """Check that a directory is writable, or can be created; create nothing.
+def check_output_dir(path: str | None) -> None:
+    """Check that a run can write into a directory, or create it; create nothing.
 
     Args:
         path: The directory.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    place = check_writable(path, "output_dir")
+    for name in (COMPLETIONS_DIR, SAMPLES_DIR):
+        if (folder := place / name).exists() and not folder.is_dir():
+            raise ValueError(
+                f"output_dir={path!r} cannot be written: {folder} is a file, and the run needs a directory there; "
+                "rename it, or choose another directory"
+            )
+
+
+def check_writable(path: str | None, argument: str) -> Path:
+    """Check that a directory is writable, or can be created; create nothing.
+
+    Args:
+        path: The directory; None or "" is the working directory.
         argument: The option that gave it, for the error message.
+
+    Returns:
+        Its absolute path.
 
     Raises:
         ValueError: It is not.
@@ -138,16 +159,11 @@ def check_output_dir(path: str | None, argument: str = "output_dir") -> None:
         missing = list(itertools.takewhile(lambda part: not part.exists(), (place, *place.parents)))
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument}={path!r:.80} cannot be written: {getattr(error, 'strerror', error)}") from error
-    place = missing[-1].parent if missing else place
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        reason = "is not writable" if place.is_dir() else "is a file"
-        raise ValueError(f"{argument}={path!r} cannot be written: {str(place)!r} {reason}; name another")
-    for name in (COMPLETIONS_DIR, SAMPLES_DIR):
-        if not missing and (folder := place / name).exists() and not folder.is_dir():
-            raise ValueError(
-                f"{argument}={path!r} cannot be written: {folder} is a file, and the run needs a directory there; "
-                "rename it, or choose another directory"
-            )
+    found = missing[-1].parent if missing else place
+    if not found.is_dir() or not os.access(found, os.W_OK):
+        reason = "is not writable" if found.is_dir() else "is a file"
+        raise ValueError(f"{argument}={path!r} cannot be written: {str(found)!r} {reason}; name another")
+    return place
 
 
 def check_models(reward_model: Any, has_functions: bool, **models: Any) -> None:

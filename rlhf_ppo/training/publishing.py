@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,9 @@ def _advice(name: str, said: str, is_refusal: bool, kept: str | None) -> str:
     )
     if kept is None:
         return f"push_to_hub=True, but the hub does not give the repository {name!r}: {said}; {fix}, or do not push"
-    again = f"trainer.push_to_hub(), or `hf upload {name} {kept}` with --include for each file of the policy"
+    again = (
+        f"trainer.push_to_hub(), or `hf upload {name} {shlex.quote(kept)}` with --include for each file of the policy"
+    )
     return (
         f"the policy is saved in {kept} and was not uploaded to {name!r}: {said}; {fix}, then upload it with {again}"
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +88,25 @@ def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
 
 
 def test_its_directory_is_made_before_responses_are(words: list[str], tmp_path: Path, capsys: Any) -> None:
-    main(["generate", *words[:-1], str(tmp_path / "new/out.jsonl"), "--max_new_tokens", "2", "--n", "1"])
-    assert len((tmp_path / "new/out.jsonl").read_text().splitlines()) == 3
+    path = tmp_path / "new (1)/out.jsonl"
+    main(["generate", *words[:-1], str(path), "--max_new_tokens", "2", "--n", "1"])
+    assert len(path.read_text().splitlines()) == 3
+    assert f"rlhf-ppo judge --dataset_name {shlex.quote(str(path))} " in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["generate", *words[:-1], str(tmp_path / "new"), "--dataset_name", "nowhere.jsonl"])
-    assert "new' is a directory; name a file in it" in capsys.readouterr().err
+        main(["generate", *words[:-1], str(path.parent), "--dataset_name", "nowhere.jsonl"])
+    assert "new (1)' is a directory; name a file in it" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_not_writable_is_an_error_before_responses_are_made(
+    words: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setattr("rlhf_ppo.cli.commands.decode", lambda *_: pytest.fail("a model answered"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "kept")
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", *words[:-1], str(tmp_path / "kept/out.jsonl")])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and "output=" in error and "is not writable" in error
 
 
 @pytest.mark.parametrize(

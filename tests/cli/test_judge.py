@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 from collections.abc import Callable, Sequence
@@ -333,7 +334,7 @@ def test_a_chat_model_judges(places, server, monkeypatch):
         ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options []", "must be a JSON object"),
         ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options {", "is not JSON"),
         ("--judge_model m --judge_url nowhere", "must be an address"),
-        ("--judge length --output_dir prompts.jsonl", "output_dir='prompts.jsonl' is a file"),
+        ("--judge length --output_dir prompts.jsonl", "output_dir='prompts.jsonl' cannot be written"),
         ("--judge length --num_shown -1", "num_shown=-1"),
         ("--judge length --chat_template_kwargs {", "chat_template_kwargs='{' is not JSON"),
         ("--judge length --chat_template_kwargs []", "must be a dict or the JSON text of an object"),
@@ -347,6 +348,17 @@ def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words
 
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert stopped.value.code == 2 and len(errors) == 1 and words in errors[0]
+
+
+def test_a_directory_that_is_not_writable_is_one_sentence_before_anything_is_sampled(places, capsys, monkeypatch):
+    Path("kept").mkdir()
+    monkeypatch.setattr(module, "respond", lambda *_: pytest.fail("a model answered"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("kept").absolute())
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(["--model", "one", "--opponent", "two", "--judge", "length", "--output_dir", "kept", *SHORT])
+
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and "output_dir='kept' cannot be written" in error and "is not writable" in error
 
 
 def test_a_directory_with_a_name_as_openais_is_a_reward_model(tmp_path, monkeypatch):

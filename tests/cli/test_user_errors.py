@@ -335,6 +335,7 @@ MISTAKES = [
     ("init", "--model base", "--prompts is missing"),
     ("init", "--model base --prompts p --reward_funcs length --file rows.jsonl", "'rows.jsonl' is there already"),
     ("pipeline", "nowhere.yaml", "nowhere.yaml"),
+    ("pipeline", "~no-such-user/run.yaml", "~no-such-user/run.yaml"),
     ("pipeline", "rows.jsonl", "rows.jsonl cannot be read as YAML"),
     ("pipeline", "", "the following arguments are required: file"),
     ("plot", "", "give directories of runs, or --seeds LABEL RUN RUN"),

@@ -184,6 +184,14 @@ def test_a_signal_ends_the_pipeline_after_a_step_that_ended_well(
     assert run_pipeline(read(), again) == 0 and again.names == ["ppo", "judge"]
 
 
+def test_a_signal_gives_the_exit_code_where_a_launcher_gives_another(read: Callable[..., Pipeline]) -> None:
+    def strike(name: str, moment: str) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise OSError
+
+    assert run_pipeline(read(), Steps(strike)) == 128 + signal.SIGTERM
+
+
 def test_the_end_of_the_terminal_is_no_error(read: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
     left = list[bool]()
     monkeypatch.setattr("rlhf_ppo.cli.pipeline.discard_closed_terminal", lambda: left.append(True))

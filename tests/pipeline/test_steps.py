@@ -106,9 +106,12 @@ def test_an_environment_may_pay(tmp_path: Path) -> None:
     assert found["ppo"].argv()[:4] == ["--sft_model_path", "m", "--environment", "maze.py:Maze"]
 
 
-def test_training_steps_are_launched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [".", "~"])
+def test_training_steps_are_launched(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "zero2.yaml").write_text("")
-    (tmp_path / "run.yaml").write_text(f"output_dir: x\nlaunch: {tmp_path}/zero2.yaml\nsft: {{dataset_name: d}}")
+    place = folder.replace(".", str(tmp_path))
+    (tmp_path / "run.yaml").write_text(f"output_dir: x\nlaunch: {place}/zero2.yaml\nsft: {{dataset_name: d}}")
 
     launch = read_pipeline(tmp_path / "run.yaml").launch
     assert launch == ("accelerate.commands.launch", "--config_file", f"{tmp_path}/zero2.yaml")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.reporting.judgements import found_judgements, judged_data, over_seeds, read_judged, read_win_rate
 from rlhf_ppo.reporting.model_card import with_judgements
-from rlhf_ppo.reporting.run_log import RunSettings, read_audit, read_log
+from rlhf_ppo.reporting.run_log import RunSettings, read_audit, read_log, where_results_are
 from tests.faults.test_damage import ODD
 
 WIN_RATE: dict[str, Any] = {
@@ -84,3 +86,13 @@ def test_a_file_of_any_shape_is_read_or_named(kind: str, tmp_path: Path) -> None
         with pytest.raises(ValueError, match=name):
             read(tmp_path)
         assert found_judgements(tmp_path) == []
+
+
+def test_the_commands_that_a_run_prints_take_a_directory_of_any_name(tmp_path: Path) -> None:
+    run = tmp_path / "der Lauf über (1)"
+    run.mkdir()
+    write_json(run / "trainer_state.json", LOG)
+    commands = re.findall("`(.*?)`", where_results_are(run, run))
+    assert [shlex.split(command) for command in commands] == [
+        ["rlhf-ppo", name, str(run)] for name in ("plot", "report")
+    ]

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 from transformers import TrainerState
 
-from rlhf_ppo.cli.main import plot
+from rlhf_ppo.cli.main import plot, report
 from rlhf_ppo.reporting import plots
 from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics
 from rlhf_ppo.reporting.run_log import grouped_directories, read_log
@@ -115,6 +115,16 @@ def run_of(folder, seed, kl_coef, scores):
     arguments = {"seed": seed, "output_dir": str(folder), "kl_coef": kl_coef}
     settings = {"arguments": arguments, "versions": {}, "made_of": {"policy": "sft"}}
     (folder / "ppo_settings.json").write_text(json.dumps(settings))
+
+
+def test_a_place_in_the_home_directory_is_written_there(tmp_path, monkeypatch):
+    """A shell leaves `--output=~/curves.svg` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run_of(tmp_path / "run", 0, 0.1, [0, 1, 2])
+    plot(["run", "--output=~/curves.svg", "--metrics", "objective/scores"])
+    report(["run", "--output=~/report.html"])
+    assert {"curves.svg", "report.html"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
