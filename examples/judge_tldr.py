@@ -11,7 +11,6 @@ The key of OpenAI's API is read from the environment variable OPENAI_API_KEY; an
 in RLHF_PPO_JUDGE_TOKEN. `rlhf-ppo judge` has all options.
 """
 
-# HfArgumentParser reads the annotations, so they are not postponed.
 from dataclasses import dataclass, field
 
 from rlhf_ppo.cli.arguments import PPOArgumentParser

@@ -1,6 +1,5 @@
 """`rlhf-ppo estimate`: memory and time of `rlhf-ppo train`, from configurations alone."""
 
-# TrlParser reads the annotations, so they are not postponed.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import os
@@ -39,7 +38,7 @@ from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
 from rlhf_ppo.terminal.text import hide_from_ps, print_text, redact_words
 
 _PR_SET_PDEATHSIG = 1
-_PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 REPLACED = "replaced"
 """The directory in the pipeline's where results are kept that no step reads any more."""
@@ -228,7 +227,7 @@ def _signals_noted() -> Iterator[list[int]]:
 
     def note(number: int) -> None:
         noted.append(number)
-        if signal.Signals(number).name == "SIGHUP":
+        if number == signal.SIGHUP:
             discard_closed_terminal()
 
     with _handling((*_PASSED_ON, signal.SIGINT), note):
@@ -440,12 +439,9 @@ def check_step(step: Step, problems: Problems, origins: Mapping[str, str | None]
         from rlhf_ppo.training.checks import check_output_dir
 
         parser = report_parser()
-        parser.exit_on_error = False
+        parser.raises_errors = True
         with problems.collecting():
-            try:
-                output = parser.parse_args(step.argv()).output
-            except argparse.ArgumentError as error:
-                raise ValueError(str(error)) from None
+            output = parser.parse_args(step.argv()).output
             check_output_dir(os.path.dirname(output), "output")
         return
     from rlhf_ppo.cli.checks import check_step_options

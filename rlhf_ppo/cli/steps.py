@@ -249,11 +249,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, list):
-        return [f"--{name}", *map(_word, value)]
-    return [f"--{name}", _word(value)]
+    return [] if value is None else [f"--{name}", *map(_word, _listed(value))]
 
 
 def _word(value: Any) -> str:
@@ -418,11 +414,10 @@ def named_files(options: Mapping[str, Any], made: Sequence[Path]) -> dict[str, s
         made: Directories of steps, which are left out.
     """
     found = {}
-    for name, value in options.items():
-        for word in value if isinstance(value, list) else [value]:
-            if isinstance(word, str) and name in (*_DATA, *_MODELS) and Path(word) not in made:
-                files = list(_files_of(word, is_model=name in _MODELS))
-                if files:
+    for name in (*_DATA, *_MODELS):
+        for word in _listed(options.get(name)):
+            if isinstance(word, str) and Path(word) not in made:
+                if files := list(_files_of(word, is_model=name in _MODELS)):
                     found[redacted(word)] = hash_of_all(hashes_of(files))
     return found
 

@@ -1,6 +1,5 @@
 """AITraining's `LLMTrainingParams`, all options of `aitraining llm`, and the trainers' arguments."""
 
-# No postponed annotations: HfArgumentParser reads them.
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -350,19 +350,25 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     while seconds < 5e-4:  # a product that takes so long is large enough to show the rate
         size *= 2
         matrix = torch.ones(size, size, device=device, dtype=dtype)
-        seconds = _best_seconds(functools.partial(torch.matmul, matrix, matrix), device)
+        seconds = best_seconds(functools.partial(torch.matmul, matrix, matrix), device)
     numbers = torch.ones(2**26 if device.type == "cuda" else 2**24, device=device)
-    return 2 * size**3 / seconds, numbers.nbytes / _best_seconds(numbers.sum, device)
+    return 2 * size**3 / seconds, numbers.nbytes / best_seconds(numbers.sum, device)
 
 
-def _best_seconds(function: Callable[[], Any], device: torch.device) -> float:
+def best_seconds(
+    function: Callable[[], Any],
+    device: torch.device,
+    num_calls: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the least seconds of some calls, after one that warms up."""
     seconds = []
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
+    for _ in range(num_calls + 1):
+        start = clock()
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return min(seconds[1:])
 
 
