@@ -434,6 +434,12 @@ def reject_call(
     reject_unknown(owner, kwargs, known, of_config | TRAINER_HINTS, elsewhere)
 
 
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'close'?)` for the known name that is closest; empty if none is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def hint_for(name: str, known: Collection[str], hints: Mapping[str, str], elsewhere: Mapping[str, str]) -> str:
     """Return advice on an unknown argument: the hint for its name, its right place, or the closest known name.
 

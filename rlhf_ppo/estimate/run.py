@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_upda
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import as_in_learning, is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import is_fsdp, mixed_precision_dtype, zero_stage
+from rlhf_ppo.terminal.console import format_duration
 from rlhf_ppo.terminal.text import print_text, visible_logger
 
 logger = visible_logger(__name__)
@@ -232,7 +232,7 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
 
 def duration(seconds: float) -> str:
     """Format seconds as 1:02:03, or as 0.25 s."""
-    return str(timedelta(seconds=round(seconds))) if seconds >= 1 else f"{seconds:.2g} s"
+    return format_duration(seconds) if seconds >= 1 else f"{seconds:.2g} s"
 
 
 # Several processes
