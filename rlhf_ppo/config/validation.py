@@ -385,12 +385,13 @@ PlainWords.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|F
 # ---- Names that do not exist ----
 
 
-_TABLES = yaml.safe_load(Path(__file__).with_name("hints.yaml").read_text(encoding="utf-8"))
+HINTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("hints.yaml").read_text(encoding="utf-8"))
+"""The tables of advice in `hints.yaml`, by name."""
 
 
 def _by_name(table: str) -> dict[str, str]:
     """Return the advice of a table of `hints.yaml` by name."""
-    return {name: advice for advice, names in _TABLES[table].items() for name in names}
+    return {name: advice for advice, names in HINTS[table].items() for name in names}
 
 
 REMOVED = _by_name("removed")
