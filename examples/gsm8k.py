@@ -3,9 +3,8 @@
 python examples/gsm8k.py openai/gsm8k gsm8k
 rlhf-ppo pipeline examples/gsm8k.yaml
 
-The data set is a name on the hub, or a file with the columns `question` and `answer`. What is written are
-`prompts.jsonl`, and `held_out.jsonl` for the judge: the rows of the split `test`, or where there is none the last
-tenth.
+The data set is a name on the hub, or a file with the columns `question` and `answer`. The script writes
+`prompts.jsonl`, and `held_out.jsonl` for the judge: the split `test`, or the last rows if there is none.
 """
 
 import json
@@ -25,8 +24,8 @@ def prepare(name: str, folder: Path, plain: bool = False) -> None:
 
     Args:
         name: The data set.
-        folder: Where to.
-        plain: Write text, for a model without a chat template, rather than conversations.
+        folder: Directory of the files.
+        plain: Write texts, for a model without a chat template, instead of conversations.
 
     Raises:
         ValueError: There is no such data set, or it lacks a column.
@@ -54,7 +53,7 @@ if __name__ == "__main__":
     parser = CommandParser(description="Prepare examples/gsm8k.yaml.")
     parser.add_argument("dataset", help="name on the hub, such as openai/gsm8k, or a file")
     parser.add_argument("folder", type=Path, help="where the prompts are written")
-    parser.add_argument("--plain", action="store_true", help="text rather than conversations")
+    parser.add_argument("--plain", action="store_true", help="texts instead of conversations")
     options = parser.parse_args()
     with user_errors(parser.prog):
         prepare(options.dataset, options.folder, options.plain)

@@ -3,15 +3,15 @@
 python examples/human_text.py train_pairs.jsonl human_text
 rlhf-ppo pipeline examples/human_text.yaml
 
-The file has one pair a line, as `{"prompt": "I wore my mask when I visited the", "chosen": " pet store.", "rejected":
-" nursing home."}`: which of two continuations people find more pleasant, such as those made of ETHICS' utilitarianism
-pairs (Hendrycks et al., 2008.02275). What is written, every prompt in one part only:
+Each line of the file has one pair, such as `{"prompt": "I wore my mask when I visited the", "chosen": " pet store.",
+"rejected": " nursing home."}`: people find the first continuation more pleasant. ETHICS' utilitarianism pairs
+(Hendrycks et al., 2008.02275) give such pairs. The script writes these parts, each prompt in one part only:
 
-- `base/`: a tokenizer that is trained on the texts, and a Llama of four layers with random weights;
+- `base/`: a tokenizer trained on the texts, and a Llama of four layers with random weights;
 - `texts.jsonl`: prompts with either continuation, for the language model;
 - `pairs.jsonl` and `judge_pairs.jsonl`: the pairs in two halves, one for the reward model, one for the judge;
 - `prompts.jsonl`: prompts of the first half, for PPO;
-- `held_out.jsonl`: prompts that none of the models has seen, for the judge's comparison.
+- `held_out.jsonl`: prompts that no model has seen, for the judge's comparison.
 """
 
 import json
@@ -31,12 +31,12 @@ def prepare(pairs: Path, folder: Path, num_held_out: int) -> None:
 
     Args:
         pairs: Rows with `prompt`, `chosen` and `rejected`.
-        folder: Where to.
+        folder: Directory of the parts.
         num_held_out: Prompts that no model sees.
 
     Raises:
-        OSError: The file is not there.
-        ValueError: It holds no such rows, or too few; `num_held_out` is not positive.
+        OSError: The file does not exist.
+        ValueError: A row is not a pair, there are too few, or `num_held_out` is not positive.
     """
     if num_held_out < 1:
         raise ValueError(f"num_held_out={num_held_out} must be at least 1")
@@ -80,11 +80,11 @@ def read_pairs(path: Path) -> list[Row]:
 
 
 def make_base(texts: Sequence[str], folder: Path) -> None:
-    """Train a tokenizer of byte pairs, and save it with a language model that has learned nothing yet.
+    """Train a byte-pair tokenizer, and save it with an untrained language model.
 
     Args:
-        texts: What the tokenizer is trained on.
-        folder: Where to.
+        texts: Texts for the tokenizer.
+        folder: Directory of both.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed

@@ -1,4 +1,4 @@
-"""How often a judge prefers a model's summaries to those that people wrote, with the command lines of TRL's script.
+"""Measure how often a judge prefers a model's summaries to people's, with the command line of TRL's script.
 
 ```bash
 python examples/judge_tldr.py \
@@ -11,7 +11,6 @@ The key of OpenAI's API is read from the environment variable OPENAI_API_KEY; an
 in RLHF_PPO_JUDGE_TOKEN. `rlhf-ppo judge` has all options.
 """
 
-# HfArgumentParser reads the annotations, so they are not postponed.
 from dataclasses import dataclass, field
 
 from rlhf_ppo.cli.arguments import PPOArgumentParser
@@ -21,17 +20,17 @@ from rlhf_ppo.cli.judge import JudgeArguments, judge_responses
 
 @dataclass
 class ScriptArguments:
-    """What is judged, and by whom."""
+    """The model, the data and the judge."""
 
     model_name_or_path: str = field(metadata={"help": "Directory or hub name of the model."})
     judge_model: str = field(
         metadata={"help": "A model at OpenAI's API or at judge_url, or a reward model's directory or hub name."}
     )
     judge_url: str | None = field(default=None, metadata={"help": "Address of another server with OpenAI's API."})
-    num_examples: int = field(default=1000, metadata={"help": "Number of posts, from the first one on."})
+    num_examples: int = field(default=1000, metadata={"help": "Number of posts, from the first."})
     dataset_name: str = field(default="trl-lib/tldr", metadata={"help": "Posts (`prompt`) and summaries."})
     dataset_split: str = field(default="validation", metadata={"help": "Split of the data set."})
-    output_dir: str = field(default="judged", metadata={"help": "Where the judged table goes."})
+    output_dir: str = field(default="judged", metadata={"help": "Directory of the judged table."})
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     --eval_strategy steps \
     --eval_steps 100
 
-The data, `trl-lib/tldr` unless another is named, has posts as `prompt`, of which those above 512 tokens are dropped
-(`--max_prompt_length` sets another limit).
-Paths, files and all other options are as in `ppo.py`; without `--eval_strategy` no evaluation set is loaded.
+The data, by default `trl-lib/tldr`, has posts as `prompt`. Posts above 512 tokens are dropped; `--max_prompt_length`
+sets another limit. Paths, files and all other options are as in `ppo.py`; without `--eval_strategy` no evaluation set
+is loaded.
 """
 
 from accelerate import PartialState

@@ -1,7 +1,7 @@
 """Tables of the options on the page that names their groups: `<!-- options: Rollout -->`.
 
 A group is the fields of a class of `rlhf_ppo/config`, or those below a comment `# --- Rollout ---` in it.
-`<!-- refused: REJECTED -->` shows a table of `inherited.py` there, and REMOVED that of `hints.yaml`.
+`<!-- refused: rejected -->` shows a table of `hints.yaml` there.
 """
 
 import ast
@@ -25,14 +25,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
         return markdown
     found = groups()
     markdown = OPTIONS.sub(lambda match: _options(found[match[1]], {n for g in found.values() for n in g}), markdown)
-    tables = constants(CONFIG / "inherited.py") | {"REMOVED": removed()}
-    return REFUSED.sub(lambda match: _refused(tables[match[1]]), markdown)
-
-
-def removed() -> dict[str, str]:
-    """Return the advice for each argument that transformers no longer has."""
-    advice = yaml.safe_load((CONFIG / "hints.yaml").read_text(encoding="utf-8"))["removed"]
-    return dict(sorted((name, text) for text, names in advice.items() for name in names))
+    return REFUSED.sub(lambda match: _refused(match[1]), markdown)
 
 
 def groups() -> dict[str, dict[str, tuple[str, str]]]:
@@ -58,19 +51,6 @@ def _default_and_help(call: Any) -> tuple[str, str]:
     return ast.unparse(call.args[0]), ast.literal_eval(call.args[1])
 
 
-def constants(path: Path) -> dict[str, Any]:
-    """Return the module's constants that need none of its imports."""
-    found: dict[str, Any] = {}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            try:
-                found[ast.unparse(target)] = eval(compile(ast.Expression(node.value), str(path), "eval"), {**found})
-            except NameError:
-                continue
-    return found
-
-
 def _options(options: dict[str, tuple[str, str]], names: set[str]) -> str:
     rows = ["| Option | Default | Meaning |", "|---|---|---|"]
     for name, (default, text) in options.items():
@@ -78,16 +58,17 @@ def _options(options: dict[str, tuple[str, str]], names: set[str]) -> str:
     return "\n".join(['<div class="options" markdown>', "", *rows, "", "</div>"])
 
 
-def _refused(table: dict[str, Any]) -> str:
+def _refused(table: str) -> str:
+    """Return the rows of `removed`, `rejected` or `rejected_values`."""
+    hints = yaml.safe_load((CONFIG / "hints.yaml").read_text(encoding="utf-8"))[table]
+    tables = hints if table == "rejected_values" else {"": hints}
     rows = []
-    for name, entry in table.items():
-        if isinstance(entry, dict):
-            rows += [f"| `{name}` | not `{value}` | {marked(advice, set())} |" for value, advice in entry.items()]
-        elif isinstance(entry, tuple):
-            rows.append(f"| `{name}` | `{entry[0]!r}` | {marked(entry[1], set())} |")
-        else:
-            rows.append(f"| `{name}` | none | {marked(entry, set())} |")
-    return "\n".join(["| Argument | Accepted | Instead |", "|---|---|---|", *rows])
+    for argument, by_advice in tables.items():
+        for advice, names in by_advice.items():
+            for name in names:
+                accepted = f"not `{name}`" if argument else f"`{names[name]!r}`" if table == "rejected" else "none"
+                rows.append(f"| `{argument or name}` | {accepted} | {marked(advice, set())} |")
+    return "\n".join(["| Argument | Accepted | Instead |", "|---|---|---|", *sorted(rows)])
 
 
 def marked(text: str, names: set[str]) -> str:

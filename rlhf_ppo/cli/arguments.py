@@ -157,8 +157,6 @@ def check_yaml(path: str) -> None:
 
 # ---- Models and data sets ----
 
-# TrlParser reads the annotations, so they are not postponed.
-
 
 @dataclass
 class DryRunScriptArguments(ScriptArguments):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
@@ -71,14 +70,11 @@ def parse(parser: Any, argv: Sequence[str] | None, problems: Problems) -> Any:
         SystemExit: The remaining options cannot be parsed.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
-    parser.exit_on_error = False
+    parser.raises_errors = True
     while True:
         known = len(problems.messages)
         with problems.collecting():
-            try:
-                return parser.parse_args_and_config(words)
-            except argparse.ArgumentError as error:
-                raise ValueError(str(error)) from error
+            return parser.parse_args_and_config(words)
         remaining = _without_options(words, problems.messages[-1])
         if len(problems.messages) == known or remaining == words:
             problems.fail(parser.prog)

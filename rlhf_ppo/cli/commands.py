@@ -72,21 +72,7 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
     Raises:
         SystemExit: An option, the data or a model is wrong; the message names it.
     """
-    program = program_name("train", argv)
-    problems = Problems()
-    script_args, args, model_args = _parse(program, PPOScriptArguments, PPOConfig, argv, problems)
-    if args.stop_token is None and args.stop_token_id is None:
-        args.stop_token = "eos"
-    rows = check_step_options(problems, "train", (script_args, args, model_args))
-    problems.fail(program)
-    with user_errors(program):
-        trainer = scored_ppo_trainer(script_args, args, model_args, *rows)
-    if script_args.dry_run:
-        print_text(NO_PROBLEMS.format(args.output_dir))
-        return trainer
-    with running(program, trainer):
-        train_and_save(trainer, script_args.dataset_name, show_samples=True)
-    return trainer
+    return _train("train", scored_ppo_trainer, argv)
 
 
 def estimate(argv: Sequence[str] | None = None) -> Estimate:
@@ -153,7 +139,7 @@ def reward(argv: Sequence[str] | None = None) -> Trainer:
     Raises:
         SystemExit: An option, the data or the model is wrong; the message names it.
     """
-    return _train("reward", RewardArguments, measured_reward_trainer, argv)
+    return _train("reward", lambda _, *given: measured_reward_trainer(*given), argv)
 
 
 def sft(argv: Sequence[str] | None = None) -> Trainer:
@@ -168,28 +154,27 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
     Raises:
         SystemExit: An option, the data or the model is wrong; the message names it.
     """
-    return _train("sft", SFTArguments, sft_trainer, argv)
+    return _train("sft", lambda _, *given: sft_trainer(*given), argv)
 
 
-def _train(command: str, config: type, make_trainer: Callable[..., Trainer], argv: Sequence[str] | None) -> Trainer:
-    program = program_name(command, argv)
-    problems = Problems()
-    script_args, args, model_args = _parse(program, DryRunScriptArguments, config, argv, problems)
+def _train(command: str, make_trainer: Callable[..., Any], argv: Sequence[str] | None) -> Any:
+    program, problems = program_name(command, argv), Problems()
+    script_args, args, model_args = parse_options(program, command, argv, problems)
+    if command == "train" and args.stop_token is None and args.stop_token_id is None:
+        args.stop_token = "eos"
     rows = check_step_options(problems, command, (script_args, args, model_args))
     problems.fail(program)
     with user_errors(program):
-        trainer = make_trainer(args, model_args, *rows)
+        trainer = make_trainer(script_args, args, model_args, *rows)
     if script_args.dry_run:
-        print_text(NO_PROBLEMS.format(args.output_dir))
+        print_text(f"Dry run: no problems found; the run would write into {args.output_dir}.")
         return trainer
     with running(program, trainer):
-        train_and_save(trainer, script_args.dataset_name)
+        train_and_save(trainer, script_args.dataset_name, show_samples=True)
         if command == "reward":
             measure_accuracy(trainer)
     return trainer
 
-
-NO_PROBLEMS = "Dry run: no problems found; the run would write into {}."
 
 OPTIONS = {
     "sft": (DryRunScriptArguments, SFTArguments),
@@ -199,13 +184,13 @@ OPTIONS = {
 """Option groups of each training command, besides TRL's `ModelConfig`."""
 
 
-def parse_options(program: str, command: str, argv: Sequence[str], problems: Problems) -> Any:
+def parse_options(program: str, command: str, argv: Sequence[str] | None, problems: Problems) -> Any:
     """Parse and check the options of a training command or of `judge`; nothing is loaded.
 
     Args:
         program: Start of error messages.
         command: A key of `OPTIONS`, or "judge".
-        argv: The options.
+        argv: The options; None takes the program's own.
         problems: Gets the problems.
 
     Raises:
@@ -234,9 +219,6 @@ def _parse(program: str, script: type, config: type, argv: Sequence[str] | None,
         with problems.collecting():
             check()
     return script_args, args, model_args
-
-
-# HfArgumentParser reads the annotations, so they are not postponed.
 
 
 @dataclass

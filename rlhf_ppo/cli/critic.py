@@ -327,7 +327,7 @@ def collate(examples: Iterable[Example]) -> dict[str, Tensor]:
         return torch.tensor([[*row[name], *[filling] * (width - len(row[name]))] for row in rows])
 
     prompts = [row["prompt_id"] for row in rows]
-    real = torch.tensor([[True] * len(row["token_id"]) + [False] * (width - len(row["token_id"])) for row in rows])
+    real = torch.arange(width) < torch.tensor([[len(row["token_id"])] for row in rows])
     return {
         "query_responses": torch.cat((left_padded(prompts, 0), padded("token_id", 0)), dim=1),
         "attention_mask": torch.cat((left_padded([[1] * len(each) for each in prompts], 0).bool(), real), dim=1),
@@ -403,9 +403,6 @@ class CriticTrainer(Trainer):
             found.append(torch.stack([outputs["values"][mask].float(), inputs["returns"][mask]]))
         values, returns = torch.cat(found, dim=1)
         return float(explained_variance(values, returns, torch.ones_like(values, dtype=torch.bool)))
-
-
-# TrlParser reads the annotations, so they are not postponed.
 
 
 @dataclass

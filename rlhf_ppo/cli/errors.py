@@ -32,7 +32,13 @@ class OneSpelling(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with one-sentence errors, without abbreviations, whose help shows each option once."""
+    """A parser with one-sentence errors, without abbreviations, whose help shows each option once.
+
+    Attributes:
+        raises_errors: Whether an error is a `ValueError`, for a list of problems, instead of the program's end.
+    """
+
+    raises_errors = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         defaults = {"allow_abbrev": False, "formatter_class": OneSpelling}
@@ -46,8 +52,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2; raise a `ValueError` with `exit_on_error=False`."""
-        if not self.exit_on_error:
+        """Print the message and exit with code 2, or raise it; see `raises_errors`."""
+        if self.raises_errors:
             raise ValueError(message)
         fail(self.prog, message)
 

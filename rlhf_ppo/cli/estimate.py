@@ -1,6 +1,5 @@
 """`rlhf-ppo estimate`: memory and time of `rlhf-ppo train`, from configurations alone."""
 
-# TrlParser reads the annotations, so they are not postponed.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,10 +105,9 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
     """Return the devices of the options; without an accelerate file, `--deepspeed` and `--fsdp` name the engine.
 
     Raises:
-        ValueError: The accelerate configuration cannot be read.
+        ValueError: The accelerate configuration cannot be read, or names no number of processes.
     """
-    path = script_args.accelerate_config
-    count = 1
+    path, count = script_args.accelerate_config, script_args.num_devices
     stage, is_fsdp = getattr(args.deepspeed_plugin, "zero_stage", None), bool(args.fsdp)
     if path is not None:
         try:
@@ -117,8 +115,10 @@ def devices_of(script_args: EstimateArguments, args: PPOConfig) -> Devices:
             stage, is_fsdp = _zero_stage(config.deepspeed_config or {}), bool(config.fsdp_config)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError) as error:  # of an empty one
             raise ValueError(f"accelerate_config={path!r} is not a configuration of accelerate: {error}") from error
-        count = config.num_processes
-    count = script_args.num_devices or count
+        count = count or config.num_processes or 0
+        if count < 1:  # accelerate's -1: the launcher is told the number
+            raise ValueError(f"accelerate_config={path!r} has no num_processes: give num_devices")
+    count = count or 1
     engine = "FSDP" if is_fsdp else f"DeepSpeed ZeRO-{stage}" if stage else "DDP" if count > 1 else ""
     sharding = Sharding.of(stage, is_fsdp, count, mixed_precision_dtype(args), reduces_once(args))
     return Devices(count, engine, sharding)

@@ -386,7 +386,10 @@ class Page(NamedTuple):
 
 
 PAGES = Path(__file__).with_name("help.yaml")
-"""The pages of the commands whose options are fields of classes that import torch."""
+"""The pages: of commands whose options are fields of classes that import torch, also the options."""
+
+_DATACLASSES = {"judge": (JudgeArguments,), "llm": (LLMCommand, LLMTrainingParams)}
+"""Classes whose fields are the options of a page; the page has the title of each section by its first option."""
 
 _PLACEHOLDERS = {bool: "", int: "N", float: "X"}
 
@@ -417,59 +420,18 @@ def _placeholder(annotation: Any) -> str:
     return "|".join(get_args(kind)) if get_origin(kind) is Literal else _PLACEHOLDERS.get(kind, "TEXT")
 
 
-def _judge() -> Page:
-    titles = {
-        "dataset_name": "Prompts",
-        "model": "Compared responses",
-        "judge_model": "Judge",
-        "max_new_tokens": "Generation",
-        "output_dir": "Output",
-    }
-    return Page(
-        "Measure how often a judge prefers one model's responses over another's.",
-        _sections(titles, JudgeArguments),
-        (
-            "rlhf-ppo judge --model runs/ppo --opponent runs/sft --judge_model runs/judge_reward "
-            "--dataset_name held_out.jsonl",
-            "rlhf-ppo judge --model runs/ppo --opponent_column reference --judge_model gpt-4o-mini "
-            "--dataset_name held_out.jsonl --num_prompts 100",
-        ),
-        "--config FILE reads options from a YAML file.",
-    )
-
-
-def _llm() -> Page:
-    titles = {
-        "train": "Command",
-        "model": "Model and data",
-        "lr": "Optimization",
-        "peft": "Adapters",
-        "log": "Logs, checkpoints and hub",
-        "model_ref": "PPO",
-    }
-    return Page(
-        "Train with the options of `aitraining llm`: --trainer ppo, reward or sft.",
-        _sections(titles, LLMCommand, LLMTrainingParams),
-        (
-            "rlhf-ppo llm --train --trainer sft --model models/base --data-path texts.jsonl --project-name runs/sft",
-            "rlhf-ppo llm --train --trainer ppo --model runs/sft --rl-reward-model-path runs/reward "
-            "--data-path prompts.jsonl --project-name runs/ppo",
-        ),
-        "Options of AITraining that are missing here are errors that name an alternative.",
-    )
-
-
 def page_of(command: str) -> Page | None:
     """Return the short help of a command; None if its parser prints its help."""
-    if command in ("judge", "eval", "llm"):
-        return _llm() if command == "llm" else _judge()
-    page = yaml.safe_load(PAGES.read_text(encoding="utf-8")).get(command)
+    name = "judge" if command == "eval" else command
+    page = yaml.safe_load(PAGES.read_text(encoding="utf-8")).get(name)
     if page is None:
         return None
-    groups = page.pop("groups").items()
-    return Page(
-        groups={title: [Option(name, **each) for name, each in group.items()] for title, group in groups}, **page
-    )
+    if titles := page.pop("titles", None):
+        groups = _sections(titles, *_DATACLASSES[name])
+    else:
+        listed = page.pop("groups").items()
+        groups = {title: [Option(name, **each) for name, each in group.items()] for title, group in listed}
+    return Page(groups=groups, **page)
 
 
 def print_page(command: str, page: Page) -> None:

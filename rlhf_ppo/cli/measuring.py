@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column, text_of_content
 from rlhf_ppo.data.sources import HH_TURN, choose_split, load_splits, separate_prompts
-from rlhf_ppo.estimate.run import measure_rates
+from rlhf_ppo.estimate.run import best_seconds, measure_rates
 from rlhf_ppo.estimate.update import NoStorage
 from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import load_pretrained
@@ -90,12 +90,11 @@ def measure_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase) -
     if measure is not _of_texts:
         rows, held_out = _with_prompts(rows, argument), held_out and _with_prompts(held_out, argument)
     sample = rows.select(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int))
-    form = _form_of_pairs(rows) if measure is _of_pairs else ""
     try:
-        found, prompts, responses = measure(sample, argument, tokenizer)
+        form, prompts, responses = measure(sample, argument, tokenizer)
     except (TypeError, KeyError) as error:
         raise ValueError(f"{argument}={name!r}: {error}") from error
-    return Data(rows, held_out, form or found, prompts, responses)
+    return Data(rows, held_out, form, prompts, responses)
 
 
 def _with_prompts(rows: Any, argument: str) -> Any:
@@ -105,11 +104,8 @@ def _with_prompts(rows: Any, argument: str) -> Any:
 def _of_texts(rows: Any, argument: str, tokenizer: Any) -> tuple[str, list[int], list[int]]:
     check_columns(rows, [{"text"}, {"messages"}, {"prompt", "completion"}, {"input_ids"}], argument)
     if "completion" in rows.column_names:
-        return (
-            "prompt and completion",
-            num_tokens(rows["prompt"], tokenizer),
-            num_tokens(rows["completion"], tokenizer),
-        )
+        prompts, completions = (num_tokens(rows[name], tokenizer) for name in ("prompt", "completion"))
+        return "prompt and completion", prompts, completions
     column = next(name for name in ("text", "messages", "input_ids") if name in rows.column_names)
     return column, [], num_tokens(rows[column], tokenizer)
 
@@ -125,7 +121,7 @@ def _of_pairs(rows: Any, argument: str, tokenizer: Any) -> tuple[str, list[int],
     check_columns(rows, [{"chosen", "rejected"}], argument)
     prompts = num_tokens(rows["prompt"], tokenizer) if "prompt" in rows.column_names else []
     both = zip(*(num_tokens(rows[name], tokenizer) for name in ("chosen", "rejected")), strict=True)
-    return "", prompts, [length for pair in both for length in pair]
+    return _form_of_pairs(rows), prompts, [length for pair in both for length in pair]
 
 
 def _form_of_pairs(rows: Any) -> str:
@@ -228,18 +224,8 @@ def _passes(config: Any, device: torch.device) -> tuple[float, float]:
 
 
 def seconds_of(function: Callable[[], None], device: torch.device) -> float:
-    """Return the least seconds of five calls, after one that warms up.
-
-    On a CPU these are the seconds that this thread computes, which other programs hardly lengthen.
-    """
-    clock, seconds = time.perf_counter if device.type == "cuda" else time.thread_time, []
-    for _ in range(6):
-        start = clock()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(clock() - start)
-    return min(seconds[1:])
+    """Return the least seconds of five calls; on a CPU of this thread alone, which other programs hardly lengthen."""
+    return best_seconds(function, device, 5, time.perf_counter if device.type == "cuda" else time.thread_time)
 
 
 def distinct_prompts(rows: Any) -> Any:
@@ -369,10 +355,10 @@ def _training(
     """Propose SFT or a reward model: up to three epochs, and fewer in the time that is given."""
     limit = min(MAX_TEXT, machine.positions or MAX_TEXT)
     length = min(_rounded_up(quantile(data.totals, 0.98) + 2, 8), limit)
-    if too_long := sum(total + 2 > length for total in data.totals) / len(data.totals):
-        if too_long > 0.05:
-            action = "are cut" if name == "sft" else "are left out"
-            _note(notes, name, f"{too_long:.0%} of the rows are longer than {length} tokens and {action}.")
+    too_long = sum(total + 2 > length for total in data.totals) / len(data.totals)
+    if too_long > 0.05:
+        action = "are cut" if name == "sft" else "are left out"
+        _note(notes, name, f"{too_long:.0%} of the rows are longer than {length} tokens and {action}.")
     if name != "sft" and len(data.rows) < 1000:
         few = "fewer than 1,000 pairs. A reward model of human preferences needs thousands; its accuracy will tell."
         _note(notes, name, few)

@@ -1,6 +1,5 @@
 """Options of `rlhf-ppo judge` and `rlhf-ppo llm`; importing them needs neither torch nor transformers."""
 
-# HfArgumentParser reads the annotations, so they are not postponed.
 import os
 import re
 from dataclasses import dataclass, field

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import os
@@ -39,21 +38,21 @@ from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
 from rlhf_ppo.terminal.text import hide_from_ps, print_text, redact_words
 
 _PR_SET_PDEATHSIG = 1
-_PASSED_ON = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 REPLACED = "replaced"
-"""The directory in the pipeline's where results are kept that no step reads any more."""
+"""Subdirectory of the pipeline's directory for results that no step reads any more."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done with a step.
+    """The next action for a step.
 
     Attributes:
-        action: "keep" a finished step; "continue" one that is not, from its newest checkpoint if it has one; begin
-            "anew" where what is there was made of other models, data or options.
-        reason: Why a step that was started before is run again; empty if it was interrupted.
-        depends: Earlier steps that are run again: if one writes something else, so is this.
+        action: "keep" a finished step; "continue" an unfinished one, from its newest checkpoint if it has one; begin
+            "anew" if its result comes from other models, data or options.
+        reason: Why a started step runs again; empty if it was interrupted.
+        depends: Earlier steps that run again: if one writes another result, this step runs again too.
     """
 
     action: Literal["keep", "continue", "anew"]
@@ -62,7 +61,7 @@ class Plan:
 
 
 def planned(pipeline: Pipeline) -> dict[str, Plan]:
-    """Return what the next start does with each step, by its name.
+    """Return the next action for each step, by its name.
 
     Raises:
         OSError: The record cannot be opened.
@@ -77,7 +76,7 @@ def planned(pipeline: Pipeline) -> dict[str, Plan]:
 
 
 def _now(step: Step, pipeline: Pipeline, record: Mapping[str, Entry]) -> Entry:
-    """Return what a step would be started with now; a model that is not finished yet is left out."""
+    """Return the options, files and inputs that a step would start with now; unfinished models are left out."""
     outputs = {name: record[name].output for name in pipeline.inputs_of(step) if name in record}
     inputs = {name: hash_of_all(output) for name, output in outputs.items() if output is not None}
     return Entry(step.recorded_options(), pipeline.files_of(step), inputs)
@@ -107,7 +106,7 @@ def _plan(step: Step, before: Entry | None, now: Entry) -> Plan:
 
 
 def _free(path: Path) -> Path:
-    """Return the first of `path`, `path-2`, `path-3`... that is not there."""
+    """Return the first of `path`, `path-2`, `path-3`... that does not exist."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain([path], others) if not os.path.lexists(each))
 
@@ -115,12 +114,12 @@ def _free(path: Path) -> Path:
 def run_pipeline(
     pipeline: Pipeline, start: Callable[[Sequence[str]], int], say: Callable[[str], object] = print_text
 ) -> int:
-    """Run the steps that are left, each in a process of its own.
+    """Run the unfinished steps, each in its own process.
 
-    A step is finished if its process has ended well and its output is still there as it was written. Others are run: a
-    training step continues from its newest complete checkpoint; without one, and for judge and report, it begins. A
-    step begins anew if an earlier step has written another model since; its old result is moved to `replaced`. After
-    the last one the judge's win rates are printed and kept, those of all seeds together.
+    A step is finished if its process succeeded and its output is unchanged. Other steps run: a training step continues
+    from its newest complete checkpoint, or starts if there is none; judge and report always start. A step begins anew
+    if an earlier step has written another model since; its old result is moved to `replaced`. After the last step, the
+    win rates of all seeds are printed and saved together.
 
     Args:
         pipeline: The steps.
@@ -128,13 +127,13 @@ def run_pipeline(
         say: Prints a line.
 
     Returns:
-        The exit code of the step that failed, 128 and the signal's number where a signal came, or 0.
+        The exit code of the step that failed; 128 plus the signal's number after a signal; or 0.
 
     Raises:
-        InUseError: The pipeline's directory has another one that runs.
-        OSError: There is no room, or no right, to write the record.
-        ValueError: A step is finished, but with other options or data than now; or the record is damaged; or the judge
-            gave no verdict.
+        InUseError: Another pipeline runs in the directory.
+        OSError: The record cannot be written.
+        ValueError: A step was finished with other options or data, the record is damaged, or the judge gave no
+            verdict.
     """
     pipeline.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(str(pipeline.output_dir)), _signals_noted() as noted:
@@ -181,7 +180,7 @@ _AGAIN = "the same command continues"
 
 
 def _written(step: Step) -> dict[str, str]:
-    """Return the hashes of what a step has written.
+    """Return the hashes of a step's output.
 
     Raises:
         ValueError: It has written nothing, or the judge gave no verdict.
@@ -197,9 +196,9 @@ def _written(step: Step) -> dict[str, str]:
 
 
 def _prepare(step: Step, plan: Plan, pipeline_dir: Path, say: Callable[[str], object]) -> list[str]:
-    """Return the option that lets a step continue; move away what a step that begins anew has left."""
+    """Return the option with which a step continues; move the old files of a step that begins anew."""
     checkpoint = None if plan.action == "anew" else _newest_checkpoint(step)
-    # beside checkpoints that are damaged PPO starts no new run
+    # PPO starts no new run beside damaged checkpoints.
     is_in_the_way = plan.action == "anew" or (
         step.kind == "ppo" and checkpoint is None and finished_checkpoints(step.output_dir)
     )
@@ -209,13 +208,13 @@ def _prepare(step: Step, plan: Plan, pipeline_dir: Path, say: Callable[[str], ob
         os.rename(step.output_dir, kept)
         say(f"{step.name}: its earlier files are in {kept}")
     if step.kind not in TRAINING:
-        for path in step.written():  # which the judge would write beside
+        for path in step.written():  # the judge would write beside them
             path.unlink()
     return [] if checkpoint is None else ["--resume_from_checkpoint", checkpoint]
 
 
 def _newest_checkpoint(step: Step) -> str | None:
-    if step.kind == "ppo":  # which chooses it itself, and warns of others
+    if step.kind == "ppo":  # it chooses the checkpoint, and warns of damaged ones
         return "true" if last_complete_checkpoint(str(step.output_dir), warn=lambda _: None) else None
     newest = newest_trl_checkpoint(step.output_dir) if step.kind in TRAINING else None
     return None if newest is None else str(newest)
@@ -223,12 +222,12 @@ def _newest_checkpoint(step: Step) -> str | None:
 
 @contextmanager
 def _signals_noted() -> Iterator[list[int]]:
-    """Give a list that each signal is added to, so that the pipeline ends with the step that runs then."""
+    """Yield a list of the signals that arrive; the pipeline ends after the step that runs then."""
     noted: list[int] = []
 
     def note(number: int) -> None:
         noted.append(number)
-        if signal.Signals(number).name == "SIGHUP":
+        if number == signal.SIGHUP:
             discard_closed_terminal()
 
     with _handling((*_PASSED_ON, signal.SIGINT), note):
@@ -237,9 +236,9 @@ def _signals_noted() -> Iterator[list[int]]:
 
 @contextmanager
 def _handling(numbers: Sequence[int], handle: Callable[[int], None]) -> Iterator[None]:
-    """Call a function for each of these signals, and then the handler that was there; one that is ignored stays so.
+    """Call a function for each of these signals, then the previous handler; ignored signals stay ignored.
 
-    In a thread other than the main one nothing is handled.
+    Only the main thread can handle signals; in others this does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.getsignal(number) for number in numbers if is_main}
@@ -266,7 +265,7 @@ def start_python(words: Sequence[str]) -> int:
         words: Its arguments.
 
     Returns:
-        Its exit code; 128 and the signal's number where a signal ended it.
+        Its exit code; 128 plus the signal's number if a signal ended it.
     """
     words, environment = _without_secrets(words)
     parent, signals = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
@@ -286,17 +285,17 @@ def start_python(words: Sequence[str]) -> int:
 
 
 def _without_secrets(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return a command line that everybody may read, and the environment that has its secrets."""
+    """Return a command line without secrets, and the environment that holds them."""
     start = next((place for place, word in enumerate(words, 1) if word == "rlhf_ppo"), len(words))
     hidden, secrets = hide_from_ps(words[start:])
     return [*words[:start], *hidden], {**os.environ, **secrets}
 
 
 def end_with_parent(parent: int) -> None:
-    """Have SIGTERM sent to this process where its parent is killed, or the step would go on beside the next start.
+    """Let the system send SIGTERM to this process when its parent dies, so that no step outlives the pipeline.
 
     Args:
-        parent: The parent, which may have been killed already.
+        parent: Id of the parent, which may have died already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -306,7 +305,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM and SIGHUP on; SIGINT comes to the process by itself, from the terminal that both have."""
+    """Pass SIGTERM and SIGHUP on; the process gets SIGINT from the terminal itself."""
     with _handling(_PASSED_ON, process.send_signal), _handling([signal.SIGINT], lambda _: None):
         yield
 
@@ -314,30 +313,30 @@ def _passing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 # ---- Win rates over seeds ----
 
 RESULTS = "results.json"
-"""The file in the pipeline's directory with the figures of `SeedWinRates`."""
+"""File in the pipeline's directory with the figures of `SeedWinRates`."""
 
 
 def keep_win_rates(pipeline: Pipeline) -> SeedWinRates | None:
-    """Read what the judge wrote of each seed, and write it together.
+    """Read the judge's result of each seed, and write `results.json`.
 
     Args:
-        pipeline: The steps, all of which are finished.
+        pipeline: The steps, all finished.
 
     Returns:
-        The win rates; None where there is no judge.
+        The win rates; None without a judge.
 
     Raises:
-        ValueError: What the judge wrote is gone, or damaged.
+        ValueError: A result of the judge is missing or damaged.
     """
     steps = [step for step in pipeline.steps if step.kind == "judge"]
     if not steps:
         return None
-    said = [check_result(step) for step in steps]
+    results = [check_result(step) for step in steps]
     found = SeedWinRates(
         [step.options["seed"] for step in steps],
-        [each["win_rate"] for each in said],
-        [each["interval"] for each in said],
-        [each.get("length_controlled") for each in said],
+        [each["win_rate"] for each in results],
+        [each["interval"] for each in results],
+        [each.get("length_controlled") for each in results],
     )
     write_json(pipeline.output_dir / RESULTS, found.as_json())
     return found
@@ -347,7 +346,7 @@ def keep_verdict(pipeline: Pipeline) -> Verdict | None:
     """Make the verdict on the policies of all seeds, and write it as `verdict.json`.
 
     Args:
-        pipeline: The steps, all of which are finished.
+        pipeline: The steps, all finished.
 
     Returns:
         The verdict; None if the pipeline trains no policy whose run can be read.
@@ -361,22 +360,22 @@ def keep_verdict(pipeline: Pipeline) -> Verdict | None:
 
 
 def check_result(step: Step) -> dict[str, Any]:
-    """Return what the judge wrote of a seed.
+    """Return the judge's result of a seed.
 
     Args:
-        step: The judge's.
+        step: The judge's step.
 
     Raises:
-        ValueError: It is gone or damaged, or there is no verdict.
+        ValueError: It is missing or damaged, or there is no verdict.
     """
     folder, again = step.output_dir, "run the same command again"
     try:
-        said = read_win_rate(folder / "win_rate.json", ("win_rate", "interval"))
+        result = read_win_rate(folder / "win_rate.json", ("win_rate", "interval"))
     except ValueError as error:
         raise ValueError(f"{folder} does not hold the judge's result: {error}; {again}") from None
-    if said["win_rate"] is None:
+    if result["win_rate"] is None:
         raise ValueError(f"the judge gave no verdict in {folder}: all failed; {again}")
-    return said
+    return result
 
 
 PROGRAM = "rlhf-ppo pipeline"
@@ -410,8 +409,7 @@ def check_and_run(file: str, dry_run: bool) -> None:
 def check_steps(pipeline: Pipeline, steps: Iterable[Step]) -> Problems:
     """Check options, data and models of steps as their commands do; each message begins with its section.
 
-    Models that earlier steps write stand for the models that these steps start from. The steps of several seeds differ
-    in nothing to check.
+    A model that an earlier step will write is checked as the model that this step starts from. One seed is checked.
 
     Returns:
         The problems of all steps.
@@ -440,12 +438,9 @@ def check_step(step: Step, problems: Problems, origins: Mapping[str, str | None]
         from rlhf_ppo.training.checks import check_writable
 
         parser = report_parser()
-        parser.exit_on_error = False
+        parser.raises_errors = True
         with problems.collecting():
-            try:
-                output = parser.parse_args(step.argv()).output
-            except argparse.ArgumentError as error:
-                raise ValueError(str(error)) from None
+            output = parser.parse_args(step.argv()).output
             check_writable(os.path.dirname(output), "output")
         return
     from rlhf_ppo.cli.checks import check_step_options

@@ -1,4 +1,4 @@
-"""The steps of a pipeline: what its file says, and the record of finished steps (`pipeline.json`)."""
+"""The steps of a pipeline: its file, and the record of started and finished steps (`pipeline.json`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rlhf_ppo.reporting.judgements import ACCURACY, JUDGED, win_rate_beside
 from rlhf_ppo.terminal.text import redacted
 
 STEPS = ("sft", "reward", "judge_reward", "ppo", "judge", "report")
-"""The sections of a pipeline's file that are steps, in order."""
+"""Sections of a pipeline's file that are steps, in order."""
 
 COMMANDS = {"ppo": "train", "judge_reward": "reward"}
-"""Steps that are not called as their command is."""
+"""Commands of steps whose command has another name."""
 
 REWARD_MODELS = ("reward", "judge_reward")
 TRAINING = ("sft", *REWARD_MODELS, "ppo")
@@ -35,11 +35,11 @@ class Step:
     """One command.
 
     Attributes:
-        name: Such as `sft`, or `ppo-seed2` where there are several seeds.
+        name: Its name, such as `sft`, or `ppo-seed2` with several seeds.
         kind: One of `STEPS`.
-        output_dir: Where it writes.
+        output_dir: Its output directory.
         options: Its options, by name.
-        runs: Directories that a report is of.
+        runs: Directories of the runs that a report is about.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Step:
         return COMMANDS.get(self.kind, self.kind)
 
     def argv(self) -> list[str]:
-        """Return the words behind the subcommand."""
+        """Return the arguments of the subcommand."""
         return [*self.runs, *(word for name, value in self.options.items() for word in _words(name, value))]
 
     def recorded_options(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Step:
         return json.loads(json.dumps(redacted({**self.options, "runs": list(self.runs)}), default=str))
 
     def written(self) -> Iterator[Path]:
-        """Yield the files that are there of those without which the step is not finished."""
+        """Yield the existing files of the step's result."""
         if self.kind in TRAINING:
             yield from model_files(self.output_dir)
         elif self.kind == "judge":
@@ -77,9 +77,9 @@ class Pipeline:
     """A pipeline's file.
 
     Attributes:
-        output_dir: Where all steps' directories are.
+        output_dir: The directory of all steps' directories.
         steps: The steps, in order.
-        launch: What training steps are launched with, such as `("accelerate", "launch", "--config_file", "x.yaml")`.
+        launch: Module and arguments that launch training steps; empty to start them directly.
     """
 
     output_dir: Path
@@ -87,7 +87,7 @@ class Pipeline:
     launch: tuple[str, ...] = ()
 
     def inputs_of(self, step: Step) -> list[str]:
-        """Name the earlier steps that a step reads the output of.
+        """Name the earlier steps whose output a step reads.
 
         Args:
             step: One of the steps.
@@ -100,7 +100,7 @@ class Pipeline:
         return [other.name for other in earlier if other.output_dir in named]
 
     def files_of(self, step: Step) -> dict[str, str]:
-        """Return hashes of the data, code and models that a step reads, without those of other steps.
+        """Return hashes of the data, code and models that a step reads, without the output of other steps.
 
         Args:
             step: One of the steps.
@@ -111,39 +111,39 @@ class Pipeline:
 def read_pipeline(path: str | Path) -> Pipeline:
     """Read a pipeline's file.
 
-    A seed keeps the name of the step in which it was started, which `pipeline.json` lists.
+    A seed keeps the name of the step in which it was started; `pipeline.json` lists it.
 
-    A later step takes from the earlier ones what it does not name itself: the reward models and the policy start from
-    the language model that `sft` trained, PPO is paid by the model that `reward` trained, the judge compares the
-    policy with the language model by what `judge_reward` trained and writes into the policy's directory, where its
-    card and the report, which is of PPO's runs, find it.
+    A later step uses the models of earlier steps unless its section names others: the reward models and the policy
+    start from the model of `sft`; the model of `reward` scores PPO's responses; the judge compares the policy with the
+    model of `sft`, by the model of `judge_reward`, and writes into the policy's directory, where model card and report
+    find the result.
 
     Args:
-        path: A YAML file with sections called as in `STEPS`, and `output_dir`, `seeds`, `launch` and `common`.
+        path: A YAML file with sections of the names `STEPS`, and `output_dir`, `seeds`, `launch` and `common`.
 
     Raises:
-        OSError: There is no such file.
-        ValueError: It is no such file; the message names the section and what to write. Or `pipeline.json` is damaged.
+        OSError: The file does not exist.
+        ValueError: A section is wrong; the message names it and what to write. Or `pipeline.json` is damaged.
     """
     try:
-        said = yaml.load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"), PlainWords)
+        content = yaml.load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"), PlainWords)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path} must hold sections such as `ppo:`, each with options")
-    if unknown := sorted(str(name) for name in said if name not in (*STEPS, *OTHERS)):
+    if unknown := sorted(str(name) for name in content if name not in (*STEPS, *OTHERS)):
         raise ValueError(f"{path} has the sections {unknown}; there are {[*OTHERS, *STEPS]}")
-    sections = {name: _options(said, name) for name in ("common", *STEPS)}
-    output_dir = said.get("output_dir")
+    sections = {name: _options(content, name) for name in ("common", *STEPS)}
+    output_dir = content.get("output_dir")
     if not isinstance(output_dir, str) or not output_dir:
         raise ValueError(f"output_dir={output_dir!r}: name the directory that all steps write into")
-    wanted = [name for name in STEPS if name in said]
+    wanted = [name for name in STEPS if name in content]
     if not wanted:
         raise ValueError(f"{path} has no step; write at least one of {list(STEPS)}")
     folder = Path(os.path.expanduser(output_dir))
-    policies = _policies(_seeds(said.get("seeds")), read_record(folder))
+    policies = _policies(_seeds(content.get("seeds")), read_record(folder))
     steps = tuple(_steps(folder, wanted, sections, policies))
-    return Pipeline(folder, steps, _launch(said.get("launch")))
+    return Pipeline(folder, steps, _launch(content.get("launch")))
 
 
 def _steps(
@@ -182,7 +182,7 @@ def _steps(
 
 
 def _policies(seeds: Sequence[int], record: Mapping[str, Entry]) -> dict[int, str]:
-    """Name the step of each seed: as it was when it was started, so that its work stays when seeds come or go."""
+    """Name the step of each seed; a started seed keeps its name, and thus its result, if other seeds come or go."""
     ppo = [(name, entry) for name, entry in record.items() if name == "ppo" or name.startswith("ppo-seed")]
     finished_last = sorted(ppo, key=lambda named: named[1].output is not None)
     started = {json.dumps(entry.options.get("seed")): name for name, entry in finished_last}
@@ -191,9 +191,9 @@ def _policies(seeds: Sequence[int], record: Mapping[str, Entry]) -> dict[int, st
 
 
 def _check_ppo(options: Mapping[str, Any]) -> None:
-    """Refuse the defaults of TRL's script, models of the hub that no file of steps means."""
+    """Raise if no model or reward is named: the defaults, those of TRL's script, are models of the hub."""
     if "config" in options:
-        return  # which may name them
+        return  # the file may name them
     if options.get("sft_model_path") is None:
         raise ValueError("ppo has no language model to start from: write a section `sft`, or sft_model_path")
     if not any(options.get(name) for name in ("reward_model_path", "reward_funcs", "environment")):
@@ -203,7 +203,7 @@ def _check_ppo(options: Mapping[str, Any]) -> None:
 
 
 def _overridden(start: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Let a column that is given stand for the model that would be taken."""
+    """Return the judge's options; a given column replaces the model of an earlier step."""
     taken = {name for name in start if f"{name}_column" in given}
     return {name: value for name, value in start.items() if name not in taken} | dict(given)
 
@@ -216,8 +216,8 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _options(said: Mapping[str, Any], name: str) -> dict[str, Any]:
-    options = said.get(name) or {}
+def _options(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    options = content.get(name) or {}
     if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
         raise ValueError(f"{name}={options!r:.80} must be options, one a line: `learning_rate: 1.0e-5`")
     if "output_dir" in options:
@@ -227,22 +227,22 @@ def _options(said: Mapping[str, Any], name: str) -> dict[str, Any]:
     return options
 
 
-def _seeds(said: Any) -> list[int]:
-    seeds = [0] if said is None else said if isinstance(said, list) else [said]
+def _seeds(given: Any) -> list[int]:
+    seeds = [0] if given is None else _listed(given)
     if not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds) or len({*seeds}) < len(seeds):
-        raise ValueError(f"seeds={said!r} must be different numbers from 0 on, such as [0, 1, 2]")
+        raise ValueError(f"seeds={given!r} must be different numbers from 0 on, such as [0, 1, 2]")
     return seeds
 
 
-def _launch(said: Any) -> tuple[str, ...]:
-    if said is None:
+def _launch(given: Any) -> tuple[str, ...]:
+    if given is None:
         return ()
-    if not isinstance(said, str) or not Path(os.path.expanduser(said)).is_file():
+    if not isinstance(given, str) or not Path(os.path.expanduser(given)).is_file():
         raise ValueError(
-            f"launch={said!r} must be a file for `accelerate launch --config_file`, such as those that `rlhf-ppo "
+            f"launch={given!r} must be a file for `accelerate launch --config_file`, such as those that `rlhf-ppo "
             "configs .` writes"
         )
-    return ("accelerate.commands.launch", "--config_file", os.path.expanduser(said))
+    return ("accelerate.commands.launch", "--config_file", os.path.expanduser(given))
 
 
 def _listed(value: Any) -> list[Any]:
@@ -250,11 +250,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, list):
-        return [f"--{name}", *map(_word, value)]
-    return [f"--{name}", _word(value)]
+    return [] if value is None else [f"--{name}", *map(_word, _listed(value))]
 
 
 def _word(value: Any) -> str:
@@ -264,7 +260,7 @@ def _word(value: Any) -> str:
 # ---- Record ----
 
 RECORD = "pipeline.json"
-"""The file in the pipeline's directory that lists the steps that were started, and which of them are finished."""
+"""File in the pipeline's directory that lists the started steps, and which of them are finished."""
 
 _OF_THE_RUN = {"README.md", "training_args.bin", ACCURACY, "trainer_state.json", "log_history.jsonl", "curves.png"}
 _DATA = ("dataset_name", "ptx_dataset", "judge_prompt", "config", "reward_funcs", "environment", "tools", "judge")
@@ -277,13 +273,13 @@ _MODELS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """What a step was started with, and what it wrote.
+    """Options, inputs and output of a started step.
 
     Attributes:
         options: Its options, by name.
         files: Hashes of the local data, code and models that the options name.
-        inputs: Hashes of what it reads of earlier steps, by the steps' names.
-        output: Hashes of the files that it wrote; None until it is finished.
+        inputs: Hash of the output of each earlier step that it reads, by the step's name.
+        output: Hashes of its output; None until it is finished.
     """
 
     options: dict[str, Any]
@@ -292,26 +288,26 @@ class Entry:
     output: dict[str, str] | None = None
 
     def changes(self, now: Entry) -> str:
-        """Return which options and files are others now, empty if none are. A file that is gone counts as unchanged.
+        """Describe the changed options and files; empty if there are none. A missing file counts as unchanged.
 
         Args:
-            now: What the step would be started with now.
+            now: The entry with which the step would start now.
         """
         names = sorted(name for name in self.options.keys() | now.options.keys() if _differs(name, self, now))
         options = (f"{name}={self.options.get(name)!r} is {now.options.get(name)!r} now" for name in names)
         return ", ".join([*options, *(f"{path} has other content now" for path in _different(self.files, now.files))])
 
     def changed_inputs(self, now: Entry) -> list[str]:
-        """Name the earlier steps that have written something else since.
+        """Name the earlier steps whose output has changed.
 
         Args:
-            now: What the step would be started with now.
+            now: The entry with which the step would start now.
         """
         return _different(self.inputs, now.inputs)
 
 
 def _differs(name: str, before: Entry, now: Entry) -> bool:
-    return json.dumps(before.options.get(name)) != json.dumps(now.options.get(name))  # in which NaN equals NaN
+    return json.dumps(before.options.get(name)) != json.dumps(now.options.get(name))  # here NaN equals NaN
 
 
 def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -323,7 +319,7 @@ def read_record(output_dir: Path) -> dict[str, Entry]:
 
     Raises:
         OSError: It cannot be opened.
-        ValueError: It holds something else; the message names the file, the key and the fix.
+        ValueError: It is damaged; the message names the file, the key and the fix.
     """
     path = output_dir / RECORD
     if not path.exists():
@@ -364,7 +360,7 @@ def write_record(output_dir: Path, record: Mapping[str, Entry]) -> None:
 
     Args:
         output_dir: The pipeline's directory.
-        record: The steps that were started, by name.
+        record: The started steps, by name.
     """
     write_json(output_dir / RECORD, {name: asdict(entry) for name, entry in record.items()})
 
@@ -377,10 +373,10 @@ def hashes_of(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def model_files(directory: Path) -> Iterator[Path]:
-    """Yield the files of a model and its tokenizer; not those that tell of the run, to which the judge adds.
+    """Yield the files of a model and its tokenizer, without those about the run, which the judge extends.
 
     Args:
-        directory: A training step's.
+        directory: The directory of a training step.
     """
     for path in directory.glob("*"):
         is_of_run = path.name in _OF_THE_RUN or path.name.startswith(("ppo_", "_", ".")) or "_results" in path.name
@@ -394,10 +390,10 @@ def hash_of_all(hashes: Mapping[str, str]) -> str:
 
 
 def why_incomplete(output: Mapping[str, str]) -> str | None:
-    """Return which file of a step's output is gone or was changed, or None.
+    """Return a text that names a missing or changed file of a step's output, or None.
 
     Args:
-        output: The files' hashes by their paths, as `hashes_of` found them.
+        output: The result of `hashes_of`.
     """
     paths = [Path(path) for path in output]
     if gone := [path for path in paths if not _is_file(path)]:
@@ -418,15 +414,14 @@ def named_files(options: Mapping[str, Any], made: Sequence[Path]) -> dict[str, s
     """Return hashes of the local data, code and models that options name, by their paths.
 
     Args:
-        options: A step's.
+        options: The options of a step.
         made: Directories of steps, which are left out.
     """
     found = {}
-    for name, value in options.items():
-        for word in value if isinstance(value, list) else [value]:
-            if isinstance(word, str) and name in (*_DATA, *_MODELS) and Path(word) not in made:
-                files = list(_files_of(word, is_model=name in _MODELS))
-                if files:
+    for name in (*_DATA, *_MODELS):
+        for word in _listed(options.get(name)):
+            if isinstance(word, str) and Path(word) not in made:
+                if files := list(_files_of(word, is_model=name in _MODELS)):
                     found[redacted(word)] = hash_of_all(hashes_of(files))
     return found
 

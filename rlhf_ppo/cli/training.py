@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -65,8 +66,6 @@ from rlhf_ppo.terminal.text import RedactsSecrets, print_text, redacted, visible
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.guards import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory
-
-# TrlParser reads the annotations, so they are not postponed.
 
 
 class DefaultBf16(RemembersNames, RedactsSecrets):
@@ -290,17 +289,14 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
         return {"reward_model": args.reward_model_path}  # the trainer puts it over the policy's base
     settings = loading_settings(script_args.trust_remote_code, model_args)
     labels = {} if args.reward_head else {"num_labels": 1}
-    path, argument = args.reward_model_path, "reward_model_path"
+    path, argument, load = args.reward_model_path, "reward_model_path", load_classifier
     if path == args.sft_model_path:
         logger.warning_once(
             f"{argument}={path!r} is the policy, as in TRL's example: its score head is random unless it has one, and "
             "so are the scores"
         )
-        models = {
-            "reward_model": load_pretrained(AutoModelForSequenceClassification, path, argument, **labels, **settings)
-        }
-    else:
-        models = {"reward_model": load_classifier(path, argument, **labels, **settings)}
+        load = partial(load_pretrained, AutoModelForSequenceClassification)
+    models = {"reward_model": load(path, argument, **labels, **settings)}
     changes = settings["dtype"] != torch.float32 or "quantization_config" in settings
     if script_args.value_model_path is None and changes and not args.share_base_model:
         models["value_model"] = load_pretrained(
@@ -531,8 +527,11 @@ def train_and_save(
     prepare_trackers(args)
     if isinstance(trainer, PPOTrainer):
         trainer.dataset_name = dataset_name
-    with nullcontext() if isinstance(trainer, PPOTrainer) else ending_with_checkpoint(trainer):
-        trainer.train(resume_from_checkpoint=_resumed(trainer))
+        checkpoint, ending = parse_resume(args.resume_from_checkpoint), nullcontext()
+    else:
+        checkpoint, ending = resumed_checkpoint(args), ending_with_checkpoint(trainer)
+    with ending:
+        trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.is_world_process_zero():
             remove_links(args.output_dir)
         trainer.save_model(args.output_dir, _internal_call=True)  # uploaded below, with its card
@@ -546,12 +545,6 @@ def train_and_save(
         print_text(
             where_results_are(args.output_dir, args.output_dir) if is_policy else f"The model is in {args.output_dir}."
         )
-
-
-def _resumed(trainer: Trainer) -> str | bool | None:
-    if isinstance(trainer, PPOTrainer):
-        return parse_resume(trainer.args.resume_from_checkpoint)
-    return resumed_checkpoint(trainer.args)
 
 
 def _merge_and_upload(trainer: Trainer, dataset_name: str | None, merge: bool) -> None:

@@ -6,13 +6,12 @@ An environment of one turn scores responses and determines their end: `make_envi
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ppo.config.validation import parse_object, parse_weights
+from rlhf_ppo.config.validation import parse_object, parse_weights, suggestion
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
@@ -74,13 +73,13 @@ def make_environment(
         ValueError: The type, a key or a value is unknown, missing or given twice.
     """
     if env_type not in KEYS:
-        raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{_suggest(env_type, KEYS)}")
+        raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{suggestion(env_type, KEYS)}")
     given = json_object("config", config)
     if unknown := [key for key in given if key not in KEYS[env_type]]:
         key = unknown[0]
         raise ValueError(
             f"config has {key}={redacted(given[key], key)!r}, which {env_type} does not know; its keys are "
-            f"{list(KEYS[env_type])}{_suggest(key, KEYS[env_type])}"
+            f"{list(KEYS[env_type])}{suggestion(key, KEYS[env_type])}"
         )
     fn = _given_once("reward_fn", given.get("reward_fn"), reward_fn)
     weights = _given_once(
@@ -134,7 +133,7 @@ def _components(
         if not has_more:
             raise ValueError(
                 f"multi_objective: reward_weights has {name!r}, which is not a key of reward_components "
-                f"{list(components)}{_suggest(name, components)}"
+                f"{list(components)}{suggestion(name, components)}"
             )
     for name in components.keys() - by_name.keys():
         raise ValueError(f"multi_objective: the component {name!r} has no weight, but others have; give it one, or 0")
@@ -179,8 +178,8 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
         name = settings.pop("type", None)
         if name not in _NAMES:
             if not isinstance(name, str) or settings:
-                suggestion = _suggest(str(name), _NAMES)
-                raise ValueError(f"type={name!r} must be one of {_NAMES}{suggestion}; only these take settings")
+                hint = suggestion(str(name), _NAMES)
+                raise ValueError(f"type={name!r} must be one of {_NAMES}{hint}; only these take settings")
             return resolve_reward(name)
         if isinstance(settings.get("function"), str):
             settings["function"] = resolve_reward(settings["function"])
@@ -214,8 +213,3 @@ def _given_once(name: str, first: Any, second: Any) -> Any:
     if first is not None and second is not None and first != second:
         raise ValueError(f"{name} is given twice, as {redacted(first)!r} and as {redacted(second)!r}; leave one out")
     return second if first is None else first
-
-
-def _suggest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

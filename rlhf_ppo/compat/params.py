@@ -1,6 +1,5 @@
 """AITraining's `LLMTrainingParams`, all options of `aitraining llm`, and the trainers' arguments."""
 
-# No postponed annotations: HfArgumentParser reads them.
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -351,7 +350,7 @@ def model_arguments(params: LLMTrainingParams) -> Any:
     """Return the arguments of model loading and adapters, a `ModelConfig` of TRL."""
     from trl.trainer.model_config import ModelConfig
 
-    modules = (params.target_modules or "").split(",") if params.target_modules else None
+    modules = params.target_modules.split(",") if params.target_modules else None
     scores = params.trainer == "reward"
     return ModelConfig(
         **_renamed(params, MODEL),

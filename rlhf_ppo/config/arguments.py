@@ -208,10 +208,8 @@ def parse_thresholds(given: Any) -> dict[str, float | None] | None:
 
 
 def _checked(name: str, value: Any) -> float | None:
-    shown, off = (
-        f"health_thresholds[{name!r}]={told(value)}",
-        "" if name in _REQUIRED else "; None turns the check off",
-    )
+    shown = f"health_thresholds[{name!r}]={told(value)}"
+    off = "" if name in _REQUIRED else "; None turns the check off"
     if value is None and off:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

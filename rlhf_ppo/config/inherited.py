@@ -27,71 +27,17 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from rlhf_ppo.config.validation import Interval, check_json_file
+from rlhf_ppo.config.validation import HINTS, Interval, check_json_file
 from rlhf_ppo.terminal.text import visible_logger
 
-_NO_METRICS = "evaluation scores sampled responses and computes no predictions; use reward_funcs to measure more"
-
 REJECTED: dict[str, tuple[object, str]] = {
-    "label_smoothing_factor": (0.0, "PPO's loss has no labels; leave it at 0"),
-    "neftune_noise_alpha": (
-        None,
-        "noise in the embeddings would move the importance ratio away from 1 in the first pass; use temperature to "
-        "explore",
-    ),
-    "auto_find_batch_size": (
-        False,
-        "another batch size would change the rollout; lower per_device_train_batch_size, raise "
-        "gradient_accumulation_steps and lower local_rollout_forward_batch_size instead",
-    ),
-    "use_liger_kernel": (
-        False,
-        "its fused loss needs labels; log-probabilities are already computed without storing all logits",
-    ),
-    "liger_kernel_config": (None, "use_liger_kernel is not available; leave it unset"),
-    "bf16_full_eval": (False, "evaluation samples from the policy as training does; use bf16"),
-    "fp16_full_eval": (False, "evaluation samples from the policy as training does; use fp16"),
-    "parallelism_config": (None, "rows are split over all processes; use deepspeed or fsdp to shard the model"),
-    "prediction_loss_only": (False, _NO_METRICS),
-    "eval_do_concat_batches": (True, _NO_METRICS),
-    "eval_accumulation_steps": (
-        None,
-        "evaluation keeps no logits on the device; lower per_device_eval_batch_size to save memory",
-    ),
-    "eval_use_gather_object": (False, _NO_METRICS),
-    "include_for_metrics": ([], _NO_METRICS),
-    "batch_eval_metrics": (False, _NO_METRICS),
-    "do_predict": (False, "call evaluate(eval_dataset=...) on the test set"),
-    "label_names": (None, "PPO's data has no labels; a reward function receives every column by its name"),
-    "average_tokens_across_devices": (True, "the loss is always the mean over the tokens of all devices"),
-    "dataloader_drop_last": (True, "a rollout is always a full batch; use dataloader_drop_last=True"),
-    "enable_jit_checkpoint": (
-        False,
-        "it would save in the middle of an update, which cannot be resumed exactly; use a small save_steps",
-    ),
+    name: (accepted, advice) for advice, names in HINTS["rejected"].items() for name, accepted in names.items()
 }
 """Rejected argument: its only accepted value, and the reason or an alternative."""
 
 REJECTED_VALUES: dict[str, dict[str, str]] = {
-    "optim": {
-        **dict.fromkeys(
-            ("lomo", "adalomo"), "it updates inside backward, before the mini-batch is complete; use 'adamw_torch'"
-        ),
-        **dict.fromkeys(
-            (
-                *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
-                "apollo_adamw_layerwise",
-            ),
-            "it updates inside backward, before the mini-batch is complete; use the name without _layerwise",
-        ),
-        **dict.fromkeys(
-            ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-            "it trains other weights than it evaluates, so rollouts would not come from the policy; use 'adamw_torch'",
-        ),
-    },
-    "train_sampling_strategy": {
-        "batch_rebalance": "it balances by a length column and drops rows; use 'random' or 'group_by_length'"
-    },
+    name: {value: advice for advice, values in table.items() for value in values}
+    for name, table in HINTS["rejected_values"].items()
 }
 """Accepted argument: values that PPO cannot support, and the reason."""
 

@@ -385,12 +385,13 @@ PlainWords.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|F
 # ---- Names that do not exist ----
 
 
-_TABLES = yaml.safe_load(Path(__file__).with_name("hints.yaml").read_text(encoding="utf-8"))
+HINTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("hints.yaml").read_text(encoding="utf-8"))
+"""The tables of advice in `hints.yaml`, by name."""
 
 
 def _by_name(table: str) -> dict[str, str]:
     """Return the advice of a table of `hints.yaml` by name."""
-    return {name: advice for advice, names in _TABLES[table].items() for name in names}
+    return {name: advice for advice, names in HINTS[table].items() for name in names}
 
 
 REMOVED = _by_name("removed")
@@ -432,6 +433,12 @@ def reject_call(
         raise TypeError(f"the second argument of {owner} is processing_class, a tokenizer, got {kind}: {fix}")
     of_config = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
     reject_unknown(owner, kwargs, known, of_config | TRAINER_HINTS, elsewhere)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'close'?)` for the known name that is closest; empty if none is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def hint_for(name: str, known: Collection[str], hints: Mapping[str, str], elsewhere: Mapping[str, str]) -> str:

@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rlhf_ppo.environments.isolation import ForkServer, ProcessDiedError, ProcessSeat, Seat, ThreadSeat, TimeUpError
 from rlhf_ppo.environments.tools import Answered, Reply, describe_class, describe_tool, error_answer, timeout_text
 from rlhf_ppo.processes.signals import interruptible
 from rlhf_ppo.processes.waiting import in_daemon_thread
-
-ISOLATIONS = ("thread", "process")
 
 _METHODS = {"reset": "reset", "reward": "get_reward", "act": "step"}
 """The environment's method that a request calls."""
@@ -200,12 +198,10 @@ class Environments:
         tools: Sequence[Callable[..., Any]] = (),
         *,
         timeout: float | None = 60.0,
-        isolation: str = "thread",
+        isolation: Literal["thread", "process"] = "thread",
         memory_limit: float | None = None,
         max_response_length: int | None = None,
     ) -> None:
-        if isolation not in ISOLATIONS:
-            raise ValueError(f"tool_isolation={isolation!r}: choose one of {ISOLATIONS}")
         if isolation == "process" and not hasattr(socket, "send_fds"):
             raise ValueError("tool_isolation='process' needs Linux or macOS; set tool_isolation='thread'")
         if memory_limit is not None and sys.platform != "linux":
@@ -592,7 +588,7 @@ def _in_environment(episode: Episode, names: str | Sequence[str], ask: Callable[
         return [_refused(name, "The environment did not survive an earlier call.") for name in names]
     start = time.perf_counter()
     try:
-        return [_answer(name, reply) for name, reply in zip(names, ask(), strict=True)]
+        return [Answer(name, **reply) for name, reply in zip(names, ask(), strict=True)]
     except (TimeUpError, ProcessDiedError) as error:
         seconds = time.perf_counter() - start
         return [_lost(name, error, episode.pool.timeout, seconds) for name in names]
@@ -608,16 +604,12 @@ def _standalone(episode: Episode, name: str, ask: Callable[[Seat], Reply]) -> An
         if "raised" in reply:  # its arguments cannot be sent
             return _refused(name, reply["raised"])
         value = reply["value"]
-        return _answer(name, value[0] if isinstance(value, list) else value)
+        return Answer(name, **(value[0] if isinstance(value, list) else value))
     except (TimeUpError, ProcessDiedError) as error:
         return _lost(name, error, episode.pool.timeout, time.perf_counter() - start)
     finally:
         episode.tool_seats.remove(seat)
         episode.pool.return_tool_seat(seat)
-
-
-def _answer(name: str, reply: Answered) -> Answer:
-    return Answer(name, **reply)
 
 
 def _refused(name: Any, text: str) -> Answer:

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_upda
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import as_in_learning, is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import is_fsdp, mixed_precision_dtype, zero_stage
+from rlhf_ppo.terminal.console import format_duration
 from rlhf_ppo.terminal.text import print_text, visible_logger
 
 logger = visible_logger(__name__)
@@ -232,7 +232,7 @@ def describe(estimate: Estimate, device: torch.device, dtype: torch.dtype, num_u
 
 def duration(seconds: float) -> str:
     """Format seconds as 1:02:03, or as 0.25 s."""
-    return str(timedelta(seconds=round(seconds))) if seconds >= 1 else f"{seconds:.2g} s"
+    return format_duration(seconds) if seconds >= 1 else f"{seconds:.2g} s"
 
 
 # Several processes
@@ -350,19 +350,25 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     while seconds < 5e-4:  # a product that takes so long is large enough to show the rate
         size *= 2
         matrix = torch.ones(size, size, device=device, dtype=dtype)
-        seconds = _best_seconds(functools.partial(torch.matmul, matrix, matrix), device)
+        seconds = best_seconds(functools.partial(torch.matmul, matrix, matrix), device)
     numbers = torch.ones(2**26 if device.type == "cuda" else 2**24, device=device)
-    return 2 * size**3 / seconds, numbers.nbytes / _best_seconds(numbers.sum, device)
+    return 2 * size**3 / seconds, numbers.nbytes / best_seconds(numbers.sum, device)
 
 
-def _best_seconds(function: Callable[[], Any], device: torch.device) -> float:
+def best_seconds(
+    function: Callable[[], Any],
+    device: torch.device,
+    num_calls: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the least seconds of some calls, after one that warms up."""
     seconds = []
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
+    for _ in range(num_calls + 1):
+        start = clock()
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return min(seconds[1:])
 
 

@@ -190,11 +190,6 @@ class Answering:
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] | None = None
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken at each step."""
-        return self.temperature == 0
-
 
 @torch.no_grad()
 def respond(
@@ -228,7 +223,7 @@ def respond(
         limit = smallest([limit, position_limit(model)])
     fix = "lower max_new_tokens, leave out prompts, or take another engine"
     check_lengths(longest, how.max_new_tokens, limit, "max_new_tokens", fix)
-    config = (greedy_config if how.is_greedy else sampling_config)(args, ends[0] if ends else None)
+    config = (sampling_config if how.temperature else greedy_config)(args, ends[0] if ends else None)
     config.eos_token_id = ends or None
     set_seed(how.seed)
     answers: list[Answer] = []

@@ -283,12 +283,11 @@ def find_completions(output_dir: str | Path) -> dict[int, Path]:
     return {step: found[step][1] for step in sorted(found)}
 
 
-def read_completions(path: str | Path, num_rows: int | None = None) -> list[dict[str, Any]]:
+def read_completions(path: str | Path) -> list[dict[str, Any]]:
     """Read the responses of an update.
 
     Args:
         path: The file.
-        num_rows: Number of rows; None: all.
 
     Raises:
         ValueError: The file is damaged, or lacks a column.
@@ -299,7 +298,7 @@ def read_completions(path: str | Path, num_rows: int | None = None) -> list[dict
         raise ValueError(f"{path} is damaged: {error}") from error
     if missing := [name for name in _TYPES if name not in table.column_names]:
         raise ValueError(f"{path} has no column {missing[0]!r}: it was not written by rlhf_ppo")
-    return table.slice(0, num_rows).to_pylist()
+    return table.to_pylist()
 
 
 def _names(folder: Path, step: int) -> Iterator[Path]:

@@ -306,12 +306,8 @@ def _negative_kl(history: History, limits: HealthThresholds) -> str | None:
     ("lower learning_rate", "lower num_ppo_epochs", "lower num_mini_batches"),
 )
 def _clip_fraction(history: History, limits: HealthThresholds) -> str | None:
-    found = history.last("policy/clipfrac_avg", limits.patience)
-    if limits.clip_fraction is None or not history.run.clips_tokens:
-        return None
-    if not found or min(found) <= limits.clip_fraction:
-        return None
-    return f"{found[-1]:.0%} of the tokens are clipped"
+    share = _share_above(history, limits.clip_fraction, ("policy/clipfrac_avg",), limits.patience)
+    return None if share is None or not history.run.clips_tokens else f"{share:.0%} of the tokens are clipped"
 
 
 @_check(
@@ -321,10 +317,8 @@ def _clip_fraction(history: History, limits: HealthThresholds) -> str | None:
     ("raise kl_coef", "lower learning_rate", "raise temperature", "lower num_ppo_epochs"),
 )
 def _entropy(history: History, limits: HealthThresholds) -> str | None:
-    found, first = history.last("policy/entropy_avg", limits.patience), history.first("policy/entropy_avg")
-    if limits.entropy is None or not found or not max(found) < limits.entropy * first:
-        return None
-    return f"the entropy has fallen from {first:.3g} to {found[-1]:.3g} nats per token"
+    fall = _fall(history, limits.entropy, "policy/entropy_avg", limits.patience)
+    return None if fall is None else f"the entropy has fallen {fall} nats per token"
 
 
 # Responses: their length, their end, and whether they differ
@@ -359,10 +353,8 @@ def _length_limit(history: History, limits: HealthThresholds) -> str | None:
     ),
 )
 def _length_shrinks(history: History, limits: HealthThresholds) -> str | None:
-    found, first = history.last("response/length_mean", limits.patience), history.first("response/length_mean")
-    if limits.length_shrinks is None or not found or not max(found) < limits.length_shrinks * first:
-        return None
-    return f"responses have shrunk from {first:.3g} to {found[-1]:.3g} tokens"
+    fall = _fall(history, limits.length_shrinks, "response/length_mean", limits.patience)
+    return None if fall is None else f"responses have shrunk {fall} tokens"
 
 
 @_check(
@@ -596,10 +588,16 @@ def _invalid_turns(history: History, limits: HealthThresholds) -> str | None:
     ("raise the weight of the reward that calls earn (reward_weights)", "raise kl_coef", "lower learning_rate"),
 )
 def _no_calls(history: History, limits: HealthThresholds) -> str | None:
-    calls, first = history.last("tools/call_frequency", limits.patience), history.first("tools/call_frequency")
-    if limits.no_calls is None or not calls or not max(calls) < limits.no_calls * first:
+    fall = _fall(history, limits.no_calls, "tools/call_frequency", limits.patience)
+    return None if fall is None else f"calls of tools have fallen {fall} per episode"
+
+
+def _fall(history: History, share: float | None, metric: str, count: int) -> str | None:
+    """Return `from <first> to <newest>` if a metric was below a share of its first value in the last `count` logs."""
+    found, first = history.last(metric, count), history.first(metric)
+    if share is None or not found or not max(found) < share * first:
         return None
-    return f"calls of tools have fallen from {first:.3g} to {calls[-1]:.3g} per episode"
+    return f"from {first:.3g} to {found[-1]:.3g}"
 
 
 def _share_above(history: History, limit: float | None, metrics: Sequence[str], count: int) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import TrainerState
 
 from rlhf_ppo.checkpoints.files import replacing
+from rlhf_ppo.config.validation import suggestion
 from rlhf_ppo.reporting.run_log import Log, Run, training_log
 from rlhf_ppo.terminal.text import visible
 
@@ -161,8 +161,7 @@ def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | No
         others = (key for key in logged if key not in PANELS and not key.startswith("health/"))
         return [key for key in PANELS if key in logged] + sorted(others)
     if missing := [key for key in metrics if key not in logged]:
-        near = difflib.get_close_matches(missing[0], logged, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = suggestion(missing[0], logged)
         raise ValueError(
             f"metrics={missing} were logged by no run together with {x!r}{hint}; logged: {sorted(logged)}"
         )

@@ -473,7 +473,7 @@ def _escaped(value: Any) -> Any:
     """Return a value with escaped control characters, and with None for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {_escaped(key): _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_escaped(item) for item in value]
     if isinstance(value, str):
         return visible(value)
@@ -548,7 +548,7 @@ def headline(verdict: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str
         verdict: The result of `Verdict.as_json`.
         figures: The result of `first_and_last` for each metric.
     """
-    found = {name: list(value) if isinstance(value, tuple) else value for name, value in verdict.items()}
+    found = dict(verdict)
     if verdict["outcome"] == "not judged":
         found["reasons"] = ["No judge compared this policy with the SFT model.", *verdict["reasons"]]
         found["sentence"] = _of_log(figures)

@@ -350,17 +350,17 @@ def _hide_secrets(record: logging.LogRecord) -> bool:
 logging.getLogger("httpx").addFilter(_hide_secrets)
 
 
-async def _excerpt(response: httpx.Response, size: int = 200) -> str:
-    """Return the beginning of an error's body, as much of it as arrives."""
+async def _excerpt(response: httpx.Response) -> str:
+    """Return the first 200 bytes of an error's body, as many of them as arrive."""
     text = bytearray()
     try:
         async for part in response.aiter_raw():
             text += part
-            if len(text) >= size:
+            if len(text) >= 200:
                 break
     except httpx.HTTPError:
         pass
-    return text[:size].decode(errors="replace")
+    return text[:200].decode(errors="replace")
 
 
 def _root_cause(error: BaseException) -> BaseException:

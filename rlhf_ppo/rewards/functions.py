@@ -107,7 +107,7 @@ class RewardFunction:
         self.log_metric, self.log_extra = log_metric or discard, log_extra or discard
         self.refuse, self.timeout = refuse, timeout
         self.name = visible(name, one_line=True) if name else function_name(function)
-        inner = _unwrapped(function)
+        inner = unwrapped(function)
         self.is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -320,12 +320,13 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def called_code(function: Callable[..., Any]) -> types.CodeType | None:
     """Return the code object that a call runs, or None if it is not Python code."""
-    function = _unwrapped(function)
+    function = unwrapped(function)
     own = getattr(function, "__code__", None)
     return own if own is not None else getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
 
 
-def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside `functools.partial`."""
     while isinstance(function, functools.partial):
         function = function.func
     return function

@@ -41,6 +41,7 @@ from rlhf_ppo.rewards.functions import (
     named_parameters,
     naming,
     takes_any_argument,
+    unwrapped,
 )
 from rlhf_ppo.rewards.reward_model import Answer, RewardModel, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import check_scores
@@ -610,9 +611,7 @@ class PreferenceReward:
 
 def opponent_of(function: Callable[..., Any]) -> str | None:
     """Return the opponent of a preference reward, or None for other reward functions."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "opponent", None)
+    return getattr(unwrapped(function), "opponent", None)
 
 
 def _verdict(value: Any, name: str) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import os
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import clip_scores, kl_estimate, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
-from rlhf_ppo.config.validation import WEIGHTS, check_range
+from rlhf_ppo.config.validation import WEIGHTS, check_range, suggestion
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.processes.signals import interruptible
@@ -363,8 +362,7 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
     missing = [name for name in names if name not in weights]
     if unknown or missing:
         problems = [f"names {unknown}"] * bool(unknown) + [f"has no weight for {missing}"] * bool(missing)
-        near = [match for name in unknown for match in difflib.get_close_matches(name, missing, n=1)]
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = "".join(suggestion(name, missing) for name in unknown)
         raise ValueError(
             f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}"
             f"{hint}; give each a weight; 0 only logs a reward"

@@ -116,6 +116,17 @@ def test_the_stage_may_be_in_a_file_of_deepspeed(tmp_path: Path) -> None:
         devices_of(given, PPOConfig(output_dir="out", use_cpu=True))
 
 
+def test_the_number_of_devices_must_be_known(tmp_path: Path) -> None:
+    """Without num_processes in the file, accelerate reads -1: its launcher may be given the number."""
+    text = (CONFIGS / "deepspeed_zero2.yaml").read_text()
+    (tmp_path / "a.yaml").write_text(text.replace("num_processes: 8\n", ""))
+    given, args = EstimateArguments(accelerate_config=str(tmp_path / "a.yaml")), PPOConfig("out", use_cpu=True)
+    with pytest.raises(ValueError, match=r"a\.yaml' has no num_processes: give num_devices"):
+        devices_of(given, args)
+    given.num_devices = 4
+    assert devices_of(given, args).count == 4
+
+
 @pytest.mark.parametrize(
     ("file", "divided"),
     [

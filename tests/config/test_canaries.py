@@ -87,7 +87,7 @@ def test_no_option_shows_a_secret_in_a_command_line(
 def test_no_error_of_a_wrong_value_shows_a_secret(
     command: str, parsers: dict[str, argparse.ArgumentParser], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parsers[command].exit_on_error = True  # a command collects its errors, and prints them as the parser does
+    parsers[command].raises_errors = False  # a command collects its errors, and prints them as the parser does
     for option, action in options(parsers[command]):
         if action.choices is None and action.type not in (int, float):
             continue

@@ -85,10 +85,10 @@ def test_a_device_is_waited_for_when_it_is_measured(monkeypatch: pytest.MonkeyPa
     """The product grows until it takes half a millisecond."""
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: done.append("waited"))
-    assert estimate_run._best_seconds(lambda: done.append("computed"), torch.device("cuda")) > 0
+    assert estimate_run.best_seconds(lambda: done.append("computed"), torch.device("cuda")) > 0
     assert done == ["computed", "waited"] * 4
     seconds = iter([1e-4, 1e-3, 1.0])
-    monkeypatch.setattr(estimate_run, "_best_seconds", lambda *given: next(seconds))
+    monkeypatch.setattr(estimate_run, "best_seconds", lambda *given: next(seconds))
     rates = estimate_run.measure_rates(torch.device("cuda"), torch.bfloat16)
     assert rates == (2 * 1536**3 / 1e-3, 4 * 2**26)
 
