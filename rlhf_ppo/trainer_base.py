@@ -653,8 +653,7 @@ class TrainerBase(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Collect a rollout for every batch of `dataloader`, with the same separate random numbers in every call."""
-        run, gather_for_metrics = self._run, self.accelerator.gather_for_metrics
-        gather: Callable[..., Any] = gather_for_metrics
+        run, gather = self._run, cast(Callable[..., Any], self.accelerator.gather_for_metrics)
         self._engine.policy_changed()  # the weights may have changed
         with rollouts.apart_from_training(run, self.model_wrapped) as model:
             self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]

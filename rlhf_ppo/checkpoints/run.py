@@ -225,19 +225,15 @@ def check_start(output_dir: str, resume_from_checkpoint: str | bool | None, over
 
 
 def start_run(output_dir: str, overwrite: bool) -> Run:
-    """Return a new run if the directory holds no finished checkpoint.
+    """Return a new run, after `check_start`.
 
     Args:
         output_dir: The run's directory.
         overwrite: Whether to delete its checkpoints.
-
-    Raises:
-        ValueError: There are finished checkpoints and `overwrite` is False.
     """
     if overwrite:
         for checkpoint in list_checkpoints(output_dir):
             delete(checkpoint)
-    _check_unused(output_dir)
     return Run.new()
 
 

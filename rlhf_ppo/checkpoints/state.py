@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import has_length
 
 from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, replacing, write_json
 from rlhf_ppo.config.validation import Interval, check_range, check_type
+from rlhf_ppo.data.prompts import num_rows
 from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.processes.distributed import isolated_rng
 from rlhf_ppo.terminal.text import is_secret
@@ -243,16 +243,12 @@ def hash_of_weights(tensors: Iterable[Tensor]) -> str | None:
 
 def describe_dataset(dataset: Any) -> dict[str, Any] | None:
     """Return the number of rows of a dataset and a hash of some of them; None for a stream."""
-    length = _num_rows(dataset)
+    length = num_rows(dataset)
     if length is None:
         return None
     with isolated_rng(0):  # a row may be random
         rows = [dataset[index] for index in range(0, length, max(1, length // _NUM_ROWS))]
     return {"rows": length, "content": hash_of_text("\n".join(map(_row_text, rows)))}
-
-
-def _num_rows(dataset: Any) -> int | None:
-    return len(dataset) if has_length(dataset) else None
 
 
 def _row_text(row: Any) -> str:

@@ -72,7 +72,6 @@ class Conversations:
             self._prepare_tools(tokenizer)
 
     def _prepare_tools(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        check_versions()
         from trl.chat_template_utils import (
             add_response_schema,
             get_training_chat_template,

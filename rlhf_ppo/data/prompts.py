@@ -506,7 +506,7 @@ def prepare_prompts(
         return _prepare_stream(dataset, encode, fits)
     if isinstance(dataset, torch.utils.data.IterableDataset):
         return _PromptStream(dataset, encode, fits)
-    check_rows(dataset, encode.name, encode.check_columns)
+    columns_of(dataset, encode.name)
     rows = [encode.row(dataset[index], index) for index in range(len(dataset))]
     kept = [row for row in rows if fits(row["input_ids"])]
     fits.report(len(rows), len(kept), sum(fits.has_ended(row["input_ids"]) for row in kept))
@@ -527,6 +527,25 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
     """
     if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
         return
+    columns = columns_of(dataset, name)
+    if isinstance(dataset, datasets.Dataset):
+        (check_columns or partial(prompt_column, name=name))(columns)
+    for column in ("image", "images"):  # TRL's names
+        if column in columns:
+            logger.warning(f"{name} has the column {column!r}: the policy reads text only, and never sees it.")
+
+
+def columns_of(dataset: Any, name: str) -> list[str]:
+    """Return the columns of a data set, of its first row if it has no list of them.
+
+    Args:
+        dataset: The user's data set, no stream.
+        name: Its name in errors.
+
+    Raises:
+        TypeError: It is no data set, or its first row is not a dict.
+        ValueError: It has no rows.
+    """
     is_text = isinstance(dataset, str | bytes | Mapping)
     if is_text or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         fix = f"one of its entries {list(dataset)}" if isinstance(dataset, Mapping) else "a datasets.Dataset or a list"
@@ -534,22 +553,17 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows")
     if isinstance(dataset, datasets.Dataset):
-        columns: Any = dataset.column_names
-        (check_columns or partial(prompt_column, name=name))(columns)
-    else:
-        try:
-            first = dataset[0]
-        except Exception as error:  # the keys of a pandas table are columns
-            raise TypeError(
-                f"{name} is a {type(dataset).__name__}, whose row 0 cannot be read ({error!r}): pass a list of dicts, "
-                "or datasets.Dataset.from_pandas(table)"
-            ) from error
-        if not isinstance(first, Mapping):
-            raise TypeError(no_row(first, 0, name))
-        columns = first
-    for column in ("image", "images"):  # TRL's names
-        if column in columns:
-            logger.warning(f"{name} has the column {column!r}: the policy reads text only, and never sees it.")
+        return dataset.column_names
+    try:
+        first = dataset[0]
+    except Exception as error:  # the keys of a pandas table are columns
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__}, whose row 0 cannot be read ({error!r}): pass a list of dicts, "
+            "or datasets.Dataset.from_pandas(table)"
+        ) from error
+    if not isinstance(first, Mapping):
+        raise TypeError(no_row(first, 0, name))
+    return list(first)
 
 
 def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import set_seed
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -534,9 +535,9 @@ def run_worker(socket_number: int, memory_number: int, size: int, length: int) -
             reply: Any = sample(job)
         except Exception as error:
             traceback.print_exc()
-            text = str(error) if isinstance(error, NonFiniteLogitsError) else f"{type(error).__name__}: {error}"
-            kind = NonFiniteLogitsError if isinstance(error, NonFiniteLogitsError) else RuntimeError
-            reply = kind(text if kind is NonFiniteLogitsError else f"generation_overlap=1: the worker failed: {text}")
+            reply = RuntimeError(f"generation_overlap=1: the worker failed: {type(error).__name__}: {error}")
+            if isinstance(error, NonFiniteLogitsError):
+                reply = NonFiniteLogitsError(str(error))
         connection.send_bytes(pickle.dumps(reply))
 
 
@@ -573,13 +574,12 @@ def _sampler(memory: Tensor, size: int) -> Callable[[Job], Any]:
 
 def _respond(policy: nn.Module, how: HowToSample, job: Job) -> Responses:
     """Sample responses, with the engine's log-probabilities or those of a forward pass."""
-    from accelerate.utils import set_seed
-
     set_seed(job.seed)
     prompts = job.prompts_on(how.device)
-    engine: GenerationEngine = ContinuousEngine(lambda: job.rows, how.dtype)
     if how.engine == "transformers":
-        engine = TransformersEngine(lambda: job.rows, how.stop_strings)
+        engine: GenerationEngine = TransformersEngine(lambda: job.rows, how.stop_strings)
+    else:
+        engine = ContinuousEngine(lambda: job.rows, how.dtype)
     ids, logprobs, _ = sample_with(engine, policy, prompts, job.config, how.stop_strings)
     responses = join_responses(prompts, ids, how.stop, how.pad, how.stop_strings, logprobs)
     if logprobs is not None:

@@ -158,13 +158,12 @@ class FiniteLogitsCheck(LogitsProcessor):
 
     def check_beside(self, flags: Tensor) -> Tensor:
         """Like `check`; also copy other flags, bool `(B,)`, to the host, with one wait for the device."""
-        if self._failed is not None:
-            flags = torch.cat((flags, self._failed[None]))
-        flags = flags.cpu()
-        if self._failed is not None:
-            self._failed, flags = flags[-1], flags[:-1]
-            self.check()
-        return flags
+        if self._failed is None:
+            return flags.cpu()
+        both = torch.cat((flags, self._failed[None])).cpu()
+        self._failed = both[-1]
+        self.check()
+        return both[:-1]
 
 
 @contextmanager

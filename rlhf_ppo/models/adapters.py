@@ -246,7 +246,6 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
         The policy as a `PeftModel`.
 
     Raises:
-        TypeError: `peft_config` is no `PeftConfig`.
         ValueError: The policy has an adapter, the method is unsuitable, or the base would change.
     """
     from peft import get_peft_model
@@ -272,7 +271,6 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
         The value model as a `PeftModel`.
 
     Raises:
-        TypeError: `peft_config` is no `PeftConfig`.
         ValueError: The value model has an adapter, or the method is unsuitable.
     """
     from peft import get_peft_model
@@ -391,10 +389,6 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
 
 
 def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) -> None:
-    from peft import PeftConfig
-
-    if not isinstance(peft_config, PeftConfig):
-        raise TypeError(f"{argument} must be a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}")
     if is_peft_model(model):
         raise ValueError(
             f"{role} is already a PeftModel and {argument} is given too; call {role}.merge_and_unload() first, or "

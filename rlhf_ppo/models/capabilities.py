@@ -20,6 +20,7 @@ from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 
 from rlhf_ppo.config.ppo_config import settings_of
 from rlhf_ppo.data.prompts import PositionLimit, smallest
+from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.packing import run_padded
 from rlhf_ppo.models.unwrapping import (
     as_in_learning,
@@ -185,21 +186,22 @@ def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | 
     ids[2, -1] = (ids[1, -1] + 1) % text_config(model).vocab_size
     recomputing = args is not None and bool(args.gradient_checkpointing)
     how = settings_of(args.gradient_checkpointing_kwargs) if args is not None else None
+    places, of_first = PackedIndices.of(mask), PackedIndices.of(mask[:1])
     with preserve_rng():
         with in_eval_mode(model):
-            alone = run_padded(body, ids[:1, : LENGTHS[0]], mask[:1, : LENGTHS[0]])
+            alone = run_padded(body, ids[:1], of_first)
         try:
             # Without gradients, transformers 5.24 runs a layer that recomputes as it is: in training mode.
             with as_in_learning(recomputing, how, model), torch.enable_grad():
-                first, second = (run_padded(body, ids, mask).detach() for _ in range(2))
+                first, second = (run_padded(body, ids, places).detach() for _ in range(2))
         except ValueError as error:
             if "support" not in str(error):
                 raise
             raise ValueError(f"{argument}: {error} Set gradient_checkpointing=False") from error
         with in_eval_mode(model):
-            evaluated = run_padded(body, ids, mask)
+            evaluated = run_padded(body, ids, places)
             if args is not None:
-                _check_gradient(f"{argument} is a {name}", body, ids, mask)
+                _check_gradient(f"{argument} is a {name}", body, ids[:1], of_first)
     _check(f"{argument} is a {name}", alone, first, second, evaluated)
 
 
@@ -213,14 +215,14 @@ def rounding(states: Tensor) -> float:
     return 0.3 if is_in_16_bits(states) else 1e-3
 
 
-def _check_gradient(what: str, body: nn.Module, ids: Tensor, mask: Tensor) -> None:
+def _check_gradient(what: str, body: nn.Module, ids: Tensor, places: PackedIndices) -> None:
     """Check that gradients reach the first layers in the modes of learning."""
     trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
     if not trained:
         return
     try:
         with torch.enable_grad():
-            states = run_padded(body, ids[:1], mask[:1])
+            states = run_padded(body, ids, places)
             torch.autograd.grad(states.float().square().sum(), trained[:1], allow_unused=True)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise ValueError(

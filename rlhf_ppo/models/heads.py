@@ -230,10 +230,10 @@ def multiply_scores_in_float32(model: nn.Module) -> None:
 
 
 def head_of_scorer(model: nn.Module) -> nn.Module:
-    """Return the `scalar_head` of a model; a `TypeError` if it has none."""
+    """Return the `scalar_head` of a model; a `ValueError` if it has none."""
     head = scalar_head(model)
     if head is None:
-        raise TypeError(f"{type(model).__name__} has no layer that maps a hidden state to one number")
+        raise ValueError(f"{type(transformers_model(model)).__name__} has no linear head with one output")
     return head
 
 
@@ -400,9 +400,7 @@ def check_classifier(model: nn.Module, argument: str) -> None:
 
 
 def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
-    head = scalar_head(model)
-    if head is None:
-        raise ValueError(f"{type(transformers_model(model)).__name__} has no linear head with one output")
+    head = head_of_scorer(model)
     if not is_in_float32(head):
         states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
     with torch.autocast(states.device.type, enabled=False):  # at values near 5 bfloat16's steps are .03

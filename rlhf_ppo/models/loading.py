@@ -121,20 +121,19 @@ def load_value_model(
         ValueError: It cannot be loaded, or has other outputs than its configuration describes.
     """
     head = saved_value_head(model) if isinstance(model, str | os.PathLike) else ValueHead()
-    if head != ValueHead() and isinstance(model, str | os.PathLike) and is_adapter_directory(model):
-        path, kind = model, AutoModelForSequenceClassification
-        source = base_of_adapter(path)
+    adapter = model if isinstance(model, str | os.PathLike) and is_adapter_directory(model) else None
+    if adapter is not None and head != ValueHead():
+        kind, source = AutoModelForSequenceClassification, base_of_adapter(adapter)
         base = load_pretrained(kind, source, argument, num_labels=saved_value_head(source).num_outputs, **kwargs)
         replace_head(base, head)  # the adapter holds its weights
-        model = load_adapter(base, path)
+        model = load_adapter(base, adapter)
         model = _without_adapters(model, argument) if merges_adapter else model
+    elif adapter is not None and not merges_adapter and adapter_config(adapter).task_type == "CAUSAL_LM":
+        raise ValueError(
+            f"{argument}={os.fspath(adapter)!r} is the adapter of a language model, whose new head would not train "
+            "over a shared base: leave out share_base_model, or value_model to start from the policy"
+        )
     else:
-        path = model if isinstance(model, str | os.PathLike) and is_adapter_directory(model) else None
-        if path is not None and not merges_adapter and adapter_config(path).task_type == "CAUSAL_LM":
-            raise ValueError(
-                f"{argument}={os.fspath(path)!r} is the adapter of a language model, whose new head would not train "
-                "over a shared base: leave out share_base_model, or value_model to start from the policy"
-            )
         model = load_classifier(model, argument, merges_adapter, num_labels=head.num_outputs, **kwargs)
     check_critic_head(model, argument)
     return model
@@ -197,8 +196,7 @@ def load_classifier(
                     "would be random; train one with `rlhf-ppo reward`, or save one with "
                     "AutoModelForSequenceClassification"
                 )
-        whole: nn.Module = _without_adapters(loaded, argument) if merges_adapter else loaded
-        model = whole
+        model = cast(nn.Module, _without_adapters(loaded, argument) if merges_adapter else loaded)
     _check_transformers_model(model, argument)
     return model
 
@@ -335,7 +333,7 @@ def _language_model(given: str, path: str | os.PathLike[str], **settings: Any) -
     load: Any = AutoModelForCausalLM.from_pretrained
     loaded, info = load(path, output_loading_info=True, **settings)
     head = loaded.get_output_embeddings()
-    names = {f"{name}.weight" for name, module in loaded.named_modules() if module is head and head is not None}
+    names = {f"{name}.weight" for name, module in loaded.named_modules() if module is head}
     if random := sorted(names & {*info["missing_keys"]}):
         raise ValueError(
             f"{given} is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be "

@@ -75,7 +75,7 @@ def hidden_states(
         prove(body)
     run = run_packed if packs_rows(body) else run_padded
     places = PackedIndices.of(attention_mask) if places is None else places
-    states = run(body, input_ids, attention_mask, places)
+    states = run(body, input_ids, places)
     scattered = states.new_zeros(attention_mask.numel(), states.shape[-1]).index_copy(0, places.tokens, states)
     return scattered.unflatten(0, attention_mask.shape)
 
@@ -96,20 +96,17 @@ def uses_flash_attention(body: nn.Module) -> bool:
     return str(attention_of(body)).startswith("flash_attention")
 
 
-def run_packed(
-    body: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: PackedIndices | None = None
-) -> Tensor:
+def run_packed(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Tensor:
     """Return the hidden states of all `N` real tokens, `(N, H)`, from a single sequence.
 
     Args:
         body: A backbone for which `packs_rows` is true.
         input_ids: Token ids, long `(B, L)`.
-        attention_mask: True on real tokens, bool `(B, L)`.
-        places: Indices of these; None reads them from the device.
+        places: Indices of the real tokens.
     """
-    places = PackedIndices.of(attention_mask) if places is None else places
     # A mask of four dimensions keeps transformers from making an unused mask (N, N).
-    own = {"attention_mask": attention_mask.new_ones(1, 1, 1, 1), "squeezed_places": places.squeezed}
+    unused_mask = input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
+    own = {"attention_mask": unused_mask, "squeezed_places": places.squeezed}
     output = body(
         input_ids=input_ids.flatten()[places.tokens][None],
         position_ids=places.positions[None],
@@ -124,18 +121,14 @@ def run_packed(
     return output.last_hidden_state[0]
 
 
-def run_padded(
-    body: nn.Module, input_ids: Tensor, attention_mask: Tensor, places: PackedIndices | None = None
-) -> Tensor:
+def run_padded(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Tensor:
     """Return the hidden states of all `N` real tokens, `(N, H)`, from rows padded to the longest row.
 
     Args:
         body: Any backbone.
         input_ids: Token ids, long `(B, L)`.
-        attention_mask: True on real tokens, bool `(B, L)`.
-        places: Indices of these; None reads them from the device.
+        places: Indices of the real tokens.
     """
-    places = PackedIndices.of(attention_mask) if places is None else places
     mask = places.squeezed_mask
     positions = {"position_ids": position_ids(mask)} if _takes(type(body), "position_ids") else {}
     output = body(
@@ -350,11 +343,11 @@ def _check_packing(body: Any) -> None:
     ids, mask = probe_rows(body, _LENGTHS)
     others = ids.clone()
     others[::2] = (ids[::2] + 1) % text_config(body).vocab_size  # the middle row stays
-    middle = slice(_LENGTHS[0], sum(_LENGTHS[:2]))
+    middle, places = slice(_LENGTHS[0], sum(_LENGTHS[:2])), PackedIndices.of(mask)
     with in_eval_mode(body):
-        padded = run_padded(body, ids, mask)
+        padded = run_padded(body, ids, places)
         try:
-            packed, beside_others = run_packed(body, ids, mask), run_packed(body, others, mask)
+            packed, beside_others = run_packed(body, ids, places), run_packed(body, others, places)
         except (RuntimeError, TypeError, ValueError):  # the model refuses, or does not know the arguments
             packed = beside_others = torch.full_like(padded, torch.nan)
     # The same kernels on as many tokens, and other kernels, over many layers.

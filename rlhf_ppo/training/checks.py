@@ -31,7 +31,7 @@ from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.learning import POLICY_LOSSES
-from rlhf_ppo.training.optimization import checked_pair
+from rlhf_ppo.training.optimization import check_pair
 from rlhf_ppo.training.run_state import RunState, SpecialTokens
 
 logger = get_logger(__name__)
@@ -224,13 +224,13 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
     check_rows(train_dataset, "train_dataset", columns)
     _check_lengths_column(args, train_dataset)
     if eval_dataset is None:
-        wanted = (
-            [f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}"] if args.eval_strategy != "no" else []
-        )
-        wanted += ["eval_on_start=True"] * args.eval_on_start
-        wanted += [f"critic_audit_steps={args.critic_audit_steps}"] * (args.critic_audit_steps > 0)
-        if wanted:
-            raise ValueError(f"{wanted[0]} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
+        evaluating = {
+            f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}": args.eval_strategy != "no",
+            "eval_on_start=True": args.eval_on_start,
+            f"critic_audit_steps={args.critic_audit_steps}": args.critic_audit_steps > 0,
+        }
+        if option := next((option for option, is_set in evaluating.items() if is_set), None):
+            raise ValueError(f"{option} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
     elif isinstance(eval_dataset, Mapping):
         if not eval_dataset:
             raise ValueError(f"eval_dataset={eval_dataset!r} is not a data set; pass one, or None")
@@ -289,7 +289,7 @@ def check_others(
         kind = callback if isinstance(callback, type) else type(callback)
         if not issubclass(kind, TrainerCallback):
             raise TypeError(f"callbacks holds {callback!r:.60}, which is not a TrainerCallback")
-    checked_pair(optimizers)
+    check_pair(optimizers)
     _check_doors(kl_controller, engine)
     if args.ptx_coef > 0 and ptx_dataset is None:
         raise ValueError(

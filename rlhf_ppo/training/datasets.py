@@ -72,9 +72,8 @@ def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | No
     """
     num_updates, batch_size = sizes.num_total_batches, sizes.batch_size
     per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
-    dataset = loader.dataset
     if has_length(loader):
-        per_epoch, num_examples = len(loader), len(dataset)
+        per_epoch, num_examples = len(loader), len(loader.dataset)
         num_epochs = math.ceil(num_updates / per_epoch)
     return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
 

@@ -49,11 +49,14 @@ class EpisodeRollouts:
 
     Attributes:
         rewards: Rewards of the environments.
+        conversations: Renders prompts and answers; set by `prepare`.
 
     Raises:
         TypeError: Something cannot be called.
         ValueError: The arguments exclude each other, or an environment or a tool cannot be used.
     """
+
+    conversations: Conversations
 
     def __init__(
         self,
@@ -81,7 +84,6 @@ class EpisodeRollouts:
         self.has_environments = environment_factory is not None
         kinds = self.environments.kinds.values() if self.has_environments else ()
         self.rewards: list[RewardSource] = rewards_of(kinds)
-        self.conversations: Conversations | None = None
 
     @classmethod
     def of(cls, args: PPOConfig, tools: Any, environment_factory: Any, rollout_func: Any) -> EpisodeRollouts | None:
@@ -125,7 +127,6 @@ class EpisodeRollouts:
                 "train_dataset=None has no length: set max_steps, or total_episodes, to the length of the run"
             )
         num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes(args)
-        assert self.conversations is not None
         row: dict[str, Any] = {"prompt": self.conversations.default_prompt()}
         (kind,) = self.environments.kinds.values()
         return [{} if kind.misfit(row) else row] * (num_rows // args.num_generations)
@@ -165,7 +166,6 @@ class EpisodeRollouts:
 
     def _encoder(self, name: str, vocabulary: Vocabulary) -> PromptEncoder:
         kinds, conversations = self.environments.kinds, self.conversations
-        assert conversations is not None
         return EpisodeEncoder(
             conversations.tokenizer,
             name,
@@ -236,7 +236,6 @@ class EpisodeRollouts:
             pad=run.tokens.pad,
         )
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
-        assert self.conversations is not None
         player = EpisodePlayer(sample, self.conversations, limits, ranks if self._needs_step(run, policy) else Ranks())
         self.environments.release()
         columns = prompts.columns

@@ -537,12 +537,11 @@ class InterruptibleLearning:
                 self._end_micro_batch(index)
 
     def _end_micro_batch(self, index: int) -> None:
-        learned = self.partial
-        if learned is None:
-            self.run.fire("on_substep_end")
-        elif index >= learned.num_micro_batches:
+        if (learned := self.partial) is not None:
+            if index < learned.num_micro_batches:
+                return
             learned.num_micro_batches = index + 1
-            self.run.fire("on_substep_end")
+        self.run.fire("on_substep_end")
 
     def _drop_gradients(self, model: nn.Module) -> None:
         model.zero_grad()

@@ -150,20 +150,16 @@ class Optimization:
     """The optimizer over all trainable parameters, and the schedule.
 
     Args:
-        optimizers: Optimizer and scheduler; each is an instance, a function that makes one, or None.
+        optimizers: A pair that `check_pair` has checked.
 
     Attributes:
         given: The instances among them, for Trainer.
         replaces: Whether `optimizers` gives the optimizer, and whether it gives the scheduler.
         policy_groups: Indices of the policy's parameter groups, if critic warm-up holds them under DeepSpeed.
-
-    Raises:
-        TypeError: `optimizers` is no such pair.
-        ValueError: The scheduler belongs to another optimizer.
     """
 
     def __init__(self, optimizers: Optimizers) -> None:
-        optimizer, scheduler = checked_pair(optimizers)
+        optimizer, scheduler = optimizers
         self._make_optimizer: MakeOptimizer | None = None if isinstance(optimizer, Optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if isinstance(scheduler, _SCHEDULERS) else scheduler
         self.replaces = (optimizer is not None, scheduler is not None)
@@ -363,8 +359,8 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def checked_pair(optimizers: Any) -> tuple[Any, Any]:
-    """Return optimizer and scheduler; each is an instance, a function that makes one, or None.
+def check_pair(optimizers: Any) -> None:
+    """Check the pair of optimizer and scheduler; each is an instance, a function that makes one, or None.
 
     Raises:
         TypeError: `optimizers` is no such pair.
@@ -383,4 +379,3 @@ def checked_pair(optimizers: Any) -> tuple[Any, Any]:
             "change no learning rate; pass both, or a function that takes the optimizer and the number of updates and "
             "returns the scheduler"
         )
-    return optimizer, scheduler

@@ -174,15 +174,14 @@ class RunState:
     @contextmanager
     def override_args(self, **values: Any) -> Iterator[None]:
         """Temporarily override arguments; files on disk keep the original ones."""
-        given = {name: getattr(self.args, name) for name in values}
-        self._overridden = {**given, **self._overridden}
+        given, before = {name: getattr(self.args, name) for name in values}, self._overridden
+        self._overridden = {**given, **before}
         try:
             vars(self.args).update(values)
             yield
         finally:
             vars(self.args).update(given)
-            for name in given:
-                self._overridden.pop(name, None)
+            self._overridden = before
 
     def args_as_given(self) -> PPOConfig:
         """Return a copy of the arguments without overrides."""

@@ -449,11 +449,11 @@ class RunDirectory:
         step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
         learned = saved.num_learned_minibatches(checkpoint)
         run, abandoned = runs.continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))
-        later = f"{', '.join(abandoned)}) is not taken for this run's any more: it is neither resumed from nor deleted"
-        told = (
-            f"Going on from {checkpoint}; what comes after it ({later}, and overwritten when its update comes again."
-        )
-        self._given_up = told if abandoned else None
+        if abandoned:
+            self._given_up = (
+                f"Going on from {checkpoint}; what comes after it ({', '.join(abandoned)}) is not taken for this "
+                "run's any more: it is neither resumed from nor deleted, and overwritten when its update comes again."
+            )
         return checkpoint, run
 
     def note(
