@@ -231,9 +231,15 @@ def check_coefficient(controller: KLController) -> None:
     """Check that a controller's coefficient is finite and not negative.
 
     Raises:
+        TypeError: It is no number.
         ValueError: It is negative, which would reward divergence, or not finite.
     """
-    coef = float(controller.coef)
+    given = controller.coef
+    try:
+        coef = float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        name = type(controller).__name__
+        raise TypeError(f"kl_controller: {name}.coef={given!r:.60} must be a number; correct its update()") from error
     if not 0 <= coef < math.inf:
         raise ValueError(
             f"kl_controller: {type(controller).__name__}.coef={coef} must be finite and at least 0, or the penalty "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
@@ -118,6 +118,9 @@ class PromptEncoder:
         return {"input_ids": ids} | ({"prompt": row["text"]} if column == "text" else {})
 
     def _declared(self, row: Mapping[str, Any], index: int) -> list[int]:
+        if isinstance(row["input_ids"], Mapping):  # transformers 5 returns it by default
+            fix = "tokenize with apply_chat_template(..., return_dict=False)"
+            self._fail(index, "has the tokenizer's whole output, a dict, as input_ids", fix)
         try:
             ids = real_tokens(row)
         except (TypeError, ValueError) as error:
@@ -435,11 +438,13 @@ class Prompts:
 
         Returns:
             The prompts, without columns that are padding in every row.
+
+        Raises:
+            TypeError: `input_ids` or `attention_mask` is no tensor, or the ids are not integers.
+            ValueError: One is missing, has another shape, or a prompt is empty; or a column has other rows.
         """
-        missing = {"input_ids", "attention_mask"} - batch.keys()
-        if missing:
-            raise ValueError(f"the data_collator returned no {sorted(missing)}; it must return both `(B, C)` tensors")
-        ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device).bool()
+        ids, mask = _checked_tensors(batch)
+        ids, mask = ids.to(device), mask.to(device).bool()
         lengths, width = mask.cpu().numpy().sum(axis=1), mask.shape[1]
         order = mask.to(torch.int8).argsort(dim=1, stable=True)  # padding (0) first, real tokens in their own order
         longest = int(lengths.max())
@@ -461,6 +466,34 @@ class Prompts:
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         mask = self.attention_mask[list(rows)]
         return Prompts(self.input_ids[list(rows)], mask, columns, on_host=(self.mask[list(rows)], mask))
+
+
+def _checked_tensors(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the ids and the mask of a collator's output; raise as `Prompts.from_collated`."""
+    names = ("input_ids", "attention_mask")
+    if missing := sorted({*names} - batch.keys()):
+        raise ValueError(f"the data_collator returned no {missing}; it must return both `(B, C)` tensors")
+    for name in names:
+        if not isinstance(batch[name], Tensor):
+            kind = type(batch[name]).__name__
+            raise TypeError(f"the data_collator returned {name} as {kind}; it must return a `(B, C)` tensor")
+    ids, mask = (batch[name] for name in names)
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        raise TypeError(f"the data_collator returned input_ids of {ids.dtype}; they must be integers")
+    shapes = [tuple(ids.shape), tuple(mask.shape)]
+    if ids.ndim != 2 or shapes[0] != shapes[1] or not len(ids):
+        raise ValueError(
+            f"the data_collator returned input_ids and attention_mask of the shapes {shapes[0]} and {shapes[1]}; both "
+            "must be `(B, C)`, with a row for each prompt"
+        )
+    for name in batch.keys() - {*names}:
+        values = batch[name]
+        if not isinstance(values, Sized) or getattr(values, "shape", None) == () or len(values) != len(ids):
+            raise ValueError(
+                f"the data_collator returned {values!r:.60} as {name!r}; a column has a value for each of the "
+                f"{len(ids)} prompts"
+            )
+    return ids, mask
 
 
 def num_rows(dataset: Any) -> int | None:

@@ -364,6 +364,11 @@ class UpdateStatistics:
                 "that it began with"
             )
         for name, values in figures.items():
+            if not isinstance(values, Tensor):
+                kind = type(values).__name__
+                raise TypeError(
+                    f"the figure {name!r} of a loss is a {kind}, expected a tensor of shape {tuple(shape)}"
+                )
             if values.shape != shape:
                 raise ValueError(f"the figure {name!r} has shape {tuple(values.shape)}, expected {tuple(shape)}")
         self.named = tuple(figures)

@@ -23,7 +23,7 @@ from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
 from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.config.unused import TrainerContext, unused_options
-from rlhf_ppo.data.prompts import NoPrompts, check_rows
+from rlhf_ppo.data.prompts import NoPrompts, Prompts, check_rows
 from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.distributed import get_logger, num_processes, preserve_rng, zero_stage
@@ -387,6 +387,7 @@ def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None
 
     Raises:
         TypeError: It returned no prompts.
+        ValueError: It returned another number of prompts, or of another shape.
     """
     try:
         with preserve_rng():
@@ -397,6 +398,8 @@ def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None
     if not isinstance(batch, Mapping) or not {"input_ids", "attention_mask"} <= batch.keys():
         returned = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise TypeError(f"data_collator returned {returned}, not a dict with input_ids and attention_mask")
+    if (num_prompts := len(Prompts.from_collated(batch, torch.device("cpu")))) != len(rows):
+        raise ValueError(f"data_collator returned {num_prompts} prompts for {len(rows)} rows; return one for each row")
 
 
 def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_rows: int | None) -> None:

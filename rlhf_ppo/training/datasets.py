@@ -139,8 +139,15 @@ class Passes:
         with data_order(self.args, epoch):  # samplers without a generator draw at their start
             with explaining_empty_streams("train_dataset", self.args.max_prompt_length):
                 first = list(itertools.islice(batches, 1))
+        is_part = False
         for batch in itertools.chain(first, batches):
-            if len(batch["input_ids"]) == self.num_prompts:  # a stream may end in a part of a batch
+            if is_part:
+                raise ValueError(
+                    f"a batch in the middle of train_dataset had not the {self.num_prompts} prompts of an update; "
+                    "data_collator must return a prompt for each row"
+                )
+            is_part = len(batch["input_ids"]) != self.num_prompts  # a stream may end in one
+            if not is_part:
                 yield batch
 
 

@@ -242,7 +242,7 @@ def policy_term(
         num_tokens: Learned tokens of the mini-batch, on all ranks.
         args: Gives `entropy_coef` and `positive_nll_coef`.
     """
-    loss = policy.loss
+    loss = _loss_of("policy_loss", policy, ("loss", "ratio", "clipped"), part)
     if part.loss_weights is not None:
         loss = loss * part.loss_weights
     if args.entropy_coef > 0:
@@ -258,8 +258,28 @@ def value_term(value: ValueLoss, part: Experience, num_tokens: float, args: PPOC
 
     With `gae_level="turn"` it is a mean over the first tokens of turns.
     """
-    loss = value.loss if part.value_weights is None else value.loss * part.value_weights
+    loss = _loss_of("value_loss", value, ("loss", "clipped"), part)
+    loss = loss if part.value_weights is None else loss * part.value_weights
     return args.vf_coef * token_mean(loss, part.loss_mask, num_tokens)
+
+
+def _loss_of(name: str, returned: Any, fields: Sequence[str], part: Experience) -> Tensor:
+    """Return the loss of each token that a function or method, perhaps the user's, has returned.
+
+    Raises:
+        TypeError: A field is missing, or is no tensor.
+        ValueError: The loss has another shape.
+    """
+    if missing := [field for field in fields if not isinstance(getattr(returned, field, None), Tensor)]:
+        kind = "PolicyLoss" if name == "policy_loss" else "ValueLoss"
+        raise TypeError(
+            f"{name} returned {type(returned).__name__} without the tensors {missing}: return "
+            f"{kind}({', '.join(fields)}) of rlhf_ppo.algorithm.losses"
+        )
+    if returned.loss.shape != part.loss_mask.shape:
+        shape, expected = tuple(returned.loss.shape), tuple(part.loss_mask.shape)
+        raise ValueError(f"{name} returned a loss of shape {shape}, expected {expected}: the loss of each token")
+    return returned.loss
 
 
 _NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "loss/positive_nll_avg", "val/first_logratio"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -278,7 +280,7 @@ class StatefulParts:
             part: The part; a new run starts from its current state.
 
         Raises:
-            TypeError: The part lacks a method.
+            TypeError: The part lacks a method, or its state cannot be in a checkpoint.
             ValueError: The name is taken.
         """
         if missing := [
@@ -287,8 +289,8 @@ class StatefulParts:
             raise TypeError(f"{name}={part!r:.60} has no {' and no '.join(missing)}; give it both methods")
         if self._parts.get(name, part) is not part:
             raise ValueError(f"a part called {name!r} is registered already; give this one another name")
+        self._initial[name] = copy.deepcopy(_state_of(name, part))
         self._parts[name] = part
-        self._initial[name] = copy.deepcopy(dict(part.state_dict()))
 
     def start(self, checkpoint: str | None) -> None:
         """Restore the parts' states from a checkpoint, or from their registration.
@@ -317,15 +319,39 @@ class StatefulParts:
 
     def save(self, directory: str) -> None:
         """Write `stateful.pt`, if a part has a state."""
-        states = {name: dict(part.state_dict()) for name, part in self._parts.items()}
+        states = {name: _state_of(name, part) for name, part in self._parts.items()}
         if states := {name: state for name, state in states.items() if state}:
             torch.save(states, Path(directory, STATEFUL_NAME))
+
+
+_NUMPY: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, *{type(np.dtype(kind)) for kind in "?bhilqBHILQefd"}]
+"""What a number of NumPy is made of."""
+
+
+def _state_of(name: str, part: Stateful) -> dict[str, Any]:
+    state, owner = part.state_dict(), f"{name}: {type(part).__name__}.state_dict() returned"
+    fix = "return a dict of tensors, numbers, texts, and lists and dicts of these"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{owner} a {type(state).__name__}: {fix}")
+    written = io.BytesIO()
+    try:
+        torch.save(dict(state), written)
+        written.seek(0)
+        _load(written)
+    except Exception as error:
+        raise TypeError(f"{owner} what no run can resume from: {fix} ({error!r:.200})") from error
+    return dict(state)
+
+
+def _load(file: Any) -> Any:
+    with torch.serialization.safe_globals(_NUMPY):
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _read(path: Path) -> dict[str, Mapping[str, Any]]:
     if not path.exists():
         return {}
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return _load(path)
     except Exception as error:
         raise ValueError(f"its {path.name} cannot be read: {error!r:.200}") from error

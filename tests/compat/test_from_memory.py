@@ -142,6 +142,10 @@ PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset="sav
         """PPOConfig("out", rloo_k=2, normalize_reward=True, token_level_kl=False)""",
         "'rloo_k' (use num_generations), 'normalize_reward' (use score_normalization), 'token_level_kl' (drop it: the",
     ),
+    "ppo.py of TRL 0.12: all names from one package": (
+        "from rlhf_ppo import PPOConfig, PPOTrainer, get_kbit_device_map",
+        "load a quantized model with device_map={'': PartialState().local_process_index}",
+    ),
     "DPO: options of the trainer": (
         """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", beta=0.1, max_length=9, train_dataset="saved")""",
         "'beta' (in PPOConfig: use kl_coef), 'max_length' (set max_prompt_length and response_length in PPOConfig)",

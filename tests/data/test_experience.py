@@ -99,6 +99,28 @@ def test_a_collator_that_returns_too_little_is_an_error(missing: str) -> None:
         Prompts.from_collated(batch, CPU)
 
 
+ONES = torch.ones(2, 3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"input_ids": [[1], [1]]}, TypeError, "data_collator returned input_ids as list"),
+        ({"attention_mask": None}, TypeError, "data_collator returned attention_mask as NoneType"),
+        ({"input_ids": ONES.float()}, TypeError, r"input_ids of torch\.float32; they must be integers"),
+        ({"attention_mask": ONES[:, 1:]}, ValueError, r"of the shapes \(2, 3\) and \(2, 2\)"),
+        ({"input_ids": ONES[0], "attention_mask": ONES[0]}, ValueError, r"of the shapes \(3,\) and \(3,\)"),
+        ({"input_ids": ONES[:0], "attention_mask": ONES[:0]}, ValueError, r"of the shapes \(0, 3\)"),
+        ({"gold": ["w1"]}, ValueError, r"data_collator returned \['w1'\] as 'gold'.*each of the 2 prompts"),
+        ({"gold": 3}, ValueError, "data_collator returned 3 as 'gold'"),
+        ({"gold": torch.tensor(3)}, ValueError, r"data_collator returned tensor\(3\) as 'gold'"),
+    ],
+)
+def test_a_collators_wrong_batch_is_an_error_that_names_it(given: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Prompts.from_collated({"input_ids": ONES, "attention_mask": ONES, **given}, CPU)
+
+
 def test_an_empty_prompt_is_an_error_that_names_its_row() -> None:
     mask = torch.tensor([[1, 1], [0, 0]])
     with pytest.raises(ValueError, match="prompt 1 of the batch is empty"):

@@ -26,6 +26,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.config.validation import REMOVED
+from rlhf_ppo.data.prompts import PromptCollator
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, save_models, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
@@ -314,6 +315,10 @@ WITH_MODELS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"train_dataset": [{"input_ids": [2, 0], "attention_mask": [1, 1]}] * 8}, "only BOS and PAD"
     ),
     "booleans as ids": (lambda: ids(True), "no valid input_ids"),
+    "the tokenizer's output as ids": (
+        lambda: {"train_dataset": [{"input_ids": {"input_ids": [5], "attention_mask": [1]}}] * 8},
+        r"row 0 of train_dataset has the tokenizer's whole output, a dict, as input_ids: .*return_dict=False",
+    ),
     "ids beyond all vocabularies": (lambda: ids(10**30), "token id 1000000"),
     "half a surrogate pair": (
         lambda: {"train_dataset": [{"prompt": "w1 \ud800"}] * 8}, "row 0 of train_dataset has a prompt that the token"
@@ -354,6 +359,9 @@ WITH_MODELS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a collator that takes nothing": (lambda: {"data_collator": without_a_reward}, "takes 0 positional arguments"),
     "a collator of something else": (lambda: {"data_collator": lambda rows: 3}, "data_collator returned int"),
     "a collator of other columns": (lambda: {"data_collator": lambda rows: {"x": 1}}, r"returned \['x'\]"),
+    "a collator of fewer rows": (
+        lambda: {"data_collator": lambda rows: PromptCollator(0)(rows[:1])}, r"data_collator returned 1 prompts for \d"
+    ),
 }  # fmt: skip
 
 

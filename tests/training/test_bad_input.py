@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prompts import PromptCollator
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
@@ -287,3 +288,15 @@ def test_a_stream_shorter_than_a_batch_ends_with_a_warning(
     with caplog.at_level("WARNING"):
         assert trainer.train().global_step == 0
     assert "no full batch" in caplog.text
+
+
+def test_a_collator_that_loses_rows_during_the_run_does_not_end_it_silently(make_trainer: MakeTrainer) -> None:
+    calls = list[int]()
+
+    def losing(rows: list[Any]) -> Any:
+        calls.append(len(rows))  # the first call is the constructor's check
+        return PromptCollator(0)(rows[:1] if len(calls) > 2 else rows)
+
+    trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=losing)
+    with pytest.raises(ValueError, match="had not the 2 prompts of an update; data_collator must return a prompt"):
+        trainer.train()

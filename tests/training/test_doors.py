@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -86,6 +87,21 @@ def test_a_coefficient_that_rewards_divergence_ends_the_run(
     with pytest.raises(ValueError, match=rf"kl_controller: Leaving\.coef={coef} must be finite and at least 0"):
         trainer.train()
     assert len(list(Path(trainer.args.output_dir).glob("checkpoint-*"))) == at_update - 1
+
+
+@pytest.mark.parametrize("coef", [None, "much", torch.ones(2)], ids=str)
+def test_a_coefficient_that_is_no_number_names_the_controller(coef: Any, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, kl_controller=Leaving(coef, 1))
+    with pytest.raises(TypeError, match=r"kl_controller: Leaving\.coef=.* must be a number"):
+        trainer.train()
+
+
+def test_a_coefficient_of_numpy_is_resumed(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    settings = QUICK | {"save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path)}
+    make_trainer(**settings, kl_controller=Doubling(np.float64(0.5))).train()
+    resumed = make_trainer(**settings | {"total_episodes": 8}, kl_controller=Doubling(np.float64(0.5)))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.kl_controller.coef == 8.0
 
 
 def test_a_coefficient_of_a_checkpoint_that_rewards_divergence_is_refused(make_trainer: MakeTrainer) -> None:
@@ -219,6 +235,14 @@ def test_states_of_parts_that_are_not_there_are_said(
 def test_what_cannot_be_registered(kind: type, value: Any, message: str, make_trainer: MakeTrainer) -> None:
     with pytest.raises(kind, match=message):
         make_trainer(Accumulating, **QUICK).register_stateful("adding", value)
+
+
+@pytest.mark.parametrize("state", [None, {"coef": Adding()}], ids=["None", "an object"])
+def test_a_state_that_no_run_could_resume_from_is_refused_at_once(state: Any, make_trainer: MakeTrainer) -> None:
+    controller = Doubling()
+    controller.state_dict = lambda: state
+    with pytest.raises(TypeError, match=r"kl_controller: Doubling\.state_dict\(\) returned"):
+        make_trainer(**QUICK, kl_controller=controller)
 
 
 class Echo:
@@ -380,6 +404,30 @@ def test_an_own_policy_loss_takes_no_more_memory(make_trainer: MakeTrainer) -> N
 
     plain, own, at_once = peak(PPOTrainer), peak(Trusting), peak(TrustingAtOnce)
     assert own / plain == pytest.approx(1.0, abs=0.02) and at_once > 1.05 * plain
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda own: None, TypeError, r"policy_loss returned NoneType without .*: return PolicyLoss\(loss, ratio"),
+        (lambda own: own.loss.mean(), TypeError, "policy_loss returned Tensor without"),
+        (
+            lambda own: own._replace(loss=own.loss.mean()),
+            ValueError,
+            r"policy_loss returned a loss of shape \(\), exp",
+        ),
+        (lambda own: own._replace(figures={"own": 1.0}), TypeError, "the figure 'own' of a loss is a float, expected"),
+    ],
+)
+def test_a_policy_loss_of_another_form_names_it(
+    change: Callable[..., Any], kind: type[Exception], message: str, make_trainer: MakeTrainer
+) -> None:
+    class Own(PPOTrainer):
+        def policy_loss(self, logprobs: Tensor, experience: Experience) -> Any:
+            return change(super().policy_loss(logprobs, experience))
+
+    with pytest.raises(kind, match=message):
+        make_trainer(Own, **QUICK).train()
 
 
 @pytest.mark.parametrize(
