@@ -450,11 +450,17 @@ class TrainerBase(Trainer):
             size, sampler = datasets.num_prompts(self.sizes, self.args), self._get_train_sampler
             return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
 
-    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
+    ) -> DataLoader:
         # Rollouts are full batches; evaluations cover every row. The CPU pins no memory.
         pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
+        dataset = datasets.read_by_each_rank(
+            dataset, batch_size * self.accelerator.num_processes, is_training, self.args
+        )
+        self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
         with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
-            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+            return super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "attention_mask"]
@@ -663,8 +669,7 @@ class TrainerBase(Trainer):
                 return evaluation_columns(rollout, self.args, self.kl_controller.coef)
 
             fire = partial(run.fire, "on_prediction_step")
-            with datasets.explaining_empty_streams("eval_dataset", self.args.max_prompt_length):
-                columns = evaluations.evaluated(dataloader, evaluate, gather, self.args.device, fire)
+            columns = evaluations.evaluated(dataloader, evaluate, gather, self.args.device, fire)
         metrics = rollouts.metrics_of_evaluation(run, columns, metric_key_prefix, self._score_unit)
         return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore[reportArgumentType]
 
@@ -761,8 +766,7 @@ class TrainerBase(Trainer):
         """
         latest, args = self._run.latest_prompts, self.args
         if self.eval_dataset is not None:
-            with datasets.explaining_empty_streams("eval_dataset", args.max_prompt_length):
-                yield from evaluations.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, args.device)
+            yield from evaluations.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, args.device)
         elif num_rows(self.train_dataset) is not None:
             collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
             rows: Any = self.train_dataset

@@ -67,6 +67,8 @@ def _unsupported(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     config = args.accelerator_config
     if isinstance(config, AcceleratorConfig) and config.split_batches:
         yield "accelerator_config", "drop its split_batches: each process reads per_device_train_batch_size rows"
+    if isinstance(config, AcceleratorConfig) and config.dispatch_batches:
+        yield "accelerator_config", "drop its dispatch_batches: each process reads its own prompts"
     if isinstance(config, AcceleratorConfig) and config.gradient_accumulation_kwargs and not reduces_once(args):
         yield "accelerator_config", "drop its gradient_accumulation_kwargs: use gradient_accumulation_steps"
     if isinstance(config, AcceleratorConfig) and not config.use_seedable_sampler:

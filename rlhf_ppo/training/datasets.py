@@ -6,11 +6,13 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import datasets
+import torch
 from accelerate import skip_first_batches
 from datasets import Dataset
 from torch.utils.data import DataLoader
@@ -78,24 +80,48 @@ def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | No
     return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
 
 
-@contextmanager
-def explaining_empty_streams(name: str, max_prompt_length: int | None) -> Iterator[None]:
-    """Name a stream without prompts, and the option that may have dropped them.
+def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOConfig) -> Any:
+    """Return a data set that every rank can read by itself: a stream for training has full batches only.
+
+    A stream for evaluation becomes a list, so that no row counts twice.
 
     Args:
-        name: Name of the stream in errors.
-        max_prompt_length: The argument.
+        dataset: Prepared prompts.
+        num_rows: Prompts of a batch, of all ranks.
+        is_training: Whether the prompts are for training.
+        args: Gives `max_prompt_length`, for the error.
 
     Raises:
-        ValueError: The stream ended before its first prompt.
+        ValueError: A stream for evaluation has no prompt.
     """
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith("Batch does not contain any data"):  # accelerate's message
-            raise
-        longest = "" if max_prompt_length is None else f" of at most max_prompt_length={max_prompt_length} tokens"
-        raise ValueError(f"{name}, a stream, has ended without a prompt{longest}") from error
+    if not isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
+        return dataset
+    if is_training:
+        return _FullBatches(dataset, num_rows)
+    if rows := list(dataset):
+        return rows
+    raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
+
+
+class _FullBatches(torch.utils.data.IterableDataset[Any]):
+    """A stream up to its last full batch of all ranks, so that the ranks end a pass together."""
+
+    def __init__(self, stream: Any, num_rows: int) -> None:
+        self.stream, self.num_rows = stream, num_rows
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = iter(self.stream)
+        while len(batch := list(itertools.islice(rows, self.num_rows))) == self.num_rows:
+            yield from batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the stream, which may shuffle by it."""
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+
+def _of_length(args: PPOConfig) -> str:
+    return "" if args.max_prompt_length is None else f" of at most max_prompt_length={args.max_prompt_length} tokens"
 
 
 class Passes:
@@ -137,18 +163,19 @@ class Passes:
             loader.set_epoch(epoch)
         batches = iter(loader)
         with data_order(self.args, epoch):  # samplers without a generator draw at their start
-            with explaining_empty_streams("train_dataset", self.args.max_prompt_length):
-                first = list(itertools.islice(batches, 1))
-        is_part = False
+            first = list(itertools.islice(batches, 1))
+        if not first and (epoch, num_skipped) == (0, 0):
+            raise ValueError(
+                f"train_dataset, a stream, has ended without the prompts of one update, {self.num_prompts} for each "
+                f"process{_of_length(self.args)}"
+            )
         for batch in itertools.chain(first, batches):
-            if is_part:
+            if len(batch["input_ids"]) != self.num_prompts:
                 raise ValueError(
                     f"a batch in the middle of train_dataset had not the {self.num_prompts} prompts of an update; "
                     "data_collator must return a prompt for each row"
                 )
-            is_part = len(batch["input_ids"]) != self.num_prompts  # a stream may end in one
-            if not is_part:
-                yield batch
+            yield batch
 
 
 def load_data(

@@ -88,6 +88,7 @@ def test_optimizers_that_need_their_own_loop_are_all_rejected_also_as_enum():
     ("config", "advice"),
     [
         ({"split_batches": True}, "drop its split_batches"),
+        ({"dispatch_batches": True}, "drop its dispatch_batches"),
         ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "use gradient_accumulation_steps"),
         ({"use_seedable_sampler": False}, "drop its use_seedable_sampler=False"),
     ],

@@ -584,26 +584,41 @@ class SeenPrompts(PPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.seen: list[int] = []
+        self.names: list[str] = []
         self.answers: list[int] = []
         super().__init__(*args, **kwargs)
 
     def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
         rollout = super().collect_rollout(model, prompts)
         self.seen += prompts.input_ids[:, -1].tolist()
+        self.names += prompts.columns["name"]
         self.answers += rollout.query_responses[:, prompts.input_ids.shape[1]].tolist()
         return rollout
+
+
+def reads_names(completions: list[str], name: list[str], **columns: Any) -> list[float]:
+    """Read a column of text."""
+    return [float(len(text) + len(each)) for text, each in zip(completions, name, strict=True)]
 
 
 def see_prompts(
     output_dir: str, models: str, stream: bool = False, tokens: Sequence[int] = range(3, 19), **overrides: Any
 ) -> dict[str, Any]:
-    """Train for two passes over 16 prompts of one token each; return what this rank saw and answered."""
-    dataset = Dataset.from_dict({"input_ids": [[token] for token in tokens]})
-    given = {"train_dataset": dataset.to_iterable_dataset() if stream else dataset}
+    """Train for two passes over 16 prompts of 1 to 3 tokens; return what this rank saw and answered.
+
+    A stream has two more rows, which fill no batch. The evaluation set has five.
+    """
+    tokens = [*tokens, 20, 21] if stream else tokens
+    rows = [{"input_ids": [3] * (token % 3) + [token], "name": f"w{token}"} for token in tokens]
+    sets = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:5])}
+    given: dict[str, Any] = {name: each.to_iterable_dataset() if stream else each for name, each in sets.items()}
+    given["reward_funcs"] = reads_names
     run = {"gradient_accumulation_steps": 1, "num_ppo_epochs": 1, "response_length": 2, "max_steps": 8, **overrides}
     trainer = make_trainer(output_dir, models, SeenPrompts, given=given, **run)
     trainer.train()
-    return {**launched_as(trainer), "seen": trainer.seen, "answers": trainer.answers}
+    found = {**launched_as(trainer), "seen": [*trainer.seen], "names": [*trainer.names], "answers": [*trainer.answers]}
+    evaluated = trainer.evaluation_loop(trainer.get_eval_dataloader(), "five prompts")
+    return found | {"num_evaluated": evaluated.num_samples}
 
 
 def two_rates(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:

@@ -159,6 +159,8 @@ def test_ranks_share_the_prompts_of_an_epoch_and_answer_with_random_numbers_of_t
     for (one, other), given in zip(epochs, arguments, strict=False):
         assert one["num_processes"] == other["num_processes"] == 2
         assert len(one["seen"]) == len(other["seen"]) == 16
+        assert one["num_evaluated"] == other["num_evaluated"] == 5
+        assert all(rank["names"] == [f"w{token}" for token in rank["seen"]] for rank in (one, other))
         for epoch in (slice(0, 8), slice(8, 16)):
             assert sorted(one["seen"][epoch] + other["seen"][epoch]) == list(range(3, 19))
         assert "stream" in given or one["seen"][:8] != one["seen"][8:]

@@ -231,7 +231,8 @@ def test_who_passes_images_hears_that_the_policy_sees_none(
 def test_a_stream_without_a_prompt_is_named(name: str, lasts: int | None, make_trainer: MakeTrainer) -> None:
     stream = ids([5, 6]).to_iterable_dataset().skip(0 if lasts else 1)
     prompts = dict.fromkeys(("train_dataset", "eval_dataset"), ids(*[[5]] * 8)) | {name: stream}
-    expected = f"{name}, a stream, has ended without a prompt" + (" of at most max_prompt_length=1" if lasts else "")
+    what = "the prompts of one update, 2 for each process" if name == "train_dataset" else "a prompt"
+    expected = f"{name}, a stream, has ended without {what}" + (" of at most max_prompt_length=1" if lasts else "")
     trainer = make_trainer(**QUICK, **prompts, max_prompt_length=lasts, eval_strategy="steps", eval_steps=1)
     with pytest.raises(ValueError, match=expected):
         trainer.train()
@@ -281,13 +282,27 @@ def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None
         make_trainer(**QUICK, train_dataset=long_stream).train()
 
 
-def test_a_stream_shorter_than_a_batch_ends_with_a_warning(
+def test_a_stream_shorter_than_a_batch_is_an_error(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, train_dataset=Dataset.from_list(prompt_rows(1)).to_iterable_dataset())
+    with pytest.raises(ValueError, match="has ended without the prompts of one update, 2 for each process"):
+        trainer.train()
+
+
+class ReadOnce(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = iter(rows)
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+
+def test_a_stream_that_can_be_read_once_ends_the_run_with_a_warning(
     make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make_trainer(**QUICK, train_dataset=Dataset.from_list(prompt_rows(1)).to_iterable_dataset())
+    trainer = make_trainer(**QUICK | {"max_steps": 3}, train_dataset=ReadOnce(prompt_rows(3)))
     with caplog.at_level("WARNING"):
-        assert trainer.train().global_step == 0
-    assert "no full batch" in caplog.text
+        assert trainer.train().global_step == 1
+    assert "no full batch in pass 1" in caplog.text
 
 
 def test_a_collator_that_loses_rows_during_the_run_does_not_end_it_silently(make_trainer: MakeTrainer) -> None:
