@@ -33,7 +33,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
-from rlhf_ppo.data.prompts import Prompts, check_rows, num_rows
+from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.evaluation import rollouts as evaluations
@@ -53,7 +53,7 @@ from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.terminal.console import hide_library_warnings
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.training import datasets, rollouts, saving, search
-from rlhf_ppo.training.checks import check_datasets, check_kept
+from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
 from rlhf_ppo.training.construction import set_up_engine
 from rlhf_ppo.training.external_loop import StepDriver
 from rlhf_ppo.training.guards import SignalStop, awaited
@@ -455,9 +455,8 @@ class TrainerBase(Trainer):
     ) -> DataLoader:
         # Rollouts are full batches; evaluations cover every row. The CPU pins no memory.
         pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
-        dataset = datasets.read_by_each_rank(
-            dataset, batch_size * self.accelerator.num_processes, is_training, self.args
-        )
+        num_rows = batch_size * self.accelerator.num_processes
+        dataset = datasets.read_by_each_rank(dataset, num_rows, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
         with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
             return super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)

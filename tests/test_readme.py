@@ -218,6 +218,7 @@ ARGUMENTS_OF_OTHERS = {
     "docs/agents.md": {"environments"},  # of reward functions
     "docs/critic.md": {"answer", "num_labels", "weighted"},  # of rlhf_ppo.decoding.best_of_n, of `from_pretrained`
     "docs/from-old-trl.md": {"kl_penalty"},
+    "docs/migrating.md": {"return_dict"},  # of apply_chat_template
     "docs/models.md": {"bias", "is_decoder"},  # of PEFT's LoraConfig; of encoders' configurations
     "docs/usage.md": {"pruner"},  # of Optuna's study
 }

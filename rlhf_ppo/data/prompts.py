@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
 import datasets
@@ -546,28 +545,6 @@ def prepare_prompts(
     return kept
 
 
-def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
-    """Check the type of a data set and its first row; streams are not read.
-
-    Args:
-        dataset: The user's data set.
-        name: Its name in errors.
-        check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
-
-    Raises:
-        TypeError: It is no data set, or its first row is not a dict.
-        ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
-    """
-    if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
-        return
-    columns = columns_of(dataset, name)
-    if isinstance(dataset, datasets.Dataset):
-        (check_columns or partial(prompt_column, name=name))(columns)
-    for column in ("image", "images"):  # TRL's names
-        if column in columns:
-            logger.warning(f"{name} has the column {column!r}: the policy reads text only, and never sees it.")
-
-
 def columns_of(dataset: Any, name: str) -> list[str]:
     """Return the columns of a data set, of its first row if it has no list of them.
 
@@ -597,18 +574,6 @@ def columns_of(dataset: Any, name: str) -> list[str]:
     if not isinstance(first, Mapping):
         raise TypeError(no_row(first, 0, name))
     return list(first)
-
-
-def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
-    """Return the number of tokens of the longest prompt in a result of `prepare_prompts`.
-
-    Raises:
-        TypeError: It is a stream; call `check_lengths` for each batch instead.
-    """
-    if isinstance(dataset, torch.utils.data.IterableDataset | datasets.IterableDataset):
-        raise TypeError("the longest prompt of a stream is not known before its end; check each batch instead")
-    rows = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
-    return max(len(row["input_ids"]) for row in rows)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 @dataclass(frozen=True)

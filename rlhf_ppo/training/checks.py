@@ -6,10 +6,12 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, get_scheduler
@@ -23,7 +25,7 @@ from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
 from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.config.unused import TrainerContext, unused_options
-from rlhf_ppo.data.prompts import NoPrompts, Prompts, check_rows
+from rlhf_ppo.data.prompts import NoPrompts, Prompts, columns_of, prompt_column
 from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.distributed import get_logger, num_processes, preserve_rng, zero_stage
@@ -196,6 +198,28 @@ def _no_model(name: str, value: Any) -> str:
         f"{name} must be a transformers model, a PeftModel, a directory or a hub name, got {type(value).__name__} "
         f"({value!r:.60})"
     )
+
+
+def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
+    """Check the type of a data set and its first row; streams are not read.
+
+    Args:
+        dataset: The user's data set.
+        name: Its name in errors.
+        check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
+
+    Raises:
+        TypeError: It is no data set, or its first row is not a dict.
+        ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
+    """
+    if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
+        return
+    columns = columns_of(dataset, name)
+    if isinstance(dataset, datasets.Dataset):
+        (check_columns or partial(prompt_column, name=name))(columns)
+    for column in ("image", "images"):  # TRL's names
+        if column in columns:
+            logger.warning(f"{name} has the column {column!r}: the policy reads text only, and never sees it.")
 
 
 def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:

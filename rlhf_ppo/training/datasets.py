@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from rlhf_ppo.data.prompts import (
     PromptEncoder,
     check_lengths,
     eos_id,
-    longest_prompt,
     may_hold_chats,
     num_rows,
     prepare_prompts,
@@ -74,8 +73,9 @@ def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | No
     """
     num_updates, batch_size = sizes.num_total_batches, sizes.batch_size
     per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
+    dataset = loader.dataset
     if has_length(loader):
-        per_epoch, num_examples = len(loader), len(loader.dataset)
+        per_epoch, num_examples = len(loader), len(dataset)
         num_epochs = math.ceil(num_updates / per_epoch)
     return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
 
@@ -176,6 +176,18 @@ class Passes:
                     "data_collator must return a prompt for each row"
                 )
             yield batch
+
+
+def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of tokens of the longest prompt in a result of `prepare_prompts`.
+
+    Raises:
+        TypeError: It is a stream; call `check_lengths` for each batch instead.
+    """
+    if isinstance(dataset, torch.utils.data.IterableDataset | datasets.IterableDataset):
+        raise TypeError("the longest prompt of a stream is not known before its end; check each batch instead")
+    rows = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
+    return max(len(row["input_ids"]) for row in rows)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def load_data(

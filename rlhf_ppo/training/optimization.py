@@ -163,7 +163,10 @@ class Optimization:
         self._make_optimizer: MakeOptimizer | None = None if isinstance(optimizer, Optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if isinstance(scheduler, _SCHEDULERS) else scheduler
         self.replaces = (optimizer is not None, scheduler is not None)
-        self.given = (None if self._make_optimizer else optimizer, None if self._make_scheduler else scheduler)
+        self.given: tuple[Any, Any] = (
+            None if self._make_optimizer else optimizer,
+            None if self._make_scheduler else scheduler,
+        )
         self._settings: Settings | None = None
         self._is_deepspeed, self.policy_groups = False, list[int]()
 
