@@ -25,9 +25,9 @@ from rlhf_ppo.data.prompts import (
     PromptEncoder,
     Prompts,
     check_lengths,
-    longest_prompt,
     prepare_prompts,
 )
+from rlhf_ppo.training.datasets import longest_prompt
 
 EOS = 1
 CONVERSATION = [{"role": "user", "content": "w1 w2"}]

@@ -51,7 +51,7 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         "learning.py",
         "tests/training/test_turns.py::"
         "test_the_value_of_a_turns_first_token_learns_alone_and_micro_batches_change_nothing",
-    ): [("value.loss * part.value_weights", "value.loss")],
+    ): [("loss * part.value_weights", "loss")],
     ("learning.py", "tests/training/test_recipes.py::test_epochs_end_once_the_policy_has_moved_far_enough"): [
         ("learned.epoch_start = len(statistics.sums)", "pass"),
         ("return kl > limit", "return kl < limit"),
