@@ -241,8 +241,14 @@ def policy_term(
         part: The micro-batch.
         num_tokens: Learned tokens of the mini-batch, on all ranks.
         args: Gives `entropy_coef` and `positive_nll_coef`.
+
+    Raises:
+        TypeError: `policy` lacks a field, or a field is no tensor.
+        ValueError: Its loss has another shape than the tokens, or no gradient.
     """
     loss = _loss_of("policy_loss", policy, ("loss", "ratio", "clipped"), part)
+    if output.logprobs.requires_grad and not loss.requires_grad:
+        raise ValueError("policy_loss returned a loss without a gradient: compute it from logprobs, without detach()")
     if part.loss_weights is not None:
         loss = loss * part.loss_weights
     if args.entropy_coef > 0:

@@ -416,6 +416,11 @@ def test_an_own_policy_loss_takes_no_more_memory(make_trainer: MakeTrainer) -> N
             ValueError,
             r"policy_loss returned a loss of shape \(\), exp",
         ),
+        (
+            lambda own: own._replace(loss=own.loss.detach()),
+            ValueError,
+            "policy_loss returned a loss without a gradient",
+        ),
         (lambda own: own._replace(figures={"own": 1.0}), TypeError, "the figure 'own' of a loss is a float, expected"),
     ],
 )
@@ -426,8 +431,13 @@ def test_a_policy_loss_of_another_form_names_it(
         def policy_loss(self, logprobs: Tensor, experience: Experience) -> Any:
             return change(super().policy_loss(logprobs, experience))
 
-    with pytest.raises(kind, match=message):
-        make_trainer(Own, **QUICK).train()
+    class Whole(Own):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    for made_class in (Own, Whole):
+        with pytest.raises(kind, match=message):
+            make_trainer(made_class, **QUICK).train()
 
 
 @pytest.mark.parametrize(
