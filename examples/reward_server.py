@@ -23,6 +23,7 @@ import hmac
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -94,4 +95,5 @@ if __name__ == "__main__":
     except (OSError, OverflowError) as error:
         parser.error(f"--host {arguments.host} --port {arguments.port} cannot be served: {error}")
     print(f"Rewards at {', '.join(f'http://{arguments.host}:{arguments.port}{path}' for path in REWARDS)}", flush=True)
-    server.serve_forever()
+    with suppress(KeyboardInterrupt):
+        server.serve_forever()
