@@ -108,6 +108,13 @@ def test_the_label_of_several_seeds_has_no_part_of_a_number(names, label, tmp_pa
     assert list(grouped_directories([str(tmp_path / name) for name in names])) == [label]
 
 
+def test_a_whole_number_is_the_same_setting_with_and_without_a_point(tmp_path):
+    for seed, kl_coef in enumerate((1, 1.0, 2.0)):
+        run_of(tmp_path / f"run-seed{seed}", seed, kl_coef, [0, 1])
+    found = grouped_directories([str(tmp_path / f"run-seed{seed}") for seed in range(3)])
+    assert [len(directories) for directories in found.values()] == [2, 1]
+
+
 def run_of(folder, seed, kl_coef, scores):
     """A run of three updates, with its settings."""
     log = [{"step": step, "episode": 8 * step, "objective/scores": score} for step, score in enumerate(scores, 1)]
