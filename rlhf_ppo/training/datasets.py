@@ -81,9 +81,10 @@ def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | No
 
 
 def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOConfig) -> Any:
-    """Return a data set that every rank can read by itself: a stream for training has full batches only.
+    """Return a data set that each rank reads by itself, to keep its own rows.
 
-    A stream for evaluation becomes a list, so that no row counts twice.
+    A stream for training ends after its last full batch. A stream for evaluation becomes a list, so that no row counts
+    twice.
 
     Args:
         dataset: Prepared prompts.
@@ -172,8 +173,8 @@ class Passes:
         for batch in itertools.chain(first, batches):
             if len(batch["input_ids"]) != self.num_prompts:
                 raise ValueError(
-                    f"a batch in the middle of train_dataset had not the {self.num_prompts} prompts of an update; "
-                    "data_collator must return a prompt for each row"
+                    f"data_collator returned {len(batch['input_ids'])} prompts of train_dataset, not the "
+                    f"{self.num_prompts} of an update; it must return one for each row"
                 )
             yield batch
 

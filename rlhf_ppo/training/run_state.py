@@ -339,7 +339,7 @@ def _state_of(name: str, part: Stateful) -> dict[str, Any]:
         written.seek(0)
         _load(written)
     except Exception as error:
-        raise TypeError(f"{owner} what no run can resume from: {fix} ({error!r:.200})") from error
+        raise TypeError(f"{owner} a state that no run can resume from: {fix} ({error!r:.200})") from error
     return dict(state)
 
 

@@ -313,5 +313,5 @@ def test_a_collator_that_loses_rows_during_the_run_does_not_end_it_silently(make
         return PromptCollator(0)(rows[:1] if len(calls) > 2 else rows)
 
     trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=losing)
-    with pytest.raises(ValueError, match="had not the 2 prompts of an update; data_collator must return a prompt"):
+    with pytest.raises(ValueError, match="data_collator returned 1 prompts of train_dataset, not the 2 of an update"):
         trainer.train()
