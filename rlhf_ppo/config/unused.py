@@ -56,7 +56,8 @@ _VLLM_SERVER = tuple(name for name in _VLLM if "server" in name or name == "vllm
 _VLLM_COLOCATED = tuple(name for name in _VLLM if name not in (*_VLLM_SERVER, "vllm_mode"))
 _ENGINE = ("generation_engine", "generation_batch_size", *_VLLM)
 _SAMPLING = ("top_k", "top_p", "min_p", "generation_overlap", *_ENGINE)
-_PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "reward_timeout", "chat_template_kwargs")
+_FUNCTIONS = ("reward_timeout", "reward_overlap")
+_PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", *_FUNCTIONS, "chat_template_kwargs")
 _WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max")
 _CORRECTION = ("importance_sampling_correction", *_WEIGHTS)
 _CLIPS = ("cliprange", "cliprange_high", "dual_clip")
@@ -153,7 +154,7 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool]
     (("offload_frozen",), lambda _, run: not run.has_accelerator, "the run computes on the CPU", "use a GPU"),
     (("offload_frozen",), lambda _, run: not run.has_frozen,
      "no frozen model has weights of its own", "pass ref_model or reward_model"),
-    (("reward_timeout",), lambda _, run: not run.has_functions, "there are no reward functions", "pass reward_funcs"),
+    (_FUNCTIONS, lambda _, run: not run.has_functions, "there are no reward functions", "pass reward_funcs"),
     (("health_thresholds", "health_judge"), lambda args, _: not args.health_checks,
      "health_checks is False", "set health_checks=True"),
     (("health_judge",), lambda _, run: not run.has_evaluation,

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -31,8 +31,13 @@ _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary(
 _ending = threading.Lock()
 
 
-def in_daemon_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+def in_daemon_thread(function: Callable[..., T], *args: Any, after: Future[Any] | None = None) -> Future[T]:
     """Call a function in a new daemon thread, with the caller's context variables and CUDA device, without gradients.
+
+    Args:
+        function: The function.
+        *args: Its arguments.
+        after: What an earlier call of this returned: the thread waits for its end first.
 
     Returns:
         A future of the function's result or error.
@@ -44,11 +49,13 @@ def in_daemon_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -
     def run() -> None:
         if device is not None:
             torch.cuda.set_device(device)
+        if after is not None:
+            wait([after])
         if not future.set_running_or_notify_cancel():
             return
         try:
             with torch.no_grad():
-                result = context.run(function, *args, **kwargs)
+                result = context.run(function, *args)
         except BaseException as error:
             future.set_exception(error)
         else:

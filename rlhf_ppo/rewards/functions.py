@@ -90,6 +90,7 @@ class RewardFunction:
         log_extra: Receives the columns that the function adds to the sample table; None drops them.
         refuse: Called with the reason if a score is not finite, or beyond `MAX_SCORE`.
         timeout: Seconds that a call may take; the function then runs in its own thread. None: no limit.
+        overlaps: Whether a function that is not async runs in a thread beside the models.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class RewardFunction:
         log_extra: LogExtra | None = None,
         refuse: Refuse = refuse_by_raising,
         timeout: float | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
         self.log_metric, self.log_extra = log_metric or discard, log_extra or discard
@@ -109,6 +111,7 @@ class RewardFunction:
         self.name = visible(name, one_line=True) if name else function_name(function)
         inner = unwrapped(function)
         self.is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
+        self.overlaps = overlaps and not self.is_async
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Score every response and wait for the result.
@@ -128,7 +131,9 @@ class RewardFunction:
         if self.is_async:
             with interruptible():
                 return self.submit(batch).result()
-        arguments = self.arguments(batch)
+        return self._score(batch, self.arguments(batch))
+
+    def _score(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
         with interruptible(), self._naming(len(batch), arguments), torch.no_grad():
             if self.timeout is None:
                 returned = _call(self.function, arguments, len(batch))
@@ -137,14 +142,21 @@ class RewardFunction:
                 returned = with_timeout(running, self.timeout, self._timeout_error(batch)).result()
         return self._checked(returned, batch)
 
-    def submit(self, batch: ScoringBatch) -> Future[Tensor]:
-        """Start an async function and return its future, so that several can run at the same time."""
+    def submit(self, batch: ScoringBatch, after: Future[Tensor] | None = None) -> Future[Tensor]:
+        """Start a function and return its future: an async one on the event loop, another one in a thread.
+
+        Args:
+            batch: `B` prompts and truncated responses.
+            after: What the thread waits for: the function before this one.
+        """
         try:
             arguments = self.arguments(batch)
         except Exception as error:  # raised when the scores are collected, like all other errors
             failed: Future[Tensor] = Future()
             failed.set_exception(error)
             return failed
+        if not self.is_async:
+            return in_daemon_thread(self._score, batch, arguments, after=after)
         scores = run_on_event_loop(self._score_async(batch, arguments))
         # The late function may block the loop, so the next one gets another loop.
         return with_timeout(scores, self.timeout, self._timeout_error(batch), on_timeout=abandon_event_loop)

@@ -283,11 +283,14 @@ class Scorer:
         return started, running
 
     def _submit(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
-        return {
-            name: source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
-            for name, source in self.sources.items()
-            if getattr(source, "is_async", False)
-        }
+        running: dict[str, Future[Tensor]] = {}
+        before: Future[Tensor] | None = None  # plain functions run in turn, as they draw from the same random numbers
+        for name, source in self.sources.items():
+            if getattr(source, "is_async", False):
+                running[name] = source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
+            elif getattr(source, "overlaps", False):
+                before = running[name] = source.submit(batch, before)  # pyright: ignore[reportAttributeAccessIssue]
+        return running
 
     def _weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
         mask = batch.response_mask.bool()

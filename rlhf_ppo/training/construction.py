@@ -629,6 +629,7 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
         else RewardFunction(
             function, run.tokenizer, partial(getattr, run, "state"), logged.log_metric,
             log_extra=logged.log_extra, refuse=refuse, timeout=args.reward_timeout,
+            overlaps=args.reward_overlap,
         )
         for function in run.reward_funcs
     ]  # fmt: skip

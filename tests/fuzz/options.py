@@ -138,6 +138,7 @@ OPTIONS: dict[str, list[Any]] = {
     "num_sample_generations": [2],
     "logging_steps": [2, 3],
     "reward_timeout": [60.0],
+    "reward_overlap": [True],
 }
 """What is drawn, and the values that differ from `BASE` and `OBJECTS`."""
 

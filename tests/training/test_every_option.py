@@ -150,6 +150,7 @@ ELSEWHERE: dict[str, str] = {
     "generation_overlap": "it starts a process; tests/generation/test_overlap.py",
     "stop_token": "the run above has it",
     "reward_timeout": "no function is that slow",
+    "reward_overlap": "it changes no number; tests/rewards/test_in_training.py",
 }
 """Options whose effect is not in the weights or the log of the run above, and why."""
 
@@ -213,6 +214,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"reward_weights": [2.0]}, {"is_stepped": True}, "responses and scores"),
     ({"offload_frozen": True}, {"has_frozen": False}, "no frozen model"),
     ({"reward_timeout": 5.0}, {"has_functions": False}, "there are no reward functions"),
+    ({"reward_overlap": True}, {"has_functions": False}, "there are no reward functions"),
     ({"health_judge": "x", "health_checks": False}, {"has_evaluation": True}, "health_checks is False"),
     ({"tool_memory_limit": 9}, {"has_episodes": True}, "threads have no memory of their own"),
     ({"exp_name": "mine", "run_name": "other"}, {}, "run_name is set"),
