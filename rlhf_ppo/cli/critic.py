@@ -90,6 +90,7 @@ def audit_parser(program: str) -> CommandParser:
     )
     parser.add_argument("run", metavar="RUN", help="Output directory of a run with save_critic.")
     parser.add_argument("--dataset_name", help="Prompts: a file, a directory or a hub name; by default the run's.")
+    parser.add_argument("--dataset_config", help="Configuration of the data set, if it has several.")
     parser.add_argument(
         "--dataset_test_split", default="test", help="Split with the held-out prompts; without it, the last rows."
     )
@@ -232,7 +233,7 @@ def held_out_rows(options: Any, recorded: str | None) -> Any:
     name = options.dataset_name or recorded
     if name is None:
         raise ValueError("dataset_name=None: the run does not say which prompts it had, so give dataset_name")
-    given = ScriptArguments(dataset_name=name, dataset_test_split=options.dataset_test_split)
+    given = ScriptArguments(name, options.dataset_config, dataset_test_split=options.dataset_test_split)
     _, rows = train_and_eval_rows(given, always_evaluates=True)  # pyright: ignore[reportArgumentType]
     if rows is None or not hasattr(rows, "select"):
         raise ValueError(f"dataset_name={name!r} has no held-out prompts; give another file, or dataset_test_split")

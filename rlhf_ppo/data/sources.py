@@ -38,7 +38,8 @@ def load_splits(
         Each split by its name; what has no splits is `train`.
 
     Raises:
-        ValueError: There is no such data set, it is damaged or empty, or the file is of an unknown kind.
+        ValueError: There is no such data set or configuration, it is damaged or empty, or the file is of an unknown
+            kind.
     """
     if not name:
         raise ValueError(f"{argument} is not set: give a file, a directory or a name on the hub")
@@ -59,10 +60,23 @@ def load_splits(
     except DatasetGenerationError as error:
         raise ValueError(f"{argument}={name!r}: it cannot be read: {_cause(error)}") from error
     except (OSError, ValueError, IndexError, RuntimeError) as error:  # of a name without a last part; of a script
+        names = _configurations(path)
+        if config not in names and (config is not None or len(names) > 1):
+            raise ValueError(
+                f"dataset_config={config!r}: {argument}={name!r} has {names}; give one of these"
+            ) from error
         raise ValueError(
             f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "
             f"{_cause(error)}"
         ) from error
+
+
+def _configurations(path: str) -> list[str]:
+    """Return the names of a data set's configurations; none if it is not there."""
+    try:
+        return datasets.get_dataset_config_names(path)
+    except (OSError, ValueError, IndexError, RuntimeError):
+        return []
 
 
 def check_is_there(name: str, argument: str = "dataset_name") -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_ppo.cli.main import main
 from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy, tiny_scorer, write_rows
+from tests.data.test_sources import CONFIGURATIONS
 
 SMALL = ["--num_prefixes", "2", "--num_continuations", "4"]
 
@@ -79,6 +80,16 @@ def test_it_audits_a_run_with_its_own_prompts_and_rewards(folder: Path, capsys: 
     assert (found["num_prefixes"], found["num_continuations"]) == (8, 4)
     assert found["figures"]["bias"]["value"] < -1, "both rewards count: the function pays 1 to 5, the values are small"
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_the_prompts_may_be_of_a_configuration(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(CONFIGURATIONS)
+    rows = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "whole.jsonl").write_text("".join(rows))
+    (tmp_path / "short.jsonl").write_text("".join(rows[:3]))
+    run = folder / "run"
+    main(["critic", str(run), "--dataset_name", str(tmp_path), "--dataset_config", "whole", *SMALL])
+    assert json.loads((run / "critic_audit.json").read_text())["num_prefixes"] == 2 * 3
 
 
 @pytest.mark.parametrize(

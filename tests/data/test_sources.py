@@ -59,6 +59,31 @@ def test_a_directory_has_the_splits_that_its_file_names_tell(tmp_path):
     assert {name: len(split) for name, split in splits.items()} == {"train": 5, "test": 2}
 
 
+CONFIGURATIONS = """---
+configs:
+- config_name: short
+  data_files: [{split: train, path: short.jsonl}]
+- config_name: whole
+  data_files: [{split: train, path: whole.jsonl}, {split: test, path: short.jsonl}]
+---
+"""
+
+
+def test_a_data_set_may_have_configurations(tmp_path):
+    (tmp_path / "README.md").write_text(CONFIGURATIONS)
+    Dataset.from_list(ROWS).to_json(tmp_path / "whole.jsonl")
+    Dataset.from_list(ROWS[:2]).to_json(tmp_path / "short.jsonl")
+
+    lengths = {name: len(split) for name, split in load_splits(str(tmp_path), "whole").items()}
+
+    assert lengths == {"train": 5, "test": 2}
+    assert len(load_splits(str(tmp_path), "short")["train"]) == 2
+    for wrong in (None, "long"):
+        said = rf"dataset_config={wrong!r}: dataset_name='.*' has \['short', 'whole'\]; give one of these"
+        with pytest.raises(ValueError, match=said):
+            load_splits(str(tmp_path), wrong)
+
+
 def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, "jsonl")
