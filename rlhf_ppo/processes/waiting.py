@@ -192,6 +192,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         try:
             loop.run_forever()
         finally:
+            loop.set_exception_handler(lambda *_: None)  # nobody asks what became of the task that was ended
             with _ending:
                 _threads.pop(loop, None)
 

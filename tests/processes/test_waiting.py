@@ -36,6 +36,22 @@ def test_a_profiler_goes_on_beside_a_thread_that_cannot_be_ended() -> None:
     subprocess.run([sys.executable, "-c", PROFILED], check=True, timeout=60)
 
 
+ENDED = """
+import gc, time
+from rlhf_ppo.processes import waiting
+async def ends(): raise SystemExit
+waiting.run_on_event_loop(ends())
+while waiting._event_loop() in waiting._threads or waiting._event_loop().is_running(): time.sleep(0.01)
+waiting.abandon_event_loop()
+gc.collect()
+"""
+
+
+def test_nothing_is_printed_of_a_task_whose_thread_has_ended() -> None:
+    ran = subprocess.run([sys.executable, "-c", ENDED], check=True, timeout=60, capture_output=True, text=True)
+    assert "Task" not in ran.stderr
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_the_thread_of_an_event_loop_is_ended_once_and_while_it_runs(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
