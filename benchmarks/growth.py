@@ -16,9 +16,13 @@ from workloads import Workload, llama
 BASE = Workload(
     llama(4, 128, 2048) | {"max_position_embeddings": 2048}, (32, 64), 64, batch_size=8, micro_batch_size=8
 )
+TOY = Workload(
+    llama(1, 32, 64) | {"max_position_embeddings": 2048}, (8, 16), 1024, num_ppo_epochs=1, rollout_batch_size=64
+)
 SIZES = {
     "episodes": [dataclasses.replace(BASE, batch_size=8 * times) for times in (1, 2, 4)],
     "response length": [dataclasses.replace(BASE, response_length=length) for length in (64, 256, 1024)],
+    "episodes of 1,024 tokens, toy": [dataclasses.replace(TOY, batch_size=size) for size in (64, 512)],
 }
 
 
@@ -31,7 +35,7 @@ def rows(kind: str, num_updates: int) -> list[list[str]]:
         num_tokens = workload.batch_size * workload.response_length
         per_token = sum(seconds.values()) / num_tokens
         first = first or per_token
-        size = workload.batch_size if kind == "episodes" else workload.response_length
+        size = workload.response_length if kind == "response length" else workload.batch_size
         phases = [f"{value:.2f}" for value in seconds.values()]
         costs = [f"{1e3 * per_token:.2f}", f"{per_token / first:.2f}x", f"{result['memory']:.0f}"]
         table.append([kind, str(size), *phases, *costs])
@@ -43,9 +47,11 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--updates", type=int, default=3, help="the first is not measured")
+    parser.add_argument("--kinds", nargs="+", choices=SIZES, default=[*SIZES])
     arguments = parser.parse_args()
     columns = ["grows", "to", *PHASES, "ms per response token", "of the first", "MB"]
-    lines = [columns, ["---"] * len(columns), *(row for kind in SIZES for row in rows(kind, arguments.updates))]
+    measured = [row for kind in arguments.kinds for row in rows(kind, arguments.updates)]
+    lines = [columns, ["---"] * len(columns), *measured]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 

@@ -178,8 +178,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Train a player and print what it has learned."""
+def command_line(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=4, choices=(4, 8))
@@ -193,7 +193,12 @@ def main() -> None:
     parser.add_argument("--held_out", type=int, default=500, help="episodes of the last evaluation")
     parser.add_argument("--options", default="{}", help="further options of PPOConfig, as JSON")
     parser.add_argument("--output_dir", default="frozen_lake")
-    print(json.dumps(train(parser.parse_args())))
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Train a player and print what it has learned."""
+    print(json.dumps(train(command_line())))
 
 
 if __name__ == "__main__":
