@@ -1,0 +1,55 @@
+"""The benchmark of the critic on FrozenLake's turns, by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "critic"
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("gymnasium")
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    import turns  # pyright: ignore[reportMissingImports]
+
+    return turns
+
+
+def test_a_return_is_what_the_turns_to_come_are_paid(turns: Any) -> None:
+    """Two turns of two tokens with a field between them, and a game of one turn; a nat of KL costs 0.1."""
+    rollout: Any = SimpleNamespace(
+        query_responses=torch.tensor([[30, 2, 1, 31, 3, 1], [30, 4, 1, 0, 0, 0]]),
+        response_mask=torch.tensor([[1, 1, 0, 1, 1], [1, 1, 0, 0, 0]]).bool(),
+        logprobs=torch.tensor([[1.0, 2, 9, 0, 1], [0, 0, 9, 9, 9]]),
+        ref_logprobs=torch.zeros(2, 5),
+        values=torch.tensor([[0.5, 0, 0, 0.7, 0], [0.2, 0, 0, 0, 0]]),
+        scores=torch.tensor([1.0, 0.0]),
+    )
+    (second, first), (only,) = turns.turns_of(rollout, 0.5, 0.1)[:2], turns.turns_of(rollout, 0.5, 0.1)[2:]
+    assert second == (1, 31, pytest.approx(0.7), pytest.approx(1 - 0.1))
+    assert first == (0, 30, pytest.approx(0.5), pytest.approx(-0.3 + 0.5 * 0.9))
+    assert only == (0, 30, pytest.approx(0.2), 0.0)
+
+
+def test_figures_of_known_games(turns: Any) -> None:
+    """Two fields at each of three moves, ten games each; one field wins three times as often as the other."""
+    games = [
+        (move, field, value, float(game < wins))
+        for move in range(3)
+        for field, wins, value in ((5, 3, 0.3), (6, 9, 0.9))
+        for game in range(10)
+    ]
+    found = turns.figures([*games, (3, 7, 100.0, 1.0)])  # a field with too few games is left out
+    assert found["turns"] == 60 and found["tau"] == 1 and found["bias"] == pytest.approx(0)
+    assert found["slope"] == pytest.approx(1) and found["EV of move"] == pytest.approx(0)
+    assert found["EV"] == pytest.approx(1 - (0.21 + 0.09) / 2 / (0.6 * 0.4))
+    assert 0 < found["EV of field"] < found["EV"]
+    turned = turns.figures([(move, field, -value, returned) for move, field, value, returned in games])
+    assert turned["tau"] == -1 and turned["slope"] == pytest.approx(-1) and turned["EV"] < 0
