@@ -46,10 +46,11 @@ Turns = list[tuple[int, int, float, float]]
 def turns_of(rollout: Any, gamma: float, kl_coef: float) -> Turns:
     """Return the turns of a rollout; the token before a turn names the field.
 
-    G_k = r_k + gamma G_{k+1},   r_k = -kl_coef * sum of (log p - log p_ref) over the turn, plus the score at the end
+    G_k = r_k + gamma G_{k+1},   r_k = sum over the turn of (token scores - kl_coef * (log p - log p_ref)), and the score
+    at the end
     """
     turns: Turns = []
-    kl = rollout.logprobs - rollout.ref_logprobs
+    rewards = rollout.token_scores - kl_coef * (rollout.logprobs - rollout.ref_logprobs)
     first = rollout.query_responses.shape[1] - rollout.response_mask.shape[1]
     for row, written in enumerate(rollout.response_mask.tolist()):
         starts = [place for place, mine in enumerate(written) if mine and (place == 0 or not written[place - 1])]
@@ -57,7 +58,7 @@ def turns_of(rollout: Any, gamma: float, kl_coef: float) -> Turns:
         for move, start in reversed([*enumerate(starts)]):
             end = start + [*written[start:], False].index(False)
             paid = float(rollout.scores[row]) if move == len(starts) - 1 else 0.0
-            to_come = paid - kl_coef * float(kl[row, start:end].sum()) + gamma * to_come
+            to_come = paid + float(rewards[row, start:end].sum()) + gamma * to_come
             field = int(rollout.query_responses[row, first + start - 1])
             of_row.append((move, field, float(rollout.values[row, start]), to_come))
         turns += of_row

@@ -31,10 +31,11 @@ def test_a_return_is_what_the_turns_to_come_are_paid(turns: Any) -> None:
         ref_logprobs=torch.zeros(2, 5),
         values=torch.tensor([[0.5, 0, 0, 0.7, 0], [0.2, 0, 0, 0, 0]]),
         scores=torch.tensor([1.0, 0.0]),
+        token_scores=torch.tensor([[0.0, 4, 0, 0, 0], [0, 0, 0, 0, 0]]),
     )
     (second, first), (only,) = turns.turns_of(rollout, 0.5, 0.1)[:2], turns.turns_of(rollout, 0.5, 0.1)[2:]
     assert second == (1, 31, pytest.approx(0.7), pytest.approx(1 - 0.1))
-    assert first == (0, 30, pytest.approx(0.5), pytest.approx(-0.3 + 0.5 * 0.9))
+    assert first == (0, 30, pytest.approx(0.5), pytest.approx(4 - 0.3 + 0.5 * 0.9))
     assert only == (0, 30, pytest.approx(0.2), 0.0)
 
 
