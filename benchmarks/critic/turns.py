@@ -46,8 +46,9 @@ Turns = list[tuple[int, int, float, float]]
 def turns_of(rollout: Any, gamma: float, kl_coef: float) -> Turns:
     """Return the turns of a rollout; the token before a turn names the field.
 
-    G_k = r_k + gamma G_{k+1},   r_k = sum over the turn of (token scores - kl_coef * (log p - log p_ref)), and at the end
-    the score
+    G_k = r_k + gamma G_{k+1},   r_k = sum over the turn of (token scores - kl_coef * (log p - log p_ref))
+
+    The last turn is paid the score, too.
     """
     turns: Turns = []
     rewards = rollout.token_scores - kl_coef * (rollout.logprobs - rollout.ref_logprobs)
