@@ -16,8 +16,10 @@ from workloads import Workload, llama
 BASE = Workload(
     llama(4, 128, 2048) | {"max_position_embeddings": 2048}, (32, 64), 64, batch_size=8, micro_batch_size=8
 )
+NEVER = 10**6
+"""Mean length, tokens, of responses that do not end early."""
 TOY = Workload(
-    llama(1, 32, 64) | {"max_position_embeddings": 2048}, (8, 16), 1024, num_ppo_epochs=1, rollout_batch_size=64
+    llama(1, 32, 64) | {"max_position_embeddings": 2048}, (8, 16), 1024, NEVER, num_ppo_epochs=1, rollout_batch_size=64
 )
 SIZES = {
     "episodes": [dataclasses.replace(BASE, batch_size=8 * times) for times in (1, 2, 4)],

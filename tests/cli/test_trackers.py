@@ -19,7 +19,7 @@ CASES = {
 """Environment, W&B's mode then, and whether the user is told."""
 
 RUN = """
-import json, os, sys
+import faulthandler, json, os, sys
 from transformers import TrainingArguments
 from rlhf_ppo.cli.arguments import prepare_trackers
 from rlhf_ppo.config.inherited import check_keys
@@ -43,6 +43,7 @@ for case, environment in json.loads(sys.argv[1]).items():
         os.chdir(case)
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY), descriptor)
+        faulthandler.dump_traceback_later(90, exit=True)  # a process that hangs says where
         os.environ.update(environment, HOME=os.getcwd())
         run()
         sys.exit()
