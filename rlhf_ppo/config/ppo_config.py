@@ -311,8 +311,8 @@ class PPOConfig(
     reward_overlap: bool = _option(
         False,
         "Run reward functions that are not async in a thread, one after the other, while policy, reference and value "
-        "model compute. For functions that wait or compute outside of Python (NumPy, processes), without PyTorch on "
-        "the models' device, torch.distributed or signal.",
+        "model compute. It helps functions that wait or compute outside of Python (NumPy, processes). They must not "
+        "use PyTorch on the models' device, torch.distributed or signal.",
     )
     score_clip: Positive | None = _option(
         None,

@@ -63,7 +63,7 @@ def load_splits(
         names = _configurations(path)
         if config not in names and (config is not None or len(names) > 1):
             raise ValueError(
-                f"dataset_config={config!r}: {argument}={name!r} has {names}; give one of these"
+                f"dataset_config={config!r}: {argument}={name!r} has the configurations {names}; give one of them"
             ) from error
         raise ValueError(
             f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "

@@ -37,7 +37,7 @@ def in_daemon_thread(function: Callable[..., T], *args: Any, after: Future[Any] 
     Args:
         function: The function.
         *args: Its arguments.
-        after: What an earlier call of this returned: the thread waits for its end first.
+        after: The future of an earlier call; the thread waits until it has ended.
 
     Returns:
         A future of the function's result or error.
@@ -192,7 +192,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
         try:
             loop.run_forever()
         finally:
-            loop.set_exception_handler(lambda *_: None)  # nobody asks what became of the task that was ended
+            loop.set_exception_handler(lambda *_: None)  # nobody waits for the task that was ended
             with _ending:
                 _threads.pop(loop, None)
 

@@ -147,7 +147,7 @@ class RewardFunction:
 
         Args:
             batch: `B` prompts and truncated responses.
-            after: What the thread waits for: the function before this one.
+            after: The call of the function before this one, which the thread waits for.
         """
         try:
             arguments = self.arguments(batch)

@@ -79,7 +79,7 @@ def test_a_data_set_may_have_configurations(tmp_path):
     assert lengths == {"train": 5, "test": 2}
     assert len(load_splits(str(tmp_path), "short")["train"]) == 2
     for wrong in (None, "long"):
-        said = rf"dataset_config={wrong!r}: dataset_name='.*' has \['short', 'whole'\]; give one of these"
+        said = rf"dataset_config={wrong!r}: dataset_name='.*' has the configurations \['short', 'whole'\]; give one"
         with pytest.raises(ValueError, match=said):
             load_splits(str(tmp_path), wrong)
 
