@@ -1,4 +1,4 @@
-"""Train TRL's GRPO on a task with a reward function, with as many generated tokens as PPO, and evaluate it alike.
+"""Train TRL's GRPO on a task with as many generated tokens as PPO, and evaluate it alike.
 
     python benchmarks/critic/grpo.py --data ../shared/data --tasks arithmetic --seeds 10
 
@@ -21,7 +21,6 @@ sys.path.insert(0, str(FOLDER.parent / "learning"))
 import torch  # noqa: E402
 from cell import module_of  # noqa: E402
 from evaluation import Evaluator  # noqa: E402
-from libraries import in_words  # noqa: E402
 from preferences import scores_of  # noqa: E402
 from run import code_version, read_results  # noqa: E402
 from task import Task, reward_of  # noqa: E402
@@ -48,7 +47,7 @@ def train(task: Task, policy: Any, seed: int, folder: Path, changes: dict[str, A
     quiet |= {"gradient_checkpointing": False, "output_dir": str(folder), "seed": seed, "logging_steps": 1000}
     trainer = GRPOTrainer(
         policy,
-        in_words(reward_of(task, scores_of)),
+        less_penalty(task),
         GRPOConfig(**arguments, **steps, **quiet),
         train_dataset=Dataset.from_dict({"prompt": task.prompts}),
         processing_class=task.tokenizer,
@@ -57,12 +56,25 @@ def train(task: Task, policy: Any, seed: int, folder: Path, changes: dict[str, A
     return arguments
 
 
+def less_penalty(task: Task) -> Any:
+    """Return the task's reward less its `missing_eos_penalty`, as a reward function of TRL."""
+    score, penalty = reward_of(task, scores_of), task.arguments.get("missing_eos_penalty", 0.0)
+
+    def reward(
+        prompts: list[str], completions: list[str], completion_ids: list[list[int]], **others: Any
+    ) -> list[float]:
+        is_cut = [ids[-1] != task.tokenizer.eos_token_id for ids in completion_ids]
+        return [value - penalty * cut for value, cut in zip(score(prompts, completions), is_cut, strict=True)]
+
+    return reward
+
+
 def main() -> None:
     """Run the cells that are left."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="as for benchmarks/learning/run.py")
     parser.add_argument("--work", type=Path, default=Path("runs/critic"), help="where models and results are kept")
-    parser.add_argument("--tasks", nargs="+", choices=("arithmetic", "stories"), default=["arithmetic"])
+    parser.add_argument("--tasks", nargs="+", choices=("arithmetic", "stories", "preferences"), default=["arithmetic"])
     parser.add_argument("--seeds", type=int, default=10, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--changes", type=json.loads, default={}, help="arguments of GRPOConfig, as JSON")

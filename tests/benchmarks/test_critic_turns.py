@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,3 +55,42 @@ def test_figures_of_known_games(turns: Any) -> None:
     assert 0 < found["EV of field"] < found["EV"]
     turned = turns.figures([(move, field, -value, returned) for move, field, value, returned in games])
     assert turned["tau"] == -1 and turned["slope"] == pytest.approx(-1) and turned["EV"] < 0
+
+
+def test_games_end_at_the_goal_in_a_hole_or_at_the_limit_of_tokens(turns: Any) -> None:
+    """A policy that walks by a table, the stop token after each move: right to the goal, into a hole, or nowhere."""
+    tokenizer = turns.example.make_tokenizer()
+    word = tokenizer.convert_tokens_to_ids
+    to_goal = {"0": "down", "4": "down", "8": "right", "9": "right", "10": "down", "14": "right"}
+    to_hole = {"0": "right", "1": "down"}
+
+    def policy(input_ids: torch.Tensor, table: dict[str, str], **others: Any) -> Any:
+        logits = torch.full((*input_ids.shape, len(turns.example.WORDS)), -torch.inf)
+        for row, last in enumerate(tokenizer.convert_ids_to_tokens(input_ids[:, -1].tolist())):
+            logits[row, -1, word(table.get(last, "</s>"))] = 0.0
+        return SimpleNamespace(logits=logits)
+
+    given = turns.example.command_line(["--moves=8"])
+    won = turns.play(partial(policy, table=to_goal), tokenizer, given, [1, 2])
+    walked = [*(part for field, move in to_goal.items() for part in (field, move, "</s>"))]
+    assert won.won == [1.0, 1.0] and won.prompts == [[word("0")]] * 2
+    assert won.completions == [[word(part) for part in walked[1:]]] * 2
+    assert won.masks == [[int(not part.isdigit()) for part in walked[1:]]] * 2
+    lost = turns.play(partial(policy, table=to_hole), tokenizer, given, [1])
+    assert lost.won == [0.0] and len(lost.completions[0]) == 5
+    endless = turns.play(partial(policy, table={"0": "left"}), tokenizer, given, [1])
+    assert endless.won == [0.0] and len(endless.completions[0]) == 23 and sum(endless.masks[0]) == 16
+    silent = turns.play(partial(policy, table={}), tokenizer, given, [1])
+    assert silent.won == [0.0] and len(silent.completions[0]) >= given.moves * 3 + 8
+
+
+def test_a_variant_is_compared_with_plain_seed_by_seed(turns: Any) -> None:
+    rows = [
+        {"variant": variant, "seed": seed, "games won": 0.5 + 0.1 * seed + gain, "EV": 0.1}
+        for variant, gain in (("plain", 0.0), ("better", 0.2))
+        for seed in range(2)
+    ]
+    *_, last = turns.tables([*rows, {"variant": "grpo", "seed": 0, "games won": 0.7}])
+    assert last.startswith("| grpo | 0.700 |")
+    better = [*turns.tables(rows)][-1]
+    assert better.startswith("| better | 0.750 ") and "| +0.200 [+0.200, +0.200] | +0.000 [+0.000, +0.000] |" in better
