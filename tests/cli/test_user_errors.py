@@ -400,10 +400,12 @@ def test_a_mistake_is_one_sentence(command, options, message, here, capsys, monk
     assert "hf_misplaced" not in error
 
 
-def test_a_directory_that_is_in_use_is_a_sentence(here, capsys, monkeypatch):
-    Path("held").mkdir()
+@pytest.mark.parametrize("command", ["train", "sft", "reward"])
+def test_a_directory_that_is_in_use_is_a_sentence(command, here, capsys, monkeypatch):
+    Path("held").mkdir(exist_ok=True)
+    options = RUN if command == "train" else f"--model_name_or_path base {QUICK} --dataset_name rows.jsonl"
     with locked("held"):
-        error = error_of("train", f"{RUN} --output_dir held", capsys, monkeypatch)
+        error = error_of(command, f"{options} --output_dir held", capsys, monkeypatch)
     assert "output_dir='held' is in use: a trainer of this process" in error
 
 
