@@ -155,6 +155,19 @@ def check_yaml(path: str) -> None:
         raise ValueError(f"--config {path!r} must hold options as `name: value`, such as `learning_rate: 1e-6`")
 
 
+def check_single_process(task: str) -> None:
+    """Check that the command was not started in several processes, each of which would do all of its work.
+
+    Args:
+        task: What the command does, such as "a critic is fitted".
+
+    Raises:
+        ValueError: A launcher has started several.
+    """
+    if (processes := PartialState().num_processes) > 1:
+        raise ValueError(f"num_processes={processes}: {task} in a single process; start only one")
+
+
 # ---- Models and data sets ----
 
 

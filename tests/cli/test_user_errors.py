@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate import PartialState
 
 from rlhf_ppo.checkpoints.run import locked
 from rlhf_ppo.cli.errors import user_errors
@@ -407,6 +408,15 @@ def test_a_directory_that_is_in_use_is_a_sentence(command, here, capsys, monkeyp
     with locked("held"):
         error = error_of(command, f"{options} --output_dir held", capsys, monkeypatch)
     assert "output_dir='held' is in use: a trainer of this process" in error
+
+
+@pytest.mark.parametrize("command", ["judge", "generate"])
+def test_several_processes_would_all_do_the_same(command, here, capsys, monkeypatch):
+    monkeypatch.setitem(PartialState()._shared_state, "num_processes", 2)
+    options = EVAL if command == "judge" else "--model base --critic scorer --dataset_name rows.jsonl"
+    error = error_of(command, options, capsys, monkeypatch)
+    assert error.startswith(f"rlhf-ppo {command}: error: num_processes=2: responses are ")
+    assert error.endswith("in a single process; start only one")
 
 
 @pytest.mark.slow
