@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from accelerate import PartialState
 
 from rlhf_ppo.checkpoints.run import locked
 from rlhf_ppo.cli.errors import user_errors
@@ -412,7 +411,8 @@ def test_a_directory_that_is_in_use_is_a_sentence(command, here, capsys, monkeyp
 
 @pytest.mark.parametrize("command", ["judge", "generate"])
 def test_several_processes_would_all_do_the_same(command, here, capsys, monkeypatch):
-    monkeypatch.setitem(PartialState()._shared_state, "num_processes", 2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     options = EVAL if command == "judge" else "--model base --critic scorer --dataset_name rows.jsonl"
     error = error_of(command, options, capsys, monkeypatch)
     assert error.startswith(f"rlhf-ppo {command}: error: num_processes=2: responses are ")
