@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -100,8 +101,9 @@ def test_greater_is_better_false_takes_the_lowest(make_trainer: MakeTrainer) -> 
 
 
 def test_early_stopping_watches_the_set_that_has_the_metric(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     rows = Dataset.from_list(prompt_rows(2, seed=5))
     trainer = make_trainer(
         **EVALUATED | {"eval_dataset": {"a": rows, "b": rows}},
