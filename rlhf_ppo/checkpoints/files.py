@@ -49,7 +49,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `path` is a directory, a FIFO or a device.
-        OSError: The file cannot be written.
+        OSError: The file cannot be written; the error names it.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -61,8 +61,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # of a full disk
+            error.filename = str(path)
         raise
 
 

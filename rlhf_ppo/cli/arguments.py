@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -153,6 +154,20 @@ def check_yaml(path: str) -> None:
         raise ValueError(f"--config {path!r} cannot be read as YAML: {reason}") from error
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
         raise ValueError(f"--config {path!r} must hold options as `name: value`, such as `learning_rate: 1e-6`")
+
+
+def check_single_process(task: str) -> None:
+    """Check that the command was not started in several processes, each of which would do all of its work.
+
+    Args:
+        task: What the command does, such as "a critic is fitted".
+
+    Raises:
+        ValueError: A launcher has started several.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1  # accelerate skips CPUs
+    if processes > 1:
+        raise ValueError(f"num_processes={processes}: {task} in a single process; start only one")
 
 
 # ---- Models and data sets ----

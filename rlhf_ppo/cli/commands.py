@@ -13,7 +13,13 @@ from transformers import AutoModelForCausalLM, Trainer, set_seed
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.checkpoints.files import write_text
-from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPOScriptArguments, quantization_options
+from rlhf_ppo.cli.arguments import (
+    DryRunScriptArguments,
+    PPOArgumentParser,
+    PPOScriptArguments,
+    check_single_process,
+    quantization_options,
+)
 from rlhf_ppo.cli.checks import check_step_options, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import Problems, program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
@@ -250,6 +256,7 @@ class GenerateArguments:
     seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
     output: str = option("responses.jsonl", "File to write: one JSON object per prompt.")
+    overwrite: bool = option(False, "Replace the file if it exists.")
 
     def __post_init__(self) -> None:
         """Check the numbers and the required options."""
@@ -280,9 +287,12 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     (options,) = parse(parser, argv, problems)
     problems.fail(program)
     with user_errors(program):
+        check_single_process("responses are generated")
         path = Path(os.path.expanduser(options.output))
         if path.is_dir():
             raise ValueError(f"output={options.output!r} is a directory; name a file in it")
+        if path.exists() and not options.overwrite:
+            raise ValueError(f"output={options.output!r} exists already: add --overwrite to replace, or name another")
         check_writable(str(path.parent), "output")
         path.parent.mkdir(parents=True, exist_ok=True)
         prompts = _prompts(options)

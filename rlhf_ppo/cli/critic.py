@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from trl.trainer.utils import get_peft_config
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.checkpoints.run import parse_resume
-from rlhf_ppo.cli.arguments import PPOArgumentParser, prepare_trackers
+from rlhf_ppo.cli.arguments import PPOArgumentParser, check_single_process, prepare_trackers
 from rlhf_ppo.cli.checks import parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import CommandParser, Problems, program_name, user_errors
 from rlhf_ppo.cli.training import (
@@ -361,8 +360,7 @@ class CriticTrainer(Trainer):
         eval_dataset: Sequence[Example] | None = None,
         **kwargs: Any,
     ) -> None:
-        if (processes := PartialState().num_processes) > 1:
-            raise ValueError(f"num_processes={processes}: a critic is fitted in a single process; start only one")
+        check_single_process("a critic is fitted")
         args.remove_unused_columns, args.label_names, args.prediction_loss_only = False, ["returns"], True
         pack_rows(model)
         data: dict[str, Any] = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}

@@ -81,7 +81,11 @@ def init(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"{folder} is there already: name another directory with --output_dir, or rename it")
     from rlhf_ppo.checkpoints.files import write_text  # imports torch
     from rlhf_ppo.cli.measuring import propose
+    from rlhf_ppo.training.checks import check_writable
 
+    with user_errors(PROGRAM):
+        check_writable(str(path.parent), "file")
+        check_writable(args.output_dir, "output_dir")
     machine, data = measure(args)
     with user_errors(PROGRAM):
         names, data, held_out = split(args, data, folder)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.checkpoints.complete import newest_trl_checkpoint, start_checkpoint
 from rlhf_ppo.checkpoints.files import DiskFullError, explaining_full_disk, remove_links
-from rlhf_ppo.checkpoints.run import check_start, no_checkpoint, parse_resume
+from rlhf_ppo.checkpoints.run import check_start, locked, no_checkpoint, parse_resume
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers, quantization_options
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
@@ -48,6 +48,7 @@ from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, load_value_model, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
+from rlhf_ppo.processes.distributed import raise_on_all_ranks
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
@@ -115,13 +116,15 @@ def resumed_checkpoint(args: Any) -> str | None:
 def ending_with_checkpoint(trainer: Trainer) -> Iterator[None]:
     """End training with a checkpoint after a signal, and report a full disk; a final save is completed first.
 
-    A checkpoint is written into a new directory, in which nobody has planted a link.
+    The output directory is locked in the block. A checkpoint is written into a new directory, in which nobody has
+    planted a link.
 
     Args:
         trainer: One of TRL's.
 
     Raises:
         DiskFullError: There was no room for a checkpoint or the model.
+        InUseError: Another run uses the output directory.
         RunStopped: A signal has ended training.
     """
     signals, save = _EndsTraining(trainer), trainer._save_checkpoint
@@ -141,8 +144,13 @@ def ending_with_checkpoint(trainer: Trainer) -> Iterator[None]:
 
     trainer._save_checkpoint = save_anew
     try:
-        with signals.listening(), explaining_full_disk(directory, newest):
-            yield
+        with ExitStack() as stack:
+            with raise_on_all_ranks(trainer.accelerator):
+                if trainer.is_world_process_zero():
+                    os.makedirs(directory, exist_ok=True)
+                    stack.enter_context(locked(directory))
+            with signals.listening(), explaining_full_disk(directory, newest):
+                yield
     finally:
         trainer.remove_callback(signals)
         trainer._save_checkpoint = save

@@ -30,7 +30,7 @@ def load_splits(
     Args:
         name: A file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`, `.txt`), a directory with such files, a
             directory written by `save_to_disk`, or a name on the hub.
-        config: Name of the data set's configuration.
+        config: Name of the data set's configuration; None for a file and for a directory of `save_to_disk`.
         streaming: Whether to read rows as they are needed.
         argument: The option that gave the name, for error messages.
 
@@ -44,7 +44,12 @@ def load_splits(
     if not name:
         raise ValueError(f"{argument} is not set: give a file, a directory or a name on the hub")
     path = os.path.expanduser(name)
-    if os.path.isdir(path) and _is_saved_to_disk(path):
+    is_saved = os.path.isdir(path) and _is_saved_to_disk(path)
+    if config is not None and (is_saved or os.path.isfile(path)):
+        raise ValueError(
+            f"dataset_config={config!r}: {argument}={name!r} has no configurations; leave dataset_config out"
+        )
+    if is_saved:
         with _reading(name, argument):
             return _saved_splits(path, streaming)
     if os.path.isfile(path):

@@ -370,8 +370,11 @@ def _check(factories: Mapping[str | None, Any], tools: Sequence[Any]) -> None:
     if not isinstance(tools, Sequence):
         raise TypeError(f"tools={tools!r:.60} must be a list of functions")
     for tool in tools:
-        if not callable(tool) or not hasattr(tool, "__name__"):
-            raise TypeError(f"tools holds {tool!r:.60}; pass functions with type hints and docstrings")
+        if not callable(tool) or not all(hasattr(tool, name) for name in ("__name__", "__annotations__")):
+            kind = f"an object of {type(tool).__name__} with `__call__`" if callable(tool) else f"{tool!r:.60}"
+            raise TypeError(
+                f"tools holds {kind}; pass functions with type hints and docstrings, or such methods of an object"
+            )
 
 
 def _check_names(names: Sequence[str], where: str) -> None:

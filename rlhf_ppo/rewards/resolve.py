@@ -294,7 +294,8 @@ def _function(
 
 # Settings, as in `keyword(keywords=["yes", "no"])`
 
-_CALL = re.compile(r"(?P<place>[^()]+)\((?P<settings>.*)\)\s*", re.DOTALL)
+_CALL = re.compile(r"(?P<place>(?:[^'\"]*\.py:)?[^()]+)\((?P<settings>.*)\)\s*", re.DOTALL)
+"""A path may hold parentheses."""
 _WORDS = {"true": True, "false": False, "null": None}
 
 

@@ -47,6 +47,8 @@ HIDDEN_LOGS = (
     ("DeepSpeed", "Setting accelerator to CPU"),
     # Trainer does not find a head that is tied to the embeddings; weights that are really missing raise before.
     ("transformers.trainer", "There were missing keys in the checkpoint model loaded"),
+    # Of several evaluation sets only one has the metric; if none has it, Trainer raises.
+    ("transformers.trainer_callback", "early stopping required metric_for_best_model, but did not find"),
     # Trainer writes the tokenizer's special tokens into the policy's configuration, as it should.
     ("transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens"),
     # PPO lists all changed arguments; in `sft` and `reward` it is the interval of logs, which fits the run's length.

@@ -52,13 +52,18 @@ def trial_arguments(args: PPOConfig, hyperparameters: Mapping[str, Any], output_
 
     Raises:
         TypeError: `hp_space` returned no dict.
-        ValueError: A name is not an argument, or the values are invalid.
+        ValueError: A name is not an argument or is output_dir, or the values are invalid.
     """
     if not isinstance(hyperparameters, Mapping):
         raise TypeError(f"hp_space must return a dict of arguments, got {hyperparameters!r}")
     names = {field.name for field in dataclasses.fields(args) if field.init}
     if unknown := sorted(hyperparameters.keys() - names):
         raise ValueError(f"hp_space sets {unknown}, which are no arguments of {type(args).__name__}")
+    if "output_dir" in hyperparameters:
+        raise ValueError(
+            f"hp_space sets output_dir={hyperparameters['output_dir']!r}, but a trial trains in its own directory "
+            "below the output_dir of the search; leave it out, or name the trial's directory with hp_name"
+        )
     derived = {
         name: -1 if name == "max_steps" else None for name in args.derived_values if args.user_value(name) is None
     }

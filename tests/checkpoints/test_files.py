@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -126,6 +127,13 @@ def test_an_error_leaves_the_file_as_it_was_and_nothing_beside_it(tmp_path: Path
         temporary.write_text("half")
         raise KeyboardInterrupt
     assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """`write` alone does not: its `OSError` has no file name."""
+    path = tmp_path / "report.html"
+    with pytest.raises(OSError, match=r"No space left on device.*report\.html"), replacing(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_permissions_are_those_that_the_umask_asks_for(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def test_it_writes_a_response_and_its_value_for_each_prompt(words: list[str], ho
     assert all(isinstance(row["response"], str) and isinstance(row["value"], float) for row in rows)
     assert "2 responses are in" in capsys.readouterr().out
     first = Path(words[-1]).read_text()
-    main(["generate", *words, "--max_new_tokens", "6", "--num_prompts", "2", *how])
+    with pytest.raises(SystemExit):
+        main(["generate", *words, "--n", "1"])
+    assert "out.jsonl' exists already: add --overwrite to replace" in capsys.readouterr().err
+    main(["generate", *words, "--max_new_tokens", "6", "--num_prompts", "2", *how, "--overwrite"])
     assert Path(words[-1]).read_text() == first, "a seed gives the same responses"
 
 
@@ -57,7 +60,8 @@ def test_token_ids_are_read_and_any_token_may_end_a_response(words: list[str]) -
     assert [{name: row[name] for name in rows[0]} for row in first] == rows
     tokens = first[0]["response"].split()
     stop = WORDS.index(tokens[1]) + 3
-    main(["generate", *words, "--max_new_tokens", "6", "--top_k", "1", "--n", "1", "--stop_token_id", str(stop)])
+    again = ["--stop_token_id", str(stop), "--overwrite"]
+    main(["generate", *words, "--max_new_tokens", "6", "--top_k", "1", "--n", "1", *again])
     stopped = json.loads(Path(words[-1]).read_text().splitlines()[0])["response"].split()
     assert stopped == tokens[: tokens.index(tokens[1]) + 1]
 
@@ -82,7 +86,7 @@ def test_prompts_get_the_chat_template_of_the_run(
 def test_the_best_of_more_is_worth_more(words: list[str]) -> None:
     values = []
     for n in ("1", "16"):
-        main(["generate", *words, "--max_new_tokens", "6", "--n", n])
+        main(["generate", *words, "--max_new_tokens", "6", "--n", n, "--overwrite"])
         values.append(sum(json.loads(line)["value"] for line in Path(words[-1]).read_text().splitlines()))
     assert values[1] > values[0]
 

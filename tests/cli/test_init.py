@@ -297,6 +297,8 @@ def test_who_has_pairs_is_asked_for_others_for_the_judge(monkeypatch: pytest.Mon
         (f"{ALL} --judge_model j --judge_preferences d", "are two judges"),
         (f"{ALL} --file there.yaml", "file='there.yaml' is there already"),
         (f"{ALL} --output_dir full", "full/data is there already"),
+        (f"{ALL} --file there.yaml/run.yaml", "file='there.yaml' cannot be written: "),
+        (f"{ALL} --output_dir there.yaml/run", "output_dir='there.yaml/run' cannot be written: "),
         (f"{ALL} --minutes 0", "minutes=0.0 must be positive"),
         (f"{ALL} --fiel x", "unrecognized arguments: --fiel"),
     ],

@@ -400,11 +400,23 @@ def test_a_mistake_is_one_sentence(command, options, message, here, capsys, monk
     assert "hf_misplaced" not in error
 
 
-def test_a_directory_that_is_in_use_is_a_sentence(here, capsys, monkeypatch):
-    Path("held").mkdir()
+@pytest.mark.parametrize("command", ["train", "sft", "reward"])
+def test_a_directory_that_is_in_use_is_a_sentence(command, here, capsys, monkeypatch):
+    Path("held").mkdir(exist_ok=True)
+    options = RUN if command == "train" else f"--model_name_or_path base {QUICK} --dataset_name rows.jsonl"
     with locked("held"):
-        error = error_of("train", f"{RUN} --output_dir held", capsys, monkeypatch)
+        error = error_of(command, f"{options} --output_dir held", capsys, monkeypatch)
     assert "output_dir='held' is in use: a trainer of this process" in error
+
+
+@pytest.mark.parametrize("command", ["judge", "generate"])
+def test_several_processes_would_all_do_the_same(command, here, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = EVAL if command == "judge" else "--model base --critic scorer --dataset_name rows.jsonl"
+    error = error_of(command, options, capsys, monkeypatch)
+    assert error.startswith(f"rlhf-ppo {command}: error: num_processes=2: responses are ")
+    assert error.endswith("in a single process; start only one")
 
 
 @pytest.mark.slow

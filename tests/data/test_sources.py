@@ -84,6 +84,12 @@ def test_a_data_set_may_have_configurations(tmp_path):
             load_splits(str(tmp_path), wrong)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "save_to_disk"])
+def test_data_without_configurations_refuse_one(tmp_path, kind):
+    with pytest.raises(ValueError, match=r"dataset_config='long': texts='.*' has no configurations; leave dataset_c"):
+        load_splits(str(write(tmp_path, kind)), "long", argument="texts")
+
+
 def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path, "jsonl")

@@ -261,6 +261,18 @@ def undescribed(x):
     return x
 
 
+class Called:
+    __name__ = "called"
+
+    def __call__(self, x: int) -> int:
+        """Return it.
+
+        Args:
+            x: A number.
+        """
+        return x
+
+
 @pytest.mark.parametrize(
     ("factory", "tools", "message"),
     [
@@ -268,6 +280,7 @@ def undescribed(x):
         ({"a": Counter, "b": object}, (), r"environment_factory\['b'\]: object has no method `reset`"),
         (5, (), "environment_factory is 5; pass a class"),
         (None, [5], "tools holds 5; pass functions"),
+        (None, [Called()], "tools holds an object of Called with `__call__`; pass functions .*, or such methods"),
         (None, multiply, "tools=<function multiply at .* must be a list of functions"),
         (RagenEnv, (), "the tool .* cannot be described .*; wrap an environment whose `step` .* in text_environment"),
         (
@@ -279,7 +292,17 @@ def undescribed(x):
         (lambda: 1 / 0, (), "environment_factory made no environment: ZeroDivisionError"),
     ],
     ids=[
-        *("no reset", "no reset in a dict", "no factory", "no tool", "no list", "a game", "no type hints", "twice"),
+        *(
+            "no reset",
+            "no reset in a dict",
+            "no factory",
+            "no tool",
+            "an object",
+            "no list",
+            "a game",
+            "no type hints",
+            "twice",
+        ),
         "raises",
     ],
 )

@@ -70,6 +70,7 @@ def test_trainer_reads_the_policys_configuration_through_an_adapter() -> None:
     policy = tiny_policy()
     adapted = get_peft_model(policy, LoraConfig(target_modules=["q_proj"]))
     model = PolicyAndValue(adapted, tiny_scorer(), temperature=1.0)
+    assert model.num_parameters() == policy.num_parameters()  # with the adapter
     assert model.config is policy.config and model.generation_config is policy.generation_config
     assert model.device == torch.device("cpu")
     assert model._no_split_modules == ["LlamaDecoderLayer"]

@@ -120,6 +120,9 @@ def test_settings_of_trls_rewards_and_of_functions(folder: Path) -> None:
     (folder / "scaled.py").write_text("def f(completions, scale=1):\n    return [scale] * len(completions)\n")
     scaled: Any = resolve_reward("scaled.py:f(scale=3)")
     assert scaled(completions=["a"]) == [3] and function_name(scaled) == "f"
+    (folder / "a (copy)").mkdir()
+    (folder / "scaled.py").rename(folder / "a (copy)" / "scaled.py")
+    assert resolve_reward("a (copy)/scaled.py:f(scale=4)")(completions=["a"]) == [4]
     (folder / "row.py").write_text("def f(prompt, generated, full_text):\n    return len(full_text)\n")
     assert resolve_reward("custom(function='row.py:f')")(prompts=["ab"], completions=["c"]) == [3]
 

@@ -249,3 +249,5 @@ def test_a_trials_arguments_are_computed_anew(make_args: Callable[..., PPOConfig
     assert (trial.max_steps, trial.batch_size, trial.run_name) == (8, 4, "x__9")
     assert (trial.warmup_steps, trial.activation_checkpointing, trial.output_dir) == (0.5, True, "elsewhere")
     assert (args.warmup_steps, args.activation_checkpointing) == (0.1, False)
+    with pytest.raises(ValueError, match="hp_space sets output_dir='mine', but a trial trains"):
+        trial_arguments(args, {"output_dir": "mine"}, "elsewhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -97,6 +98,22 @@ def test_greater_is_better_false_takes_the_lowest(make_trainer: MakeTrainer) -> 
     trainer.train()
     assert trainer.state.best_metric == pytest.approx(0.1)
     assert checkpoints(trainer) == [1, 2]  # those that were the best when they were written
+
+
+def test_early_stopping_watches_the_set_that_has_the_metric(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    rows = Dataset.from_list(prompt_rows(2, seed=5))
+    trainer = make_trainer(
+        **EVALUATED | {"eval_dataset": {"a": rows, "b": rows}},
+        reward_funcs=lambda completions, **_: [1.0] * len(completions),
+        metric_for_best_model="eval_b_score",
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+    )
+    with caplog.at_level("WARNING"):
+        assert trainer.train().global_step == 2
+    assert "early stopping" not in caplog.text
 
 
 def test_restore_callback_states_gives_early_stopping_its_patience_back(make_trainer: MakeTrainer) -> None:
