@@ -19,7 +19,7 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.checkpoints.run import check_start
-from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, check_columns
+from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPOScriptArguments, check_columns
 from rlhf_ppo.cli.errors import USER_ERRORS, Problems
 from rlhf_ppo.cli.estimate import without_weights
 from rlhf_ppo.cli.judge import check_judge, check_responses, load_rows
@@ -58,11 +58,12 @@ _OPTION_OF_ERROR = re.compile(r"^(?:\w+: )?(?:argument )?([\w/-]+)(?=[:=])")
 # ---- Options ----
 
 
-def parse(parser: Any, argv: Sequence[str] | None, problems: Problems) -> Any:
+def parse(groups: Any, program: str, argv: Sequence[str] | None, problems: Problems) -> Any:
     """Parse a command line; wrong options are collected and left out, and the others are parsed again.
 
     Args:
-        parser: A `PPOArgumentParser`.
+        groups: The dataclasses whose fields are the options, or one of them.
+        program: Start of error messages.
         argv: The options; None takes the program's own.
         problems: Gets a message for each wrong option.
 
@@ -70,6 +71,7 @@ def parse(parser: Any, argv: Sequence[str] | None, problems: Problems) -> Any:
         SystemExit: The remaining options cannot be parsed.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
+    parser: Any = PPOArgumentParser(groups, prog=program)
     parser.raises_errors = True
     while True:
         known = len(problems.messages)
@@ -77,7 +79,7 @@ def parse(parser: Any, argv: Sequence[str] | None, problems: Problems) -> Any:
             return parser.parse_args_and_config(words)
         remaining = _without_options(words, problems.messages[-1])
         if len(problems.messages) == known or remaining == words:
-            problems.fail(parser.prog)
+            problems.fail(program)
         words = remaining
 
 

@@ -15,7 +15,6 @@ from trl.trainer.model_config import ModelConfig
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.cli.arguments import (
     DryRunScriptArguments,
-    PPOArgumentParser,
     PPOScriptArguments,
     check_single_process,
     quantization_options,
@@ -95,7 +94,7 @@ def estimate(argv: Sequence[str] | None = None) -> Estimate:
     """
     program = program_name("estimate", argv)
     problems = Problems()
-    options = _parse(program, EstimateArguments, PPOConfig, argv, problems)
+    options = parse_options(program, "estimate", argv, problems)
     problems.fail(program)
     with user_errors(program):
         return _estimate(*options)
@@ -186,12 +185,13 @@ OPTIONS = {
     "sft": (DryRunScriptArguments, SFTArguments),
     "reward": (DryRunScriptArguments, RewardArguments),
     "train": (PPOScriptArguments, PPOConfig),
+    "estimate": (EstimateArguments, PPOConfig),
 }
-"""Option groups of each training command, besides TRL's `ModelConfig`."""
+"""Option groups of each command that takes TRL's `ModelConfig` too."""
 
 
 def parse_options(program: str, command: str, argv: Sequence[str] | None, problems: Problems) -> Any:
-    """Parse and check the options of a training command or of `judge`; nothing is loaded.
+    """Parse and check the options of a command; nothing is loaded.
 
     Args:
         program: Start of error messages.
@@ -203,17 +203,9 @@ def parse_options(program: str, command: str, argv: Sequence[str] | None, proble
         SystemExit: The options cannot be parsed.
     """
     if command == "judge":
-        parser: Any = PPOArgumentParser(JudgeArguments, prog=program)  # pyright: ignore[reportArgumentType]
-        return parse(parser, argv, problems)[0]
-    script, config = OPTIONS[command]
-    return _parse(program, script, config, argv, problems)
-
-
-def _parse(program: str, script: type, config: type, argv: Sequence[str] | None, problems: Problems) -> Any:
-    groups: Any = (script, config, ModelConfig)
-    parser: Any = PPOArgumentParser(groups, prog=program)
-    script_args, args, model_args = parse(parser, argv, problems)
-    if config is RewardArguments:
+        return parse(JudgeArguments, program, argv, problems)[0]
+    script_args, args, model_args = parse((*OPTIONS[command], ModelConfig), program, argv, problems)
+    if command == "reward":
         model_args.lora_task_type = "SEQ_CLS"  # TRL's default is that of language models, which PEFT refuses here
     checks = (  # PPOConfig has checked its numbers, TRL's configurations have not
         lambda: quantization_options(model_args),
@@ -283,8 +275,7 @@ def generate(argv: Sequence[str] | None = None) -> Decoded:
     """
     program = program_name("generate", argv)
     problems = Problems()
-    parser: Any = PPOArgumentParser(GenerateArguments, prog=program)  # pyright: ignore[reportArgumentType]
-    (options,) = parse(parser, argv, problems)
+    (options,) = parse(GenerateArguments, program, argv, problems)
     problems.fail(program)
     with user_errors(program):
         check_single_process("responses are generated")

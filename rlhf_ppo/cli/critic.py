@@ -19,7 +19,7 @@ from trl.trainer.utils import get_peft_config
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import explained_variance, hl_gauss_value_loss
 from rlhf_ppo.checkpoints.run import parse_resume
-from rlhf_ppo.cli.arguments import PPOArgumentParser, check_single_process, prepare_trackers
+from rlhf_ppo.cli.arguments import check_single_process, prepare_trackers
 from rlhf_ppo.cli.checks import parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import CommandParser, Problems, program_name, user_errors
 from rlhf_ppo.cli.training import (
@@ -306,9 +306,8 @@ def examples_of(directories: Sequence[str | Path], gamma: float = 1.0, lam: floa
 
 def _example(row: Mapping[str, Any], gamma: float, lam: float) -> Example:
     written = torch.tensor([row["token_written"]])
-    rewards, values = (
-        torch.tensor([[value or 0.0 for value in row[name]]]) for name in ("token_reward", "token_value")
-    )
+    columns = (row["token_reward"], row["token_value"])
+    rewards, values = (torch.tensor([[value or 0.0 for value in column]]) for column in columns)
     returns = gae(rewards, values, written, gamma, lam)[1][0].tolist()
     return {name: row[name] for name in ("prompt_id", "token_id", "token_written")} | {"returns": returns}
 
@@ -379,9 +378,8 @@ class CriticTrainer(Trainer):
         if logits is None:
             losses = 0.5 * (learned - inputs["returns"]).square()
         else:
-            losses = hl_gauss_value_loss(
-                logits, inputs["returns"], value_head_of(model).centers_on(logits.device)
-            ).loss
+            centers = value_head_of(model).centers_on(logits.device)
+            losses = hl_gauss_value_loss(logits, inputs["returns"], centers).loss
         loss = losses[mask].mean()
         return (loss, {"values": values}) if return_outputs else loss
 
@@ -456,8 +454,8 @@ def train_critic(argv: Sequence[str] | None = None) -> CriticTrainer:
         SystemExit: An option, the completions or the model is wrong; the message names it.
     """
     program, problems = program_name("critic train", argv), Problems()
-    groups: Any = (CriticScriptArguments, CriticArguments, ModelConfig)
-    script_args, args, model_args = parse(PPOArgumentParser(groups, prog=program), argv, problems)
+    groups = (CriticScriptArguments, CriticArguments, ModelConfig)
+    script_args, args, model_args = parse(groups, program, argv, problems)
     problems.fail(program)
     with user_errors(program):
         check_ranges(script_args, ranges_of(CriticScriptArguments))

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints.files import write_json
-from rlhf_ppo.cli.arguments import PPOArgumentParser, check_single_process
+from rlhf_ppo.cli.arguments import check_single_process
 from rlhf_ppo.cli.errors import Problems, user_errors
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
@@ -61,8 +61,7 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
     from rlhf_ppo.cli.checks import check_step_options, parse
 
     problems = Problems()
-    parser: Any = PPOArgumentParser(JudgeArguments, prog=prog)  # pyright: ignore[reportArgumentType]
-    (args,) = parse(parser, argv, problems)
+    (args,) = parse(JudgeArguments, prog, argv, problems)
     check_step_options(problems, "judge", args)
     problems.fail(prog)
     with user_errors(prog):
