@@ -256,7 +256,7 @@ TRL_REWARDS: tuple[str, ...] = (
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
 )
-"""The rewards of `trl.rewards`; those that begin with `get_` take settings. Older versions of TRL lack some."""
+"""The rewards of `trl.rewards`; those that begin with `get_` take settings."""
 
 _COMPARING = ("accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward")
 
@@ -293,7 +293,6 @@ class TrlReward:
         settings: Its arguments; for names that begin with `get_`, those of the factory.
 
     Raises:
-        ValueError: The installed TRL does not have the reward.
         TypeError: The reward does not take these settings.
         ImportError: The reward compares answers, and math-verify is not installed.
     """
@@ -301,8 +300,6 @@ class TrlReward:
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         import trl.rewards
 
-        if not hasattr(trl.rewards, name):
-            raise ValueError(f"the installed version of TRL has no trl.rewards.{name}; update it")
         if name in _COMPARING:
             _require_math_verify(f"trl.rewards.{name}")
         self.name, self.settings = name, settings
