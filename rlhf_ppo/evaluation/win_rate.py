@@ -245,17 +245,11 @@ def given_answers(
         responses: Texts, lists of messages, or None.
         ours: The model's answers to the same prompts, whose prompt tokens are used; empty: texts only.
     """
-    return [
-        None
-        if response is None
-        else Answer(
-            prompt,
-            response_texts([response])[0],
-            prompt_ids=None if one is None else one.prompt_ids,
-            tokenizer=None if one is None else one.tokenizer,
-        )
-        for prompt, response, one in zip(prompts, responses, ours or [None] * len(responses), strict=True)
-    ]
+    answers: list[Answer | None] = []
+    for prompt, response, one in zip(prompts, responses, ours or [None] * len(responses), strict=True):
+        known = {} if one is None else {"prompt_ids": one.prompt_ids, "tokenizer": one.tokenizer}
+        answers.append(None if response is None else Answer(prompt, response_texts([response])[0], **known))
+    return answers
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
