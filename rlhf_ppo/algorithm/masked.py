@@ -98,6 +98,20 @@ def lowest_share(values: Tensor, mask: Tensor, share: float, gather: Callable[[T
     return mask & (values.float() < ordered[first_out])
 
 
+def masked_range(values: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    """Find the lowest and the highest value of the real tokens of all ranks; inf and -inf if there are none.
+
+    Args:
+        values: Any shape, any unit.
+        mask: True on real tokens, bool, same shape.
+        gather: Concatenates over ranks along the first dimension; every rank calls this.
+    """
+    own = values.float()
+    ends = torch.stack([-own.masked_fill(~mask, torch.inf).min(), own.masked_fill(~mask, -torch.inf).max()])
+    negated, highest = gather(ends[None]).amax(dim=0).tolist()
+    return -negated, highest
+
+
 def masked_whiten(
     values: Tensor, mask: Tensor, shift_mean: bool = True, reduce_sum: ReduceSum | None = None
 ) -> Tensor:

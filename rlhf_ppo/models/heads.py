@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
+from rlhf_ppo.algorithm.masked import masked_range
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.capabilities import LENGTHS, rounding
 from rlhf_ppo.models.packing import hidden_states
@@ -195,10 +196,8 @@ def cover_returns(model: nn.Module, returns: Tensor, mask: Tensor, gather: Calla
         mask: True on the tokens that are learned from, bool `(B, T)`.
         gather: Concatenates over ranks along the first dimension; every rank calls this.
     """
-    lowest = returns.float().masked_fill(~mask, torch.inf).min()
-    highest = returns.float().masked_fill(~mask, -torch.inf).max()
-    negated, last = gather(torch.stack([-lowest, highest])[None]).amax(dim=0).tolist()
-    head, first = value_head_of(model), -negated
+    first, last = masked_range(returns, mask, gather)
+    head = value_head_of(model)
     low, high = head.range
     is_new = low == high
     if first > last or (not is_new and low <= first and last <= high):  # no tokens, or covered

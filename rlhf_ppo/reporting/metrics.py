@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import kl_estimate
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explained_variance
-from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, zero_outside
+from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, masked_range, zero_outside
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.processes.distributed import get_logger
@@ -196,17 +196,13 @@ def critic_metrics(
     explained = {"val/explained_variance": float(explained_variance(values, returns, mask, reduce_sum))}
     sums = torch.stack([zero_outside(values, mask).sum(), zero_outside(returns, mask).sum(), mask.sum().float()])
     of_values, of_returns, num_tokens = reduce_sum(sums).tolist()
-    lowest, highest = (
-        values.float().masked_fill(~mask, torch.inf).min(),
-        values.float().masked_fill(~mask, -torch.inf).max(),
-    )
-    extremes: list[float] = gather(torch.stack([-lowest, highest])[None]).amax(dim=0).tolist()
+    lowest, highest = masked_range(values, mask, gather)
     if num_tokens == 0:
         return explained
     return explained | {
         "val/values_mean": of_values / num_tokens,
-        "val/values_min": -extremes[0],
-        "val/values_max": extremes[1],
+        "val/values_min": lowest,
+        "val/values_max": highest,
         "val/returns_mean": of_returns / num_tokens,
     }
 

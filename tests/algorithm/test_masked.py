@@ -8,7 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm import masked
-from rlhf_ppo.algorithm.masked import exact_type, lowest_share, masked_mean, masked_var, masked_whiten, zero_outside
+from rlhf_ppo.algorithm.masked import (
+    exact_type,
+    lowest_share,
+    masked_mean,
+    masked_range,
+    masked_var,
+    masked_whiten,
+    zero_outside,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -72,6 +80,15 @@ def test_equal_values_are_chosen_together_or_not_at_all():
     assert chosen == {0.2: 0, 0.4: 2, 0.6: 2, 0.8: 4, 0.99: 4}
     assert not lowest_share(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), 0.5, lambda x: x).any()
     assert not lowest_share(values, torch.zeros_like(mask), 0.5, lambda x: x).any()
+
+
+def test_the_range_is_that_of_the_real_tokens_of_all_ranks():
+    values = torch.tensor([[1.0, 9.0, -8.0], [-3.0, 4.0, 0.0]])
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    of_another_rank = torch.tensor([[2.0, 7.0]])  # -2 to 7
+
+    assert masked_range(values, mask, lambda own: torch.cat([own, of_another_rank])) == (-3.0, 7.0)
+    assert masked_range(values, ~mask & mask, lambda own: own) == (INF, -INF)
 
 
 def test_whitening_adds_1e_8_to_the_variance():

@@ -118,6 +118,8 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("masked.py", all_tests("masked")): [
         ("torch.where(mask, values.float(), 0.0)", "values.float() * mask"),
         ("torch.where(mask, values.float(), 0.0)", "torch.where(~mask, values.float(), 0.0)"),
+        ("-own.masked_fill(~mask, torch.inf)", "-own"),
+        ("own.masked_fill(~mask, -torch.inf)", "own"),
         ("torch.where(mask, values.float(), 0.0)", "torch.where(mask, values, 0.0)"),
         ("total.float() / (num_tokens - 1).clamp(min=1)", "total.float() / num_tokens.clamp(min=1)"),
         ("(num_tokens - 1).clamp(min=1)", "(num_tokens - 1)"),

@@ -4,7 +4,6 @@ MUTANTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("heads.py", "tests/training/test_value_heads.py"): [
         ("outputs.softmax(-1) @", "outputs @"),
         ("low + width * (index + 0.5)", "low + width * index"),
-        ("returns.float().masked_fill(~mask, -torch.inf)", "returns.float()"),
         ("if not is_new and low <= first else", "if low <= first else"),
         ("saved.write_to(transformers_model(model).config)", "pass"),
         ("min(first, low)", "first"),
