@@ -129,7 +129,8 @@ def push_policy(
         card_of(**card | {"tags": [*given, *(tag for tag in tags if tag not in given)]})
         finish_push(trainer)
         api = HfApi(library_name="rlhf_ppo", token=token)
-        upload = _upload(api, trainer.hub_model_id, args, directory, commit_message, revision or args.hub_revision)
+        files, branch = published_files(directory, args.hub_files or ()), revision or args.hub_revision
+        upload = _upload(api, trainer.hub_model_id, directory, commit_message, branch, allow_patterns=files)
         return upload() if blocking else api.run_as_future(upload)
 
 
@@ -148,16 +149,10 @@ def _begin_push(run: RunState) -> None:
 
 
 def _upload(
-    api: HfApi, repository: str | None, args: PPOConfig, directory: str, message: str | None, revision: str | None
+    api: HfApi, repository: str | None, directory: str, message: str | None, revision: str | None, **how: Any
 ) -> Callable[[], Any]:
-    return partial(
-        api.upload_folder,
-        repo_id=str(repository),
-        folder_path=directory,
-        commit_message=message,
-        allow_patterns=published_files(directory, args.hub_files or ()),
-        revision=revision,
-    )
+    commit = {"commit_message": message, "revision": revision}
+    return partial(api.upload_folder, repo_id=str(repository), folder_path=directory, **commit, **how)
 
 
 def upload_directory(args: TrainingArguments) -> None:
@@ -195,19 +190,11 @@ def push_checkpoint(trainer: Trainer, run: RunState, checkpoint: str) -> None:
     moment = f"step {run.state.global_step}" if args.save_strategy == "steps" else f"epoch {int(run.state.epoch)}"
     message = f"Training in progress, {moment}"
     api = HfApi(library_name="rlhf_ppo", token=args.hub_token)
-    uploads = [_upload(api, trainer.hub_model_id, args, directory, message, args.hub_revision)]
+    to, branch, files = trainer.hub_model_id, args.hub_revision, published_files(directory, args.hub_files or ())
+    uploads = [_upload(api, to, directory, message, branch, allow_patterns=files)]
     if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-        last = args.hub_strategy == HubStrategy.CHECKPOINT
-        uploads.append(
-            partial(
-                api.upload_folder,
-                repo_id=str(trainer.hub_model_id),
-                folder_path=checkpoint,
-                path_in_repo="last-checkpoint" if last else Path(checkpoint).name,
-                commit_message=f"{message}, checkpoint",
-                revision=args.hub_revision,
-            )
-        )
+        name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else Path(checkpoint).name
+        uploads.append(_upload(api, to, checkpoint, f"{message}, checkpoint", branch, path_in_repo=name))
     jobs = [api.run_as_future(_upload_or_warn, args, directory, upload) for upload in uploads]
     trainer.push_in_progress = PushInProgress(jobs)  # pyright: ignore[reportArgumentType]
 
