@@ -199,10 +199,8 @@ def _prepare(step: Step, plan: Plan, pipeline_dir: Path, say: Callable[[str], ob
     """Return the option with which a step continues; move the old files of a step that begins anew."""
     checkpoint = None if plan.action == "anew" else _newest_checkpoint(step)
     # PPO starts no new run beside damaged checkpoints.
-    is_in_the_way = plan.action == "anew" or (
-        step.kind == "ppo" and checkpoint is None and finished_checkpoints(step.output_dir)
-    )
-    if is_in_the_way and step.kind != "report" and step.output_dir.exists():
+    is_damaged = step.kind == "ppo" and checkpoint is None and finished_checkpoints(step.output_dir)
+    if (plan.action == "anew" or is_damaged) and step.kind != "report" and step.output_dir.exists():
         kept = _free(pipeline_dir / REPLACED / step.name)
         kept.parent.mkdir(exist_ok=True)
         os.rename(step.output_dir, kept)

@@ -396,18 +396,11 @@ def why_incomplete(output: Mapping[str, str]) -> str | None:
         output: The result of `hashes_of`.
     """
     paths = [Path(path) for path in output]
-    if gone := [path for path in paths if not _is_file(path)]:
+    if gone := [path for path in paths if not path.is_file()]:
         return f"{gone[0]} is gone"
     now = hashes_of(paths)
     changed = [path for path in output if now[str(Path(path))] != output[path]]
     return f"{changed[0]} was changed" if changed else None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except ValueError:  # a name that no file can have
-        return False
 
 
 def named_files(options: Mapping[str, Any], made: Sequence[Path]) -> dict[str, str]:
