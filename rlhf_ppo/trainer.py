@@ -637,9 +637,8 @@ class PPOTrainer(TrainerBase):
             `experience.loss_mask`, and logs each entry of `figures` by its name.
         """
         if logits is not None:
-            return hl_gauss_value_loss(
-                logits, experience.returns, value_head_of(self.value_model).centers_on(logits.device)
-            )
+            centers = value_head_of(self.value_model).centers_on(logits.device)
+            return hl_gauss_value_loss(logits, experience.returns, centers)
         return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)
 
     # ---- The external loop ----

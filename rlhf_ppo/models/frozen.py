@@ -190,10 +190,9 @@ def cast_frozen_weights(given: Sequence[nn.Module | None], dtype: torch.dtype | 
     affected = [module for module in modules if not weights.keys().isdisjoint(map(id, module.parameters()))]
     before = [_probe(module, dtype) for module in affected]
     originals = [(weight, weight.data.cpu()) for weight in weights.values()]  # the device may be short of memory
-    for weight, stored in zip(
-        weights.values(), cast_once([value.data for value in weights.values()], dtype), strict=True
-    ):
-        weight.data = stored
+    stored = cast_once([weight.data for weight in weights.values()], dtype)
+    for weight, data in zip(weights.values(), stored, strict=True):
+        weight.data = data
     if not all(map(torch.equal, before, (_probe(module, dtype) for module in affected))):
         for weight, original in originals:
             weight.data = original.to(weight.device)
@@ -202,9 +201,8 @@ def cast_frozen_weights(given: Sequence[nn.Module | None], dtype: torch.dtype | 
     for layer in layers:
         layer.__class__ = StoredLinear
     adapted = {id(weight) for model in _adapted(modules) for weight in model.parameters()}
-    if any(
-        id(weight) in adapted and not torch.equal(weight.cpu().float(), original) for weight, original in originals
-    ):
+    under_adapters = [(weight, original) for weight, original in originals if id(weight) in adapted]
+    if any(not torch.equal(weight.cpu().float(), original) for weight, original in under_adapters):
         logger.warning_once(
             f"The frozen weights under the adapters are stored in {dtype}, in which this run multiplies them, rounded "
             "from float32. To merge an adapter, load its base again from where it came from."

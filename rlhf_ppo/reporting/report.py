@@ -143,10 +143,9 @@ def render_page(data: Mapping[str, Any], names: str) -> str:
         data: The result of `report_data`, and `refresh_seconds`.
         names: The names of the runs.
     """
-    environment = Environment(loader=PackageLoader("rlhf_ppo.reporting", "page"), autoescape=True)
+    loader = PackageLoader("rlhf_ppo.reporting", "page")
+    environment = Environment(loader=loader, autoescape=True)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # keys stay in their order
-    loader = environment.loader
-    assert loader is not None
     sources = {name: loader.get_source(environment, name)[0] for name in ("page.css", *SCRIPTS)}
     return environment.get_template("page.html").render(
         data=data,
