@@ -453,13 +453,13 @@ class TrainerBase(Trainer):
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
     ) -> DataLoader:
-        # Rollouts are full batches; evaluations cover every row. The CPU pins no memory.
-        pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
+        pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"  # the CPU pins no memory
         num_rows = batch_size * self.accelerator.num_processes
         dataset = datasets.read_by_each_rank(dataset, num_rows, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
         with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
-            return super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
+            make = partial(super()._get_dataloader, dataset, description, batch_size, is_training=is_training)
+            return datasets.with_obedient_workers(make(*args, **kwargs))
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "attention_mask"]
