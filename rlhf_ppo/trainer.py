@@ -193,6 +193,7 @@ class PPOTrainer(TrainerBase):
             )  # fmt: skip
 
         # Make the parts that need Trainer's accelerator.
+        run.guard.own_losses = learning.own_losses(type(self), PPOTrainer, self._policy_loss)
         self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = construction.make_parts(
             self, run, models, preparation, episodes, engine, sequential_backward=self._sequential_backward,
             generate=lambda *given: self.generate_responses(*given),

@@ -234,12 +234,17 @@ def check_coefficient(controller: KLController) -> None:
         TypeError: It is no number.
         ValueError: It is negative, which would reward divergence, or not finite.
     """
-    given = controller.coef
+    given, cause = controller.coef, None
     try:
-        coef = float(given)
+        is_number = not isinstance(given, str) and not getattr(given, "requires_grad", False)
+        coef = float(given) if is_number else math.nan
     except (TypeError, ValueError, RuntimeError) as error:
-        name = type(controller).__name__
-        raise TypeError(f"kl_controller: {name}.coef={given!r:.60} must be a number; correct its update()") from error
+        is_number, coef, cause = False, math.nan, error
+    if not is_number:
+        raise TypeError(
+            f"kl_controller: {type(controller).__name__}.coef={given!r:.60} must be a number, and no tensor with a "
+            "gradient; correct its update()"
+        ) from cause
     if not 0 <= coef < math.inf:
         raise ValueError(
             f"kl_controller: {type(controller).__name__}.coef={coef} must be finite and at least 0, or the penalty "

@@ -439,11 +439,11 @@ class Prompts:
             The prompts, without columns that are padding in every row.
 
         Raises:
-            TypeError: `input_ids` or `attention_mask` is no tensor, or the ids are not integers.
+            TypeError: The batch is no dict, `input_ids` or `attention_mask` is no tensor, or the ids are not integers.
             ValueError: One is missing, has another shape, or a prompt is empty; or a column has other rows.
         """
-        ids, mask = _checked_tensors(batch)
-        ids, mask = ids.to(device), mask.to(device).bool()
+        ids, mask = collated_tensors(batch)
+        ids, mask = ids.to(device, torch.long), mask.to(device).bool()
         lengths, width = mask.cpu().numpy().sum(axis=1), mask.shape[1]
         order = mask.to(torch.int8).argsort(dim=1, stable=True)  # padding (0) first, real tokens in their own order
         longest = int(lengths.max())
@@ -467,9 +467,11 @@ class Prompts:
         return Prompts(self.input_ids[list(rows)], mask, columns, on_host=(self.mask[list(rows)], mask))
 
 
-def _checked_tensors(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def collated_tensors(batch: Any) -> tuple[Tensor, Tensor]:
     """Return the ids and the mask of a collator's output; raise as `Prompts.from_collated`."""
     names = ("input_ids", "attention_mask")
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"the data_collator returned {type(batch).__name__}; it must return a dict with {names}")
     if missing := sorted({*names} - batch.keys()):
         raise ValueError(f"the data_collator returned no {missing}; it must return both `(B, C)` tensors")
     for name in names:

@@ -427,6 +427,29 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_in_child)
 
 
+def leave_signals_to_parent(initialize: Callable[[int], Any] | None, worker: int) -> None:
+    """Initialize a data-loader worker that only its parent ends: schedulers signal all processes of a job.
+
+    Args:
+        initialize: The loader's own `worker_init_fn`, or None.
+        worker: The worker's number.
+    """
+    for number in STOPPING:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_exit_with_parent, name="rlhf_ppo-worker-signals", daemon=True).start()
+    if initialize is not None:
+        initialize(worker)
+
+
+def _exit_with_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
 def say(text: str) -> None:
     """Write a line to stderr, once on each machine, below a progress bar."""
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -26,6 +26,7 @@ from rlhf_ppo.data.prompts import (
     PositionLimit,
     PromptEncoder,
     check_lengths,
+    collated_tensors,
     eos_id,
     may_hold_chats,
     num_rows,
@@ -39,6 +40,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.processes.distributed import get_logger, isolated_rng
+from rlhf_ppo.processes.signals import leave_signals_to_parent
 from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS
 from rlhf_ppo.rewards.scorer import RewardSource
@@ -102,6 +104,13 @@ def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOC
     if rows := list(dataset):
         return rows
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
+
+
+def leaving_signals(loader: Any) -> Any:
+    """Let a prepared loader's worker processes leave signals of the run to this process."""
+    inner = getattr(loader, "base_dataloader", loader)
+    inner.worker_init_fn = partial(leave_signals_to_parent, inner.worker_init_fn)
+    return loader
 
 
 class _FullBatches(torch.utils.data.IterableDataset[Any]):
@@ -171,10 +180,10 @@ class Passes:
                 f"process{_of_length(self.args)}"
             )
         for batch in itertools.chain(first, batches):
-            if len(batch["input_ids"]) != self.num_prompts:
+            if (found := len(collated_tensors(batch)[0])) != self.num_prompts:
                 raise ValueError(
-                    f"data_collator returned {len(batch['input_ids'])} prompts of train_dataset, not the "
-                    f"{self.num_prompts} of an update; it must return one for each row"
+                    f"data_collator returned {found} prompts of train_dataset, not the {self.num_prompts} of an "
+                    "update; it must return one for each row"
                 )
             yield batch
 

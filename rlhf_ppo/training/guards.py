@@ -85,11 +85,13 @@ class DivergenceGuard:
         last_checkpoint: Checkpoint that the run last wrote or resumed from.
         left_out: A reason for each response of this rank that was left out of the current update.
         num_steps: Allowed optimizer steps of the current update.
+        own_losses: The user's loss functions, by the name of the value that each gives.
     """
 
     def __init__(self, run: RunState, model: nn.Module) -> None:
         self.run, self.args, self.accelerator, self.model = run, run.args, run.accelerator, model
         self.last_checkpoint: str | None = None
+        self.own_losses: Mapping[str, str] = {}
         self.start(Skipped())
 
     def start(self, skipped: Skipped) -> None:
@@ -99,7 +101,7 @@ class DivergenceGuard:
 
     def _begin_update(self) -> None:
         self.left_out: list[str] = []
-        self.num_steps, self._cut_by = 0, None
+        self.num_steps, self._cut_by, self._cut_in = 0, None, ""
 
     @property
     def skips(self) -> bool:
@@ -195,9 +197,11 @@ class DivergenceGuard:
             self._count_step(has_overflowed=found is not None)
             return True
         reason = f"{found} became not finite in optimizer step {self.num_steps + 1}"
+        given = self.own_losses
+        function = " or ".join(dict.fromkeys(given.values())) if found in names[-2:] else given.get(found, "")
         if not self.skips:
-            raise DivergenceError(self._message(reason, self._cause()))
-        self._cut_by = reason
+            raise DivergenceError(self._message(reason, self._cause(function)))
+        self._cut_by, self._cut_in = reason, function
         return False
 
     def _count_step(self, has_overflowed: bool) -> None:
@@ -216,7 +220,7 @@ class DivergenceGuard:
         Raises:
             DivergenceError: `MAX_SKIPPED_IN_A_ROW` updates in a row were skipped.
         """
-        left_out, cut_by, took_steps = self.left_out, self._cut_by, self.num_steps > 0
+        left_out, cut_by, cut_in, took_steps = self.left_out, self._cut_by, self._cut_in, self.num_steps > 0
         self._begin_update()
         if not self.skips:
             return {}
@@ -229,7 +233,7 @@ class DivergenceGuard:
         if num_rows:
             self._warn_of_rows(left_out)
         if cut_by is not None:
-            logger.warning(f"Skipped in {self.run.moment()}: {cut_by}; {self._cause()}")
+            logger.warning(f"Skipped in {self.run.moment()}: {cut_by}; {self._cause(cut_in)}")
             self.check_weights()
         if self.skipped.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise DivergenceError(
@@ -295,13 +299,13 @@ class DivergenceGuard:
             return "no checkpoint was saved before"
         return f"the last good checkpoint is {saved}: continue with resume_from_checkpoint={saved!r}"
 
-    def _cause(self) -> str:
-        """Return the likely cause: weights that are not finite already, and unusual settings."""
+    def _cause(self, function: str = "") -> str:
+        """Return the likely cause: weights that are not finite already, the user's function, and unusual settings."""
         found = weights_not_finite(self.model)
-        return f"the cause: {_weights(found)}; {self._settings()}" if found else self._settings()
+        return f"the cause: {_weights(found)}; {self._settings()}" if found else self._settings(function)
 
-    def _settings(self) -> str:
-        args, causes = self.args, []
+    def _settings(self, function: str = "") -> str:
+        args, causes = self.args, [f"your {function}"] if function else []
         if self.accelerator.mixed_precision == "fp16":
             causes.append("fp16, which overflows above 65504 (set bf16=True instead)")
         if args.learning_rate > _LARGE_LEARNING_RATE:

@@ -36,6 +36,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutpu
 from rlhf_ppo.processes.distributed import get_logger, minibatch_generator, raise_on_all_ranks
 from rlhf_ppo.processes.signals import MicroBatchStopCheck, Stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import found_function
 from rlhf_ppo.training.run_state import RunState
 
@@ -193,6 +194,25 @@ def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:
             "or 'path/file.py:function'"
         )
     return function
+
+
+def own_losses(trainer: type, base: type, policy_loss: PolicyLossFunction | None) -> dict[str, str]:
+    """Name the losses that are the user's, by the value of `DivergenceGuard` that each gives.
+
+    Args:
+        trainer: The trainer's class, which may override the methods of `base`.
+        base: `PPOTrainer`.
+        policy_loss: Result of `resolve_policy_loss`.
+    """
+    methods = {"the policy loss": "policy_loss", "the value loss": "value_loss", "the loss": "compute_loss"}
+    own = {
+        value: f"{trainer.__name__}.{method}()"
+        for value, method in methods.items()
+        if getattr(trainer, method) is not getattr(base, method)
+    }
+    if "the policy loss" not in own and policy_loss not in (None, *POLICY_LOSSES.values()):
+        own["the policy loss"] = f"policy_loss={function_name(policy_loss)}"
+    return own | ({"the importance ratios": own["the policy loss"]} if "the policy loss" in own else {})
 
 
 def weighted_micro_batches(

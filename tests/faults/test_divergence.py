@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.rewards.scorer import MAX_SCORE
 from rlhf_ppo.training.guards import MAX_SKIPPED_IN_A_ROW, DivergenceError
@@ -182,6 +184,39 @@ def test_what_is_not_finite_is_skipped_and_counted(wrong: str, make_trainer: Mak
     assert all(math.isfinite(value) for entry in logged for value in entry.values())
     assert re.search(f"update {AT}.*{WRONG[wrong][1]}", caplog.text)
     assert "on_divergence='skip' left out" in caplog.text
+
+
+def nan_loss(logprobs: Any, experience: Any, args: Any) -> PolicyLoss:
+    loss = logprobs * math.nan
+    return PolicyLoss(loss, torch.ones_like(loss), loss > 0)
+
+
+class SquareRoot(PPOTrainer):
+    """Its value loss is finite, and its gradient is not."""
+
+    def value_loss(self, values: Any, *args: Any) -> ValueLoss:
+        return ValueLoss((values - values.detach()).abs().sqrt(), values > values)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            {"trainer_class": functools.partial(PPOTrainer, policy_loss=nan_loss)},
+            "the policy loss .*; likely causes: your policy_loss=nan_loss",
+        ),
+        ({"trainer_class": SquareRoot}, r"the norm of the gradient .*; likely causes: your SquareRoot.value_loss\(\)"),
+    ],
+    ids=["function", "method"],
+)
+def test_a_loss_of_the_users_is_named_as_the_cause(
+    given: dict[str, Any], named: str, make_trainer: MakeTrainer, caplog: Any
+) -> None:
+    with pytest.raises(DivergenceError, match=rf"{named}\. Nothing of it was saved"):
+        make_trainer(**RUN, **given).train()
+    with pytest.raises(DivergenceError, match="skipped updates in a row"):
+        make_trainer(**RUN | {"total_episodes": 20}, **given, on_divergence="skip").train()
+    assert re.search(f"Skipped in update 1: {named}\n", caplog.text)
 
 
 @pytest.mark.parametrize("on_divergence", ["stop", "skip"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import termios
 import threading
 import time
@@ -89,6 +91,22 @@ def test_a_forked_worker_leaves_the_terminal_to_its_parent(ends: StopOnSignal) -
             ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGHUP)]
             os._exit(0 if all(ignored) and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_only_the_run_ends_its_data_loader_workers(make_trainer: Callable[..., Any]) -> None:
+    """A scheduler signals them too, and a dead worker would end the run without a checkpoint."""
+    trainer = make_trainer(dataloader_num_workers=1)
+    others = set(multiprocessing.active_children())
+    batches = iter(trainer.get_train_dataloader())
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - others
+    for name in ("TERM", "INT", "HUP"):
+        subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)
+    worker.join(0.5)
+    assert worker.is_alive() and len(list(batches)) == 3
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 def test_runs_that_listen_at_a_time_may_end_in_any_order(ends: StopOnSignal) -> None:

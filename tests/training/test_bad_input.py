@@ -315,3 +315,26 @@ def test_a_collator_that_loses_rows_during_the_run_does_not_end_it_silently(make
     trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=losing)
     with pytest.raises(ValueError, match="data_collator returned 1 prompts of train_dataset, not the 2 of an update"):
         trainer.train()
+
+
+@pytest.mark.parametrize("batch", [None, ["w1"]], ids=["nothing", "a list"])
+def test_a_collator_that_returns_something_else_during_the_run_is_named(batch: Any, make_trainer: MakeTrainer) -> None:
+    num_calls = 0
+
+    def changing(rows: list[Any]) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return PromptCollator(0)(rows) if num_calls < 3 else batch
+
+    trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=changing)
+    with pytest.raises(TypeError, match=f"data_collator returned {type(batch).__name__}; it must return a dict"):
+        trainer.train()
+
+
+def test_a_collators_ids_may_have_32_bits(make_trainer: MakeTrainer) -> None:
+    def collate(rows: list[Any]) -> Any:
+        return {name: values.int() for name, values in PromptCollator(0)(rows).items()}
+
+    trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=collate)
+    trainer.train()
+    assert trainer.state.global_step == 3

@@ -89,7 +89,7 @@ def test_a_coefficient_that_rewards_divergence_ends_the_run(
     assert len(list(Path(trainer.args.output_dir).glob("checkpoint-*"))) == at_update - 1
 
 
-@pytest.mark.parametrize("coef", [None, "much", torch.ones(2)], ids=str)
+@pytest.mark.parametrize("coef", [None, "much", "0.1", torch.ones(2), torch.ones((), requires_grad=True)], ids=str)
 def test_a_coefficient_that_is_no_number_names_the_controller(coef: Any, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, kl_controller=Leaving(coef, 1))
     with pytest.raises(TypeError, match=r"kl_controller: Leaving\.coef=.* must be a number"):
