@@ -459,8 +459,8 @@ class TrainerBase(Trainer):
         dataset = datasets.read_by_each_rank(dataset, num_rows, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
         with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
-            loader = super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
-            return datasets.leaving_signals(loader)
+            made = super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
+            return datasets.leaving_signals(made)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "attention_mask"]
