@@ -82,7 +82,7 @@ def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | No
     return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
 
 
-def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOConfig) -> Any:
+def read_by_each_rank(dataset: Any, batch_size: int, is_training: bool, args: PPOConfig) -> Any:
     """Return a data set that each rank reads by itself, to keep its own rows.
 
     A stream for training ends after its last full batch. A stream for evaluation becomes a list, so that no row counts
@@ -90,9 +90,9 @@ def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOC
 
     Args:
         dataset: Prepared prompts.
-        num_rows: Prompts of a batch, of all ranks.
+        batch_size: Prompts of a batch of one rank.
         is_training: Whether the prompts are for training.
-        args: Gives `max_prompt_length`, for the error.
+        args: Gives the number of ranks, and `max_prompt_length` for the error.
 
     Raises:
         ValueError: A stream for evaluation has no prompt.
@@ -100,7 +100,7 @@ def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOC
     if not isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
         return dataset
     if is_training:
-        return _FullBatches(dataset, num_rows)
+        return _FullBatches(dataset, batch_size * args.world_size)
     if rows := list(dataset):
         return rows
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
