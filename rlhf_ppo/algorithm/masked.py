@@ -108,8 +108,8 @@ def masked_range(values: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor
     """
     own = values.float()
     ends = torch.stack([-own.masked_fill(~mask, torch.inf).min(), own.masked_fill(~mask, -torch.inf).max()])
-    negated, highest = gather(ends[None]).amax(dim=0).tolist()
-    return -negated, highest
+    negated, highest = gather(ends[None]).amax(dim=0)
+    return -float(negated), float(highest)
 
 
 def masked_whiten(

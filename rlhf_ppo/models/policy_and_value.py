@@ -202,8 +202,8 @@ def check_logits(policy: nn.Module) -> None:
     if not theirs.isfinite().all():
         return  # overflow is reported at the first sampling
     tolerance = 1e-2 if next(policy.parameters()).dtype.itemsize == 2 else 1e-4
-    within = {"rtol": tolerance, "atol": tolerance * float(theirs.abs().max())}
-    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, **within):
+    largest = float(theirs.abs().max())
+    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * largest):
         raise ValueError(
             f"{type(transformers_model(policy)).__name__} changes its logits after the head (they differ from "
             f"head(backbone(ids)) by {float((ours - theirs).abs().max()):.3g}), in a way rlhf_ppo does not know; add "

@@ -100,7 +100,7 @@ def read_by_each_rank(dataset: Any, batch_size: int, is_training: bool, args: PP
     if not isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
         return dataset
     if is_training:
-        return _FullBatches(dataset, batch_size * args.world_size)
+        return _FullBatches(dataset, batch_size * (args.world_size or 1))
     if rows := list(dataset):
         return rows
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
