@@ -64,10 +64,10 @@ def train_run(task: Task, seed: int, folder: Path, **others: Any) -> Path:
     return folder
 
 
-def fit(task: Task, runs: Sequence[Path], folder: Path, options: Sequence[str]) -> Path:
-    """Fit a critic to the completions of runs, from the language model before training."""
+def fit(task: Task, runs: Sequence[Path], folder: Path, options: Sequence[str], start: Path | None = None) -> Path:
+    """Fit a critic to the completions of runs, from a model; None is the language model before training."""
     shutil.rmtree(folder, ignore_errors=True)
-    words = ["--completions", *map(str, runs), "--model_name_or_path", str(task.policy), "--lam", "1"]
+    words = ["--completions", *map(str, runs), "--model_name_or_path", str(start or task.policy), "--lam", "1"]
     words += ["--output_dir", str(folder), "--per_device_train_batch_size", "128", "--report_to", "none"]
     words += ["--use_cpu", "true", "--bf16", "false", "--gradient_checkpointing", "false", "--disable_tqdm", "true"]
     train_critic([*words, *options])

@@ -4,7 +4,7 @@
     python benchmarks/critic/tables.py
 
 A finished cell is one line of `results.jsonl` of the work directory; the same command continues. Variants are those of
-`benchmarks/learning/variants.py`, and `critic=wide` or `critic=fitted`, see `critic_of`. The trained models stay in
+`benchmarks/learning/variants.py`, and `critic=` with what it starts from, see `critic_of`. The trained models stay in
 the work directory, `rlhf-ppo generate` can load them.
 """
 
@@ -28,6 +28,7 @@ import arithmetic  # noqa: E402
 import torch  # noqa: E402
 from cell import TASKS, UNSEEN, health_of, module_of  # noqa: E402
 from evaluation import Evaluator, seeded  # noqa: E402
+from fitted import fit, train_run  # noqa: E402
 from libraries import our_trainer  # noqa: E402
 from preferences import scores_of  # noqa: E402
 from run import code_version, read_results  # noqa: E402
@@ -42,6 +43,8 @@ NUM_AUDITED = {"stories": 112, "emotions": 112, "preferences": 112, "exchanged":
 """Held-out responses of an audit, 4 prefixes each, of a quarter as many prompts."""
 NUM_PROMPTS = {"stories": 256, "emotions": 256, "preferences": 256, "exchanged": 256, "arithmetic": 1024}
 """Held-out prompts at inference; a prompt may be taken again."""
+WARM = ["--lam", "0.95", "--learning_rate", "3e-4", "--num_train_epochs", "3"]
+"""Of `rlhf-ppo critic train`; not tuned."""
 N, WIDTH = 8, 4
 BLOCK = {"stories": 8, "emotions": 8, "preferences": 4, "exchanged": 4, "arithmetic": 1}
 
@@ -78,7 +81,11 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers:
         "seed": seed,
     }
     policy, reference = (AutoModelForCausalLM.from_pretrained(task.policy) for _ in range(2))
-    others = {"value_model": critic_of(str(arguments.pop("critic")), seed, data, work)} if "critic" in changes else {}
+    others = (
+        {"value_model": critic_of(str(arguments.pop("critic")), name, task, seed, data, work)}
+        if "critic" in changes
+        else {}
+    )
     trainer = our_trainer(task, policy, arguments, eval_dataset=audited(name, task), **others)
     trainer.train()
     trainer.save_model(str(folder))
@@ -100,19 +107,46 @@ def run_cell(name: str, variant: str, seed: int, data: Path, work: Path, infers:
     return found | {"cpu_seconds_of_training": trained, "cpu_seconds": time.process_time() - began}
 
 
-def critic_of(kind: str, seed: int, data: Path, work: Path) -> str:
-    """Return where a critic of arithmetic starts from.
+def critic_of(kind: str, name: str, task: Task, seed: int, data: Path, work: Path) -> str:
+    """Return where a critic starts from.
 
     Args:
-        kind: `wide`, a language model twice as wide as the policy, or `fitted`, what `fitted.py` fitted to other runs.
-        seed: Of the run, which was one of `fitted.py`.
+        kind: `shallow`, the first half of the layers of `start_of`; `warm`, `start_of` fitted to the completions of
+            another run; for arithmetic also `wide`, a language model twice as wide as the policy, and `fitted`, what
+            `fitted.py` fitted to other runs.
+        name: The task's.
+        task: The task.
+        seed: Of the run, which for `fitted` was one of `fitted.py`.
         data: As of `run_cell`.
         work: As of `run_cell`.
     """
+    models = work / "models"
+    if kind == "shallow":
+        return str(shallow(task, models / f"{name}-shallow"))
+    if kind == "warm":
+        other = train_run(task, seed + 20, models / f"{name}-{seed + 20}")
+        return str(fit(task, [other], models / f"{name}-warm-{seed}", WARM, start_of(task)))
     if kind == "fitted":
-        return str(work / f"models/fitted-{seed}/fit-five")
+        return str(models / f"fitted-{seed}/fit-five")
     arithmetic.prepare(data, work / "arithmetic-wide", hidden_size=128)
     return str(work / "arithmetic-wide/policy")
+
+
+def start_of(task: Task) -> Path:
+    """Return what the critic starts from else: the reward model, or the policy where the reward is a function."""
+    return task.reward if isinstance(task.reward, Path) else task.policy
+
+
+def shallow(task: Task, folder: Path) -> Path:
+    """Save a critic with the first half of the layers."""
+    kind = AutoModelForCausalLM if start_of(task) == task.policy else AutoModelForSequenceClassification
+    model = kind.from_pretrained(start_of(task))
+    layers = model.base_model.layers
+    model.base_model.layers = layers[: len(layers) // 2]
+    model.config.num_hidden_layers = len(layers) // 2
+    model.save_pretrained(folder)
+    task.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def audited(name: str, task: Task) -> list[dict[str, Any]]:
