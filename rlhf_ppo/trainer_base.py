@@ -455,7 +455,7 @@ class TrainerBase(Trainer):
     ) -> DataLoader:
         # Rollouts are full batches; evaluations cover every row. The CPU pins no memory.
         pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
-        dataset = datasets.read_by_each_rank(dataset, batch_size, is_training, self.args)
+        dataset = datasets.read_by_each_rank(dataset, batch_size * self.sizes.world_size, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
         with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
             made = super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)

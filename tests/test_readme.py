@@ -193,7 +193,7 @@ OPTIONS_OF_OTHERS = {
         "ntasks-per-node",
         "signal",
     },  # torchrun, SLURM
-    "docs/critic.md": {"changes", "data", "tasks"},  # of the benchmark
+    "docs/critic.md": {"changes", "credit", "data", "tasks", "variants"},  # of the benchmarks
     "docs/judging.md": {"num_examples"},  # of the script
     "docs/metrics.md": {"env-ids", "filters", "output-filename", "pc", "scan-history"},  # openrlbenchmark
     "docs/pipeline.md": {"judge_preferences", "minutes", "preferences", "prompts", "texts"},  # of `rlhf-ppo init`

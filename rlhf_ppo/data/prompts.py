@@ -487,8 +487,7 @@ def collated_tensors(batch: Any) -> tuple[Tensor, Tensor]:
             f"the data_collator returned input_ids and attention_mask of the shapes {shapes[0]} and {shapes[1]}; both "
             "must be `(B, C)`, with a row for each prompt"
         )
-    for name in batch.keys() - {*names}:
-        values = batch[name]
+    for name, values in batch.items():
         if not isinstance(values, Sized) or getattr(values, "shape", None) == () or len(values) != len(ids):
             raise ValueError(
                 f"the data_collator returned {values!r:.60} as {name!r}; a column has a value for each of the "

@@ -82,7 +82,7 @@ def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | No
     return num_epochs, per_epoch, num_examples, num_updates * batch_size, batch_size, per_epoch, num_updates
 
 
-def read_by_each_rank(dataset: Any, batch_size: int, is_training: bool, args: PPOConfig) -> Any:
+def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOConfig) -> Any:
     """Return a data set that each rank reads by itself, to keep its own rows.
 
     A stream for training ends after its last full batch. A stream for evaluation becomes a list, so that no row counts
@@ -90,9 +90,9 @@ def read_by_each_rank(dataset: Any, batch_size: int, is_training: bool, args: PP
 
     Args:
         dataset: Prepared prompts.
-        batch_size: Prompts of a batch of one rank.
+        num_rows: Prompts of a batch, of all ranks.
         is_training: Whether the prompts are for training.
-        args: Gives the number of ranks, and `max_prompt_length` for the error.
+        args: Gives `max_prompt_length`, for the error.
 
     Raises:
         ValueError: A stream for evaluation has no prompt.
@@ -100,7 +100,7 @@ def read_by_each_rank(dataset: Any, batch_size: int, is_training: bool, args: PP
     if not isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
         return dataset
     if is_training:
-        return _FullBatches(dataset, batch_size * (args.world_size or 1))
+        return _FullBatches(dataset, num_rows)
     if rows := list(dataset):
         return rows
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
