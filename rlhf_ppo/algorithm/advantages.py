@@ -234,17 +234,16 @@ def check_coefficient(controller: KLController) -> None:
         TypeError: It is no number.
         ValueError: It is negative, which would reward divergence, or not finite.
     """
-    given, cause = controller.coef, None
+    given = controller.coef
     try:
-        is_number = not isinstance(given, str) and not getattr(given, "requires_grad", False)
-        coef = float(given) if is_number else math.nan
+        if isinstance(given, str) or getattr(given, "requires_grad", False):
+            raise TypeError("text or a tensor with a gradient")
+        coef = float(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        is_number, coef, cause = False, math.nan, error
-    if not is_number:
         raise TypeError(
             f"kl_controller: {type(controller).__name__}.coef={given!r:.60} must be a number, and no tensor with a "
             "gradient; correct its update()"
-        ) from cause
+        ) from error
     if not 0 <= coef < math.inf:
         raise ValueError(
             f"kl_controller: {type(controller).__name__}.coef={coef} must be finite and at least 0, or the penalty "

@@ -165,7 +165,8 @@ def check_single_process(task: str) -> None:
     Raises:
         ValueError: A launcher has started several.
     """
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1  # accelerate skips CPUs
+    # Launchers set both variables; accelerate's own count is 1 on CPUs.
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
     if processes > 1:
         raise ValueError(f"num_processes={processes}: {task} in a single process; start only one")
 

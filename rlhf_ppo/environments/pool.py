@@ -370,7 +370,8 @@ def _check(factories: Mapping[str | None, Any], tools: Sequence[Any]) -> None:
     if not isinstance(tools, Sequence):
         raise TypeError(f"tools={tools!r:.60} must be a list of functions")
     for tool in tools:
-        if not callable(tool) or not all(hasattr(tool, name) for name in ("__name__", "__annotations__")):
+        is_function = inspect.isroutine(tool) or all(hasattr(tool, name) for name in ("__name__", "__annotations__"))
+        if not callable(tool) or not is_function:
             kind = f"an object of {type(tool).__name__} with `__call__`" if callable(tool) else f"{tool!r:.60}"
             raise TypeError(
                 f"tools holds {kind}; pass functions with type hints and docstrings, or such methods of an object"
