@@ -160,7 +160,7 @@ def measure(variant: str, seed: int) -> dict[str, Any]:
 
 
 class Games(NamedTuple):
-    """Games that a policy has played: the first field's tokens, those that follow, which are its own, who has won."""
+    """Games of a policy: ids of the first field and of all that follows, 1 on the policy's tokens, 1 if it won."""
 
     prompts: list[list[int]]
     completions: list[list[int]]
