@@ -94,3 +94,15 @@ def test_a_variant_is_compared_with_plain_seed_by_seed(turns: Any) -> None:
     assert last.startswith("| grpo | 0.700 |")
     better = [*turns.tables(rows)][-1]
     assert better.startswith("| better | 0.750 ") and "| +0.200 [+0.200, +0.200] | +0.000 [+0.000, +0.000] |" in better
+
+
+def test_grpo_is_paid_less_for_a_cut_response(turns: Any) -> None:
+    import grpo  # pyright: ignore[reportMissingImports]
+
+    task: Any = SimpleNamespace(
+        reward=lambda prompts, completions: [0.5] * len(prompts),
+        arguments={"missing_eos_penalty": 1.0},
+        tokenizer=SimpleNamespace(eos_token_id=1),
+    )
+    paid = grpo.less_penalty(task)(prompts=["a", "b"], completions=["x", "y"], completion_ids=[[5, 1], [5, 6]])
+    assert paid == [0.5, -0.5]
