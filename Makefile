@@ -16,7 +16,7 @@ PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfi
 ONE_PROCESS := not learning and not slow and not distributed and not vllm
 FAST := $(ONE_PROCESS) and not thorough
 # Tests of what only this package, Python, torch and the operating system decide.
-WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu mutation pipeline terminal \
+WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu pipeline terminal \
 	environments/test_misbehaviour.py evaluation/test_critic_audit.py test_architecture.py test_readme.py
 
 # Tests that read ../shared/data skip where it is absent, except in CI: there its absence is a failure.
@@ -25,9 +25,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
+check test test-one-process test-long test-learning test-distributed test-kills test-growth test-fuzz test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-mutants test-growth test-fuzz test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-growth test-fuzz test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -70,9 +70,6 @@ test-distributed: install ## Runs with several processes
 
 test-kills: install ## At random moments: 100 kills of one process, 20 of two, 20 with generation_overlap; 64 faults of the pipeline: all end as if left alone
 	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py tests/pipeline/test_killed.py
-
-test-mutants: install ## Each place that is listed broken in turn: its tests must notice; test-long breaks one of each entry
-	NUM_MUTANTS=1000 $(PYTEST) --dist worksteal tests/mutation
 
 test-growth: install ## 2,000 updates with everything on: memory, descriptors, threads, seconds and saves stay as they are
 	NUM_UPDATES=$(or $(NUM_UPDATES),2000) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_growth.py

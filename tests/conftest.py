@@ -110,7 +110,6 @@ LONG_RUNS = {
 # The longest files, which a run begins with, so that no process is left with one at the end; beside one that starts
 # several processes there is one that does not.
 LONGEST_FIRST = (
-    "mutation/test_mutants.py",
     "distributed/test_resume.py",
     "models/test_architectures.py",
     "distributed/test_accelerate_launch.py",
