@@ -21,8 +21,6 @@ from trl.trainer.sft_config import SFTConfig
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.aitraining import LLMCommand
 from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
-from rlhf_ppo.cli.commands import GenerateArguments
-from rlhf_ppo.cli.critic import CriticScriptArguments
 from rlhf_ppo.cli.estimate import EstimateArguments
 from rlhf_ppo.cli.judge import JudgeArguments
 from rlhf_ppo.compat.params import LLMTrainingParams
@@ -228,7 +226,6 @@ ARGUMENTS_OF_OTHERS = {
 def test_options_and_arguments_that_are_named_exist(page):
     """Of any of our commands or of `accelerate launch`; `name=value` is a field or an argument of the trainer."""
     configurations = (PPOConfig, LLMTrainingParams, LLMCommand, JudgeArguments, EstimateArguments, PPOScriptArguments)
-    configurations += (CriticScriptArguments, GenerateArguments)
     known = {f.name for each in (*configurations, SFTConfig, RewardConfig, ModelConfig) for f in fields(each)}
     arguments = known | set(inspect.signature(PPOTrainer).parameters)
     launch = {name for names in launch_command_parser()._option_string_actions for name in [names.lstrip("-")]}

@@ -199,8 +199,7 @@ class PPOScriptArguments(DryRunScriptArguments):
     tools: list[str] | None = option(None, "Functions that the policy may call, as file.py:function.")
     value_model_path: str | None = option(
         None,
-        "The value model at its start, such as one of `rlhf-ppo critic train`; by default the reward model, or the "
-        "policy with a new head.",
+        "The value model at its start; by default the reward model, or the policy with a new head.",
     )
     ptx_dataset: str | None = option(
         None,

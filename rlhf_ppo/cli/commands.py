@@ -1,66 +1,44 @@
-"""The commands train, estimate, reward, sft and generate."""
+"""The commands train, estimate, reward and sft."""
 
-import json
-import os
-import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from transformers import AutoModelForCausalLM, Trainer, set_seed
+from transformers import Trainer
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.cli.arguments import (
     DryRunScriptArguments,
     PPOScriptArguments,
-    check_single_process,
     quantization_options,
 )
 from rlhf_ppo.cli.checks import check_step_options, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import Problems, program_name, user_errors
 from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
-from rlhf_ppo.cli.options import CHAT_TEMPLATE_KWARGS, JudgeArguments
+from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
-    load_tokenizer,
     measure_accuracy,
     measured_reward_trainer,
     policy_tokenizer,
     running,
     scored_ppo_trainer,
     sft_trainer,
-    template_kwargs,
     train_and_save,
 )
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import INHERITED_RANGES, check_inherited
 from rlhf_ppo.config.validation import (
-    AtLeastOne,
-    Count,
-    PositiveShare,
-    Seed,
-    Temperature,
     check_ranges,
-    option,
-    parse_template_kwargs,
-    ranges_of,
 )
-from rlhf_ppo.data.prompts import prompt_column
-from rlhf_ppo.data.sources import choose_split, load_splits
-from rlhf_ppo.decoding import Decoded, Sampling, best_of_n, value_guided_search
 from rlhf_ppo.estimate.run import estimate_run
 from rlhf_ppo.estimate.update import Estimate
-from rlhf_ppo.models.loading import load_pretrained, load_value_model
-from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
+from rlhf_ppo.models.unwrapping import multiplied_dtype
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal.text import print_text
 from rlhf_ppo.trainer import PPOTrainer
-from rlhf_ppo.training.checks import check_output_dir, check_writable
+from rlhf_ppo.training.checks import check_output_dir
 from rlhf_ppo.training.episodes import EpisodeRollouts
 
 
@@ -217,115 +195,3 @@ def parse_options(program: str, command: str, argv: Sequence[str] | None, proble
         with problems.collecting():
             check()
     return script_args, args, model_args
-
-
-@dataclass
-class GenerateArguments:
-    """Options of `rlhf-ppo generate`.
-
-    Raises:
-        ValueError: A number is outside its range.
-    """
-
-    model: str = option("", "Directory or hub name of the policy.")
-    critic: str = option("", "Directory or hub name of the critic, such as RUN/critic of a run with save_critic.")
-    dataset_name: str = option("", "Prompts: a file, a directory or a hub name with `prompt`, `text` or `input_ids`.")
-    split: str = option("train", "Split of the dataset.")
-    num_prompts: AtLeastOne = option(256, "Number of prompts, from the first.")
-    n: AtLeastOne = option(8, "Best of n: responses sampled for each prompt, of which the critic chooses one.")
-    weighted: bool = option(False, "Best of n: add up the values of equal responses, and choose the heaviest.")
-    width: AtLeastOne | None = option(
-        None, "Value-guided search instead: blocks of tokens sampled for each prompt in a round."
-    )
-    block: AtLeastOne = option(8, "Value-guided search: tokens of a block.")
-    max_new_tokens: AtLeastOne = option(128, "Maximum length of a response, in tokens.")
-    temperature: Temperature = option(0.7, "Sampling temperature; use that of training.")
-    top_k: Count = option(0, "Sample from the top_k most likely tokens. 0: from all.")
-    top_p: PositiveShare = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
-    stop_token_id: Count | None = option(None, "Id of the token that ends a response; None: the tokenizer's EOS.")
-    batch_size: AtLeastOne = option(64, "Rows in a batch.")
-    chat_template_kwargs: str | None = option(None, CHAT_TEMPLATE_KWARGS)
-    seed: Seed = option(0, "Seed of the sampling.")
-    trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
-    output: str = option("responses.jsonl", "File to write: one JSON object per prompt.")
-    overwrite: bool = option(False, "Replace the file if it exists.")
-
-    def __post_init__(self) -> None:
-        """Check the numbers and the required options."""
-        check_ranges(self, ranges_of(GenerateArguments))
-        parse_template_kwargs(self.chat_template_kwargs)
-        for name, what in {"model": "a policy", "critic": "its critic", "dataset_name": "prompts"}.items():
-            if not getattr(self, name):
-                raise ValueError(f"{name} is not given; give {what}")
-        if self.weighted and self.width is not None:
-            raise ValueError(f"weighted=True is for best of n, but width={self.width} searches; leave out one of them")
-
-
-def generate(argv: Sequence[str] | None = None) -> Decoded:
-    """Generate responses to prompts, chosen by a critic, and write them to a file.
-
-    Args:
-        argv: The options of `GenerateArguments`. None takes the program's own.
-
-    Returns:
-        The responses.
-
-    Raises:
-        SystemExit: An option, the data or a model is wrong; the message names it.
-    """
-    program = program_name("generate", argv)
-    problems = Problems()
-    (options,) = parse(GenerateArguments, program, argv, problems)
-    problems.fail(program)
-    with user_errors(program):
-        check_single_process("responses are generated")
-        path = Path(os.path.expanduser(options.output))
-        if path.is_dir():
-            raise ValueError(f"output={options.output!r} is a directory; name a file in it")
-        if path.exists() and not options.overwrite:
-            raise ValueError(f"output={options.output!r} exists already: add --overwrite to replace, or name another")
-        check_writable(str(path.parent), "output")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        prompts = _prompts(options)
-        found = decode(options, prompts)
-        rows = zip(prompts, found.texts, found.chosen, strict=True)
-        lines = [json.dumps({**prompt, "response": text, "value": best.value}) for prompt, text, best in rows]
-        write_text(path, "\n".join(lines) + "\n")
-    print_text(
-        f"{len(prompts)} responses are in {path}: {found.num_sampled_tokens} tokens sampled, "
-        f"{found.num_valued_rows} rows read by the critic. To judge them: rlhf-ppo judge "
-        f"--dataset_name {shlex.quote(str(path))} --model_column response ..."
-    )
-    return found
-
-
-def _prompts(options: GenerateArguments) -> list[dict[str, Any]]:
-    """Return the first prompts of the data set: rows with `prompt`, or with `input_ids` and what describes them."""
-    rows = choose_split(load_splits(options.dataset_name), options.split, "split")
-    rows = rows.select(range(min(options.num_prompts, len(rows))))
-    column = prompt_column(rows.column_names, "dataset_name")
-    if column != "input_ids":
-        return [{"prompt": prompt} for prompt in rows[column]]
-    kept = {"input_ids", "attention_mask", "prompt"}.intersection(rows.column_names)
-    return list(rows.select_columns(sorted(kept)))
-
-
-def decode(options: GenerateArguments, prompts: Sequence[dict[str, Any]]) -> Decoded:
-    """Load policy and critic, and choose a response to each prompt."""
-    settings = {"trust_remote_code": options.trust_remote_code}
-    tokenizer = load_tokenizer(options.model, options.trust_remote_code, "model")
-    device = PartialState().device
-    policy: Any = load_pretrained(AutoModelForCausalLM, options.model, "model", dtype="auto", **settings)
-    size = text_config(policy).vocab_size
-    if options.stop_token_id is not None and options.stop_token_id >= size:
-        raise ValueError(f"stop_token_id={options.stop_token_id} would never be sampled: model has {size} token ids")
-    critic = load_value_model(options.critic, "critic", **settings)
-    how = Sampling(
-        options.max_new_tokens, options.temperature, options.top_k, options.top_p, options.stop_token_id,
-        options.batch_size, template_kwargs(options.model, options.chat_template_kwargs),
-    )  # fmt: skip
-    set_seed(options.seed)
-    policy, critic = policy.to(device), critic.to(device)
-    if options.width is not None:
-        return value_guided_search(policy, critic, tokenizer, prompts, options.width, options.block, how)
-    return best_of_n(policy, critic, tokenizer, prompts, options.n, how, weighted=options.weighted)

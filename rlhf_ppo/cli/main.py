@@ -39,9 +39,6 @@ COMMANDS = {
     "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
     "reward": ("rlhf_ppo.cli.commands", "Train a reward model on preference pairs (TRL's RewardTrainer)."),
     "estimate": ("rlhf_ppo.cli.commands", "Estimate memory and time of `train` with the same options."),
-    "critic": ("rlhf_ppo.cli.critic", "Audit the critic of a run."),
-    "critic train": ("rlhf_ppo.cli.critic", "Train a critic on the kept completions of runs."),
-    "generate": ("rlhf_ppo.cli.commands", "Generate responses, of which a critic chooses the best."),
     "judge": ("rlhf_ppo.cli.judge", "Measure how often a judge prefers one model over another."),
     "eval": ("rlhf_ppo.cli.judge", "The same as judge."),
     "plot": ("rlhf_ppo.cli.main", "Draw the metrics of runs into a picture."),
@@ -51,7 +48,7 @@ COMMANDS = {
 }
 """Each subcommand, of one or two words: the module that holds the function of its name, and its help."""
 
-FUNCTIONS = {"eval": "evaluate", "critic train": "train_critic"}
+FUNCTIONS = {"eval": "evaluate"}
 """Subcommands whose function has another name."""
 
 
@@ -79,8 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         argv, sys.excepthook = restore_hidden_words(sys.argv[1:]), _show_traceback
     os.environ.setdefault("TQDM_DELAY", "1")  # no bars of steps that take less than a second
     words = argv or ["--help"]
-    num_words = 2 if " ".join(words[:2]) in COMMANDS else 1
-    command, options = " ".join(words[:num_words]), words[num_words:]
+    command, options = words[0], words[1:]
     if command in ("-h", "--help"):
         print_commands()
         return

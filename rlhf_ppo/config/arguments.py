@@ -375,7 +375,7 @@ class RecipeArguments:
     save_critic: bool = _option(
         False,
         "Save the value model too, in the directory critic beside the policy, to load it with "
-        "AutoModelForSequenceClassification: rlhf_ppo.decoding chooses responses with it.",
+        "AutoModelForSequenceClassification.",
     )
 
     # --- Advantages ---

@@ -11,11 +11,11 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 from peft import LoraConfig
+from rlhf_ppo.decoding import values_of
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.decoding import values_of
 from rlhf_ppo.models.heads import ValueHead, cover_returns, value_head_of
 from rlhf_ppo.models.loading import load_value_model
 from rlhf_ppo.models.unwrapping import transformers_model
