@@ -253,7 +253,6 @@ class PPOTrainer(TrainerBase):
             for epoch in itertools.count(loop.epoch):
                 for prompts in self._prompts(epoch):
                     experience = self._next_experience(partial(self.collect_rollout, loop.model, prompts))
-                    self._rollouts.sample_next(loop.model)  # with generation_overlap
                     loop.grad_norm = self.learn(loop.model, experience)
                     self._end_update()
                     if self.control.should_epoch_stop or self.control.should_training_stop:

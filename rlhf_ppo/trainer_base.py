@@ -194,7 +194,7 @@ class TrainerBase(Trainer):
         run, args = self._run, self.args
         check_kept(self)
         opened = self._directory.opened(self._get_output_dir(trial), resume_from_checkpoint)
-        with run.signals.listening(), opened as checkpoint, self._rollouts.in_use():
+        with run.signals.listening(), opened as checkpoint:
             run.guard.last_checkpoint = checkpoint
             self.scorer.stop()  # a failed update may have left pending rewards and logged values
             run.logged.forget()
@@ -241,7 +241,6 @@ class TrainerBase(Trainer):
             ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
             schedule_follows_metric=follows_metric(self.lr_scheduler),
         )  # fmt: skip
-        self._rollouts.begin(checkpoint, model)
         run.fire("on_train_begin")
         return run.loop
 
@@ -918,7 +917,6 @@ class TrainerBase(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         self._run.streams.save(output_dir)
         self._learning.save(output_dir)
-        self._rollouts.save(output_dir)
         super()._save_rng_state(output_dir)
 
     # ---- Logging ----

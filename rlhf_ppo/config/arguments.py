@@ -45,22 +45,10 @@ class EngineArguments:
         "Engine that generates responses: 'transformers' (`generate`), 'continuous' (transformers' continuous "
         "batching: a new prompt replaces each response that ends) or 'vllm' (through TRL).",
     )
-    generation_batch_size: AtLeastOne | None = _option(
-        None,
-        "Rows that each process generates at once. None: the whole local batch with 'vllm', and on a GPU if the "
-        "estimated cache fits; otherwise local_rollout_forward_batch_size.",
-    )
-    generation_overlap: Annotated[int, Interval(0, 1)] = _option(
-        0,
-        "1: a worker process, or a vLLM server, samples the next rollout while the models learn on the last one, with "
-        "the weights before that update; importance_sampling_correction or old_logprobs='sampling' corrects for it. "
-        "0: off.",
-    )
     importance_sampling_correction: bool = _option(
         True,
         "Weight each token's policy loss by the ratio of its probabilities in training and in the engine (truncated "
-        "importance sampling). Needs log-probabilities of the sampler: generation_engine 'continuous' or 'vllm', or "
-        "generation_overlap=1.",
+        "importance sampling). Needs log-probabilities of the sampler: generation_engine 'continuous' or 'vllm'.",
     )
     importance_sampling_mode: Literal["token", "sequence", "masked"] = _option(
         "token",

@@ -308,12 +308,6 @@ class PPOConfig(
         "Maximum seconds of one call of a reward function, or of a server with all retries; after it the run ends "
         "with an error. Reward functions then run in threads; a hanging thread is abandoned. None: no limit.",
     )
-    reward_overlap: bool = _option(
-        False,
-        "Run reward functions that are not async in a thread, one after the other, while policy, reference and value "
-        "model compute. It helps functions that wait or compute outside of Python (NumPy, processes). They must not "
-        "use PyTorch on the models' device, torch.distributed or signal.",
-    )
     score_clip: Positive | None = _option(
         None,
         "Clip the summed score to [-score_clip, score_clip], after score_scaling or score_normalization (then in "

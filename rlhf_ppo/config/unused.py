@@ -54,9 +54,9 @@ class TrainerContext:
 _VLLM = tuple(name for name in PPOConfig.__dataclass_fields__ if name.startswith("vllm_"))
 _VLLM_SERVER = tuple(name for name in _VLLM if "server" in name or name == "vllm_group_port")
 _VLLM_COLOCATED = tuple(name for name in _VLLM if name not in (*_VLLM_SERVER, "vllm_mode"))
-_ENGINE = ("generation_engine", "generation_batch_size", *_VLLM)
-_SAMPLING = ("top_k", "top_p", "min_p", "generation_overlap", *_ENGINE)
-_FUNCTIONS = ("reward_timeout", "reward_overlap")
+_ENGINE = ("generation_engine", *_VLLM)
+_SAMPLING = ("top_k", "top_p", "min_p", *_ENGINE)
+_FUNCTIONS = ("reward_timeout",)
 _PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", *_FUNCTIONS, "chat_template_kwargs")
 _WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max")
 _CORRECTION = ("importance_sampling_correction", *_WEIGHTS)
@@ -86,10 +86,10 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool]
      "positive_nll_coef is 0", "set positive_nll_coef, such as to 0.1"),
     ((*_CORRECTION, "old_logprobs"),
      lambda args, run: (
-         args.generation_engine == "transformers" and not (run.has_engine or run.is_stepped or args.generation_overlap)
+         args.generation_engine == "transformers" and not (run.has_engine or run.is_stepped)
      ),
      "generation_engine='transformers' gives no log-probabilities",
-     "use 'continuous', 'vllm' or generation_overlap=1"),
+     "use 'continuous' or 'vllm'"),
     (_CORRECTION, lambda args, _: args.old_logprobs == "sampling",
      "old_logprobs='sampling' takes its place", "set old_logprobs='training'"),
     (_WEIGHTS, lambda args, _: not args.importance_sampling_correction,

@@ -46,7 +46,7 @@ BANDWIDTHS = (300e9, 50e9)
 
 
 class RunEstimate:
-    """The estimate of a trainer's run, computed when the run begins, or when `generation_rows` is read.
+    """The estimate of a trainer's run, computed when the run begins.
 
     An engine must not have placed the trained models by then. The frozen models are copies without storage, made
     before an engine placed them.
@@ -79,47 +79,17 @@ class RunEstimate:
 
     def announce(self) -> None:
         """Print the estimate once, in the main process, if progress is shown."""
-        args, rows = self.args, self.generation_rows
+        args = self.args
         if self._is_announced or args.disable_tqdm or args.process_index != 0:
             return
         self._is_announced = True
         try:
-            estimate = self.forecast(rows)
+            estimate = self.forecast()
             if estimate is not None:
                 dtype = multiplied_dtype(self.accelerator, self.policy)
                 print_text(describe(estimate, args.device, dtype, self.sizes.num_total_batches))
         except Exception as error:  # a model that cannot be counted, or measured in the memory left, can be trained
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
-
-    @functools.cached_property
-    def generation_rows(self) -> int:
-        """Number of rows that this process generates at once.
-
-        `args.generation_batch_size`, if it is set. Otherwise, on a GPU, the whole local batch, halved until its cache
-        fits beside the models by the estimate, but at least `args.local_rollout_forward_batch_size`. On other devices
-        that number: a row's random numbers depend on the rows beside it.
-        """
-        args = self.args
-        least, most = args.local_rollout_forward_batch_size, self.sizes.local_batch_size
-        if args.generation_batch_size is not None or args.device.type != "cuda" or most <= least:
-            return args.generation_batch_size or least
-        try:
-            estimate = self.forecast()
-        except Exception as error:
-            logger.warning(
-                f"generation_batch_size is {least}: no estimate of memory ({type(error).__name__}: {error})"
-            )
-            estimate = None
-        if estimate is None:
-            return least
-        memory = SHARE_OF_MEMORY * torch.cuda.get_device_properties(args.device).total_memory
-        rows = most
-        while (
-            rows > least
-            and estimate.resident - estimate.freed + replace(estimate, rows_per_call=rows).generation > memory
-        ):
-            rows = -(-rows // 2)
-        return max(rows, least)
 
     def forecast(self, num_generated: int | None = None) -> Estimate | None:
         """Estimate the updates of the run; they are counted once, for any number of generated rows.
@@ -179,7 +149,7 @@ def estimate_run(
     device, max_tokens = next(policy.parameters()).device.type, args.max_tokens_per_micro_batch
     workload = Workload(
         rows=sizes.local_batch_size,
-        rows_per_call=args.generation_batch_size or args.local_rollout_forward_batch_size,
+        rows_per_call=args.local_rollout_forward_batch_size,
         rows_per_micro_batch=args.per_device_train_batch_size
         if max_tokens is None
         else max(1, max_tokens // (prompt_length + args.response_length)),
@@ -193,7 +163,6 @@ def estimate_run(
         has_reference=asks_for_reference(args),
         moves_reference=args.reference_ema is not None,
         num_mini_batches=args.num_mini_batches,
-        samples_ahead=args.generation_overlap > 0 and args.generation_engine != "vllm",
     )
     optimizer_bytes = optimizer_bytes_per_parameter(*Trainer.get_optimizer_cls_and_kwargs(args), args.device)
     in_autocast = dtype is not None and sharding.stored is None

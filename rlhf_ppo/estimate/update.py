@@ -50,7 +50,6 @@ class Workload:
         has_reference: Whether a reference model scores the responses.
         moves_reference: Whether the reference moves; a 16-bit reference then has a float32 copy.
         num_mini_batches: Optimizer steps of each pass over the episodes.
-        samples_ahead: Whether a worker with a copy of the policy generates while the models learn.
     """
 
     rows: int
@@ -66,7 +65,6 @@ class Workload:
     has_reference: bool = True
     moves_reference: bool = False
     num_mini_batches: int = 1
-    samples_ahead: bool = False
 
     @property
     def length(self) -> int:
@@ -186,7 +184,6 @@ class Estimate:
         gathered_weights: Bytes of the weights that a checkpoint gathers on the host of the first process.
         gathered_optimizer: Those of the optimizer's state, with FSDP2's `FULL_STATE_DICT`.
         communication: Bytes that each process exchanges.
-        worker: Whole weights of the policy in a worker that generates while the models learn; 0 without one.
     """
 
     weights: int
@@ -208,12 +205,11 @@ class Estimate:
     gathered_weights: int
     gathered_optimizer: int
     communication: Communication
-    worker: int = 0
 
     @property
     def resident(self) -> int:
         """Bytes that are always held."""
-        return self.weights + self.frozen + self.gradients + self.optimizer + self.worker
+        return self.weights + self.frozen + self.gradients + self.optimizer
 
     @property
     def generation(self) -> int:
@@ -228,8 +224,6 @@ class Estimate:
     @property
     def peak(self) -> int:
         """Most bytes held at one time: while generating, or while learning."""
-        if self.worker:
-            return self.resident + self.generation + self.learning
         return self.resident + max(self.generation - self.freed, self.learning)
 
     def seconds(self, flops_per_second: float, bytes_per_second: float) -> float:
@@ -291,7 +285,6 @@ def estimate_update(
         gathered_weights=is_sharded * stored_bytes(count.trained, stored),
         gathered_optimizer=int(is_sharded * sharding.is_fsdp * optimizer_bytes * num_learned),
         communication=count.communication(),
-        worker=workload.samples_ahead * stored_bytes(policy.parameters()),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +35,11 @@ class ContinuousEngine:
     """transformers' continuous batching, on the policy's own weights.
 
     Attributes:
-        max_rows: Returns the number of rows that run at a time, for which the cache has space.
+        max_rows: Number of rows that run at a time, for which the cache has space.
         dtype: Type of weights, arithmetic and cache; None: the policy's types.
     """
 
-    max_rows: Callable[[], int]
+    max_rows: int
     dtype: torch.dtype | None = None
     reads_sharded: bool = False
     called: str = "generation_engine='continuous'"
@@ -75,7 +75,7 @@ class ContinuousEngine:
             float32_head_apart(policy),
             stored_as(self.dtype, policy),
         ):
-            outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows()))
+            outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows))
         return stack_rows(
             [output.generated_tokens for output in outputs],
             [output.logprobs for output in outputs],

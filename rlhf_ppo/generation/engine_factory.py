@@ -97,7 +97,6 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     stop_strings: StopStrings | None,
     baseline_kinds: Sequence[str] = (),
-    rows: Callable[[], int] | None = None,
     local_batch_size: int | None = None,
 ) -> GenerationEngine:
     """Make the engine that `args.generation_engine` names.
@@ -110,9 +109,7 @@ def make_engine(
         stop_strings: Texts that also end a row, or None. Only transformers' `generate` stops at them; responses of
             other engines are truncated afterwards: the same responses, for more work.
         baseline_kinds: Kinds of baselines that reward functions compare with.
-        rows: Returns the number of rows to generate at once; None: `args.local_rollout_forward_batch_size`.
-        local_batch_size: Rows of an update on this process; vLLM generates all of them at once, unless
-            `args.generation_batch_size` is set.
+        local_batch_size: Rows of an update on this process; vLLM generates all of them at once.
 
     Raises:
         ValueError: The engine cannot run under this sharding, in float32 on a GPU or deterministically there; vLLM
@@ -126,15 +123,14 @@ def make_engine(
             f"generation_engine={engine!r} needs {name} {lowest} or newer, and here is {version(name)}; "
             f"`pip install -U {name}`, or set generation_engine='transformers'"
         )
-    rows = rows or (lambda: args.local_rollout_forward_batch_size)
+    rows = args.local_rollout_forward_batch_size
     if engine == "vllm":
         if others := [kind for kind in baseline_kinds if kind != "self"]:
             raise ValueError(
                 f"generation_engine='vllm' has the policy's weights only, but reward_funcs compare with {others}; "
                 "set generation_engine to 'continuous' or 'transformers'"
             )
-        at_once = args.generation_batch_size or local_batch_size or args.local_rollout_forward_batch_size
-        return start_vllm(args, policy, accelerator, tokenizer, at_once)
+        return start_vllm(args, policy, accelerator, tokenizer, local_batch_size or rows)
     if engine == "transformers":
         if not is_sharded(policy):  # otherwise the first call probes
             generation_needs(policy)

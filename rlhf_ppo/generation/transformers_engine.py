@@ -62,13 +62,13 @@ class TransformersEngine:
     """transformers' `generate`, on the policy's own weights.
 
     Attributes:
-        rows_per_call: Returns the maximum number of prompts of one `generate` call.
+        rows_per_call: Maximum number of prompts of one `generate` call.
         stop_strings: Texts that also end a row, or None.
         gather: Concatenates a tensor over all ranks.
         kept: Caches of rows, kept between calls, or None.
     """
 
-    rows_per_call: Callable[[], int]
+    rows_per_call: int
     stop_strings: StopStrings | None = None
     gather: Callable[[Tensor], Tensor] | None = None
     kept: KeptRows | None = None
@@ -78,8 +78,9 @@ class TransformersEngine:
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
         """Generate a response to each prompt; see `sample_responses`."""
         kept = self.kept if self.kept is not None and continues(policy) else None
-        rows_per_call = self.rows_per_call()
-        return Sampled(sample_responses(policy, prompts, config, rows_per_call, self.stop_strings, self.gather, kept))
+        return Sampled(
+            sample_responses(policy, prompts, config, self.rows_per_call, self.stop_strings, self.gather, kept)
+        )
 
     def continuing(self) -> TransformersEngine:
         """Return an engine for the turns of a batch of episodes, which keeps the rows' caches between its calls."""

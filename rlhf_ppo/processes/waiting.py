@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -31,13 +31,12 @@ _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary(
 _ending = threading.Lock()
 
 
-def in_daemon_thread(function: Callable[..., T], *args: Any, after: Future[Any] | None = None) -> Future[T]:
+def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
     """Call a function in a new daemon thread, with the caller's context variables and CUDA device, without gradients.
 
     Args:
         function: The function.
         *args: Its arguments.
-        after: The future of an earlier call; the thread waits until it has ended.
 
     Returns:
         A future of the function's result or error.
@@ -49,8 +48,6 @@ def in_daemon_thread(function: Callable[..., T], *args: Any, after: Future[Any] 
     def run() -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        if after is not None:
-            wait([after])
         if not future.set_running_or_notify_cancel():
             return
         try:

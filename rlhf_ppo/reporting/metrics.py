@@ -487,7 +487,7 @@ def _combine(key: str, values: list[float]) -> float:
 # Times of the phases of an update
 
 _TO_LOWER = {
-    "generate": "generation: lower generation_batch_size (or local_rollout_forward_batch_size) or response_length",
+    "generate": "generation: lower local_rollout_forward_batch_size or response_length",
     "score": "the rewards: lower per_device_train_batch_size or response_length, or set offload_frozen=True",
     "evaluate": "the forward passes over the responses: lower local_rollout_forward_batch_size or response_length, or "
     "set offload_frozen=True",

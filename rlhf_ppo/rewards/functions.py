@@ -90,7 +90,6 @@ class RewardFunction:
         log_extra: Receives the columns that the function adds to the sample table; None drops them.
         refuse: Called with the reason if a score is not finite, or beyond `MAX_SCORE`.
         timeout: Seconds that a call may take; the function then runs in its own thread. None: no limit.
-        overlaps: Whether a function that is not async runs in a thread beside the models.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class RewardFunction:
         log_extra: LogExtra | None = None,
         refuse: Refuse = refuse_by_raising,
         timeout: float | None = None,
-        overlaps: bool = False,
     ) -> None:
         self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
         self.log_metric, self.log_extra = log_metric or discard, log_extra or discard
@@ -111,7 +109,6 @@ class RewardFunction:
         self.name = visible(name, one_line=True) if name else function_name(function)
         inner = unwrapped(function)
         self.is_async = any(map(inspect.iscoroutinefunction, (inner, getattr(inner, "__call__", None))))  # noqa: B004
-        self.overlaps = overlaps and not self.is_async
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Score every response and wait for the result.
@@ -142,12 +139,11 @@ class RewardFunction:
                 returned = with_timeout(running, self.timeout, self._timeout_error(batch)).result()
         return self._checked(returned, batch)
 
-    def submit(self, batch: ScoringBatch, after: Future[Tensor] | None = None) -> Future[Tensor]:
-        """Start a function and return its future: an async one on the event loop, another one in a thread.
+    def submit(self, batch: ScoringBatch) -> Future[Tensor]:
+        """Start an async function on the event loop and return its future.
 
         Args:
             batch: `B` prompts and truncated responses.
-            after: The call of the function before this one, which the thread waits for.
         """
         try:
             arguments = self.arguments(batch)
@@ -155,8 +151,6 @@ class RewardFunction:
             failed: Future[Tensor] = Future()
             failed.set_exception(error)
             return failed
-        if not self.is_async:
-            return in_daemon_thread(self._score, batch, arguments, after=after)
         scores = run_on_event_loop(self._score_async(batch, arguments))
         # The late function may block the loop, so the next one gets another loop.
         return with_timeout(scores, self.timeout, self._timeout_error(batch), on_timeout=abandon_event_loop)

@@ -234,7 +234,7 @@ class Scorer:
         return any(getattr(source, "reads_columns", True) for source in self.sources.values())
 
     def start(self, batch: ScoringBatch) -> None:
-        """Start the slow sources, so that they run while the caller continues.
+        """Start the asynchronous sources, so that they run while the caller continues.
 
         Args:
             batch: The batch of the next call.
@@ -251,7 +251,7 @@ class Scorer:
     def __call__(self, batch: ScoringBatch) -> Scores:
         """Score a batch.
 
-        The slow sources are started first, unless `start` did so, and collected last. If a source fails, the slow ones
+        The asynchronous sources are started first, unless `start` did so, and collected last. If a source fails, they
         are cancelled.
 
         Args:
@@ -284,12 +284,9 @@ class Scorer:
 
     def _submit(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
         running: dict[str, Future[Tensor]] = {}
-        before: Future[Tensor] | None = None  # plain functions run in turn, as they draw from the same random numbers
         for name, source in self.sources.items():
             if getattr(source, "is_async", False):
                 running[name] = source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
-            elif getattr(source, "overlaps", False):
-                before = running[name] = source.submit(batch, before)  # pyright: ignore[reportAttributeAccessIssue]
         return running
 
     def _weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:

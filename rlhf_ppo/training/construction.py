@@ -25,9 +25,7 @@ from rlhf_ppo.data.prompts import PositionLimit, smallest
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.estimate.update import copy_without_storage
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
-from rlhf_ppo.generation.overlap import HowToSample, SamplesAhead, SamplesInWorker, SamplesOnServer
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
@@ -546,62 +544,28 @@ def make_parts(
         frozen,
     )  # fmt: skip
     baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
-    given = {"engine": engine, "episodes": episodes, "baselines": baselines.kinds}
     if engine is None:
         engine = make_engine(
-            args, models.policy, accelerator, run.tokenizer, tokens.stop_strings, baselines.kinds,
-            rows=partial(getattr, estimate, "generation_rows"), local_batch_size=run.sizes.local_batch_size,
-        )  # fmt: skip
+            args,
+            models.policy,
+            accelerator,
+            run.tokenizer,
+            tokens.stop_strings,
+            baselines.kinds,
+            local_batch_size=run.sizes.local_batch_size,
+        )
     play = None if episodes is None else episodes.player(trainer, run, engine, baselines.kinds)
     preparation = preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     sampler = Sampler(
-        run, generate, engine.reads_sharded, baselines, models.reference, play, preparation.longest_sequence,
-        ahead=make_sampler_ahead(trainer, run, models.policy, engine, given) if args.generation_overlap else None,
-        rows=partial(getattr, estimate, "generation_rows"),
-    )  # fmt: skip
+        run,
+        generate,
+        engine.reads_sharded,
+        baselines,
+        models.reference,
+        play,
+        preparation.longest_sequence,
+    )
     return estimate, engine, preparation, sampler, make_scorer(run, models.rewards)
-
-
-def make_sampler_ahead(
-    trainer: Trainer, run: RunState, policy: nn.Module, engine: GenerationEngine, given: Mapping[str, Any]
-) -> SamplesAhead:
-    """Return the sampler of `generation_overlap`: a vLLM server, or a worker that computes as this process does.
-
-    Args:
-        trainer: The trainer, whose class must sample with the engine.
-        run: Its run.
-        policy: The policy.
-        engine: The engine.
-        given: What else may sample, by its name in errors.
-
-    Raises:
-        ValueError: Something else samples, or the policy cannot be sent to a worker.
-    """
-    args, tokens = run.args, run.tokens
-    owner = next(each for each in type(trainer).__mro__ if "generate_responses" in vars(each))
-    own = f"{owner.__name__}.generate_responses"
-    uses_vllm = args.generation_engine == "vllm"
-    reasons = {
-        "vllm_mode='colocate'": uses_vllm and args.vllm_mode == "colocate",
-        "an engine passed to the trainer": given["engine"] is not None,
-        "tools, environments or rollout_func": given["episodes"] is not None,
-        f"reward_funcs that compare with {given['baselines']}": bool(given["baselines"]),
-        f"the overridden {own}": not owner.__module__.startswith(f"{__name__.partition('.')[0]}."),
-        "a quantized policy": not uses_vllm and not all(each.is_floating_point() for each in policy.parameters()),
-    }
-    if reason := next((name for name, holds in reasons.items() if holds), None):
-        raise ValueError(
-            f"generation_overlap={args.generation_overlap} samples in a worker process, with transformers or "
-            f"continuous batching, or on a vLLM server, which cannot be done with {reason}; set generation_overlap=0"
-        )
-    stops = (tokens.stop, tokens.pad, tokens.stop_strings)
-    if uses_vllm:
-        return SamplesOnServer(cast(VLLMEngine, engine), policy, *stops)
-    how = HowToSample(
-        args.generation_engine, args.device, distributed.mixed_precision_dtype(run.accelerator), args.temperature,
-        args.local_rollout_forward_batch_size, *stops, torch.get_num_threads(),
-    )  # fmt: skip
-    return SamplesInWorker(policy, how, args.ddp_timeout)
 
 
 def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
@@ -629,7 +593,6 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
         else RewardFunction(
             function, run.tokenizer, partial(getattr, run, "state"), logged.log_metric,
             log_extra=logged.log_extra, refuse=refuse, timeout=args.reward_timeout,
-            overlaps=args.reward_overlap,
         )
         for function in run.reward_funcs
     ]  # fmt: skip

@@ -135,7 +135,7 @@ def _of_length(args: PPOConfig) -> str:
 
 
 class Passes:
-    """Full batches of each pass over the prompts; the batch after the current one may be read ahead.
+    """Full batches of each pass over the prompts.
 
     Args:
         loader: The prepared loader.
@@ -145,29 +145,9 @@ class Passes:
 
     def __init__(self, loader: DataLoader, args: PPOConfig, sizes: Sizes) -> None:
         self.loader, self.args, self.num_prompts = loader, args, num_prompts(sizes, args)
-        self._current: tuple[int, Iterator[Mapping[str, Any]]] = (-1, iter(()))
-        self._next: Iterator[Mapping[str, Any]] | None = None  # of the next pass, if it has begun
 
     def batches(self, epoch: int, num_skipped: int) -> Iterator[Mapping[str, Any]]:
         """Yield the batches of a pass, after the first `num_skipped`, which an earlier run has used."""
-        begun, self._next = self._next, None
-        self._current = epoch, begun or self._read(epoch, num_skipped)
-        while (batch := next(self._current[1], None)) is not None:
-            yield batch
-
-    def upcoming(self) -> Mapping[str, Any] | None:
-        """Return the batch after the current one, which may be the first of the next pass; None if that is empty."""
-        epoch, rest = self._current
-        batch = next(rest, None)
-        if batch is not None:
-            self._current = epoch, itertools.chain([batch], rest)
-            return batch
-        rest = self._next or self._read(epoch + 1, 0)
-        if (batch := next(rest, None)) is not None:
-            self._next = itertools.chain([batch], rest)
-        return batch
-
-    def _read(self, epoch: int, num_skipped: int) -> Iterator[Mapping[str, Any]]:
         loader: Any = skip_first_batches(self.loader, num_skipped) if num_skipped > 0 else self.loader
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)

@@ -16,19 +16,18 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments, masked_mean
 from rlhf_ppo.checkpoints.state import PartialUpdate
-from rlhf_ppo.data.prompts import PositionLimit, Prompts, check_lengths
+from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
 from rlhf_ppo.evaluation import critic_audit as audits
 from rlhf_ppo.evaluation.rollouts import runnable, sample_rows
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
-from rlhf_ppo.generation.overlap import Job, SamplesAhead
 from rlhf_ppo.generation.sampling import join_responses, naming_the_model
 from rlhf_ppo.generation.transformers_engine import sampling_config
 from rlhf_ppo.models.heads import of_own_heads
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, gathered
-from rlhf_ppo.processes.distributed import derive_seed, isolated_rng, raise_on_all_ranks, zero_stage
+from rlhf_ppo.processes.distributed import isolated_rng, raise_on_all_ranks, zero_stage
 from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import KeptCompletions
@@ -60,8 +59,6 @@ class Sampler:
         reference: The reference policy, or None.
         play: Plays episodes of several turns instead of single responses, or None.
         longest_sequence: Longest prompt plus response that models and engine support; None without a limit.
-        ahead: Samples rollouts one update ahead, or None.
-        rows: Returns the number of rows to generate at once.
     """
 
     def __init__(
@@ -73,11 +70,8 @@ class Sampler:
         reference: Reference | None,
         play: Play | None,
         longest_sequence: PositionLimit | None,
-        ahead: SamplesAhead | None = None,
-        rows: Callable[[], int] = lambda: 1,
     ) -> None:
         self.run, self.generate, self.reads_sharded = run, generate, reads_sharded
-        self.ahead, self.rows = ahead, rows
         self.baselines, self.reference, self.play = baselines, reference, play
         self.longest_sequence = longest_sequence
 
@@ -96,8 +90,6 @@ class Sampler:
         """
         if self.play is not None:
             return self._on_policy(model, prompts, self._playing, config)
-        if self.ahead is not None and not self.run.is_evaluating:
-            return self._one_ahead(self.ahead, model, prompts), prompts
 
         def respond_as(kind: str) -> Responses:
             if kind == "self" or self.reference is None:
@@ -141,66 +133,6 @@ class Sampler:
         with raise_on_all_ranks(run.accelerator), naming, run.accelerator.autocast():
             yield
             raise_if_stopped()
-
-    # ---- One update ahead, with generation_overlap ----
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """End the process that samples ahead after the block."""
-        try:
-            yield
-        finally:
-            if self.ahead is not None:
-                self.ahead.close()
-
-    def begin(self, checkpoint: str | None, model: nn.Module) -> None:
-        """Begin a run: start the process that samples ahead, with the weights of the checkpoint's next rollout."""
-        if self.ahead is not None:
-            with raise_on_all_ranks(self.run.accelerator):
-                self.ahead.begin()
-            if checkpoint is not None:
-                self.ahead.load(checkpoint, self.run.unwrapped(model).policy)
-
-    def save(self, checkpoint: str) -> None:
-        """Write the weights of the next rollout into a checkpoint."""
-        if self.ahead is not None and self.run.args.should_save:
-            self.ahead.save(checkpoint)
-
-    def sample_next(self, model: nn.Module) -> None:
-        """Before learning, pass on the policy's weights and start sampling the next update's rollout.
-
-        Args:
-            model: The prepared `PolicyAndValue`.
-        """
-        if (ahead := self.ahead) is None:
-            return
-        run, done = self.run, self.run.state.global_step
-        policy = run.unwrapped(model).policy
-        if ahead.version != done:  # else a resumed run has them from its checkpoint
-            ahead.hand_over(policy, done)
-        if done + 1 < run.state.max_steps and (batch := run.loop.passes.upcoming()) is not None:
-            prompts = Prompts.from_collated(batch, run.args.device).repeated(run.args.num_generations)
-            with raise_on_all_ranks(run.accelerator):  # no signal is looked for: the weights are those of this update
-                ahead.start(self._job(prompts, done + 1))
-
-    def _one_ahead(self, ahead: SamplesAhead, model: nn.Module, prompts: Prompts) -> Responses:
-        """Wait for the responses of this update."""
-        run, done = self.run, self.run.state.global_step
-        policy = run.unwrapped(model).policy
-        if ahead.version is None:
-            ahead.hand_over(policy, done)
-        with self.sampling(policy, "policy"):
-            responses = ahead.take(self._job(prompts, done), run.args.device)
-        run.metrics |= {"generation/lag": float(ahead.lag(done)), "time/worker": ahead.seconds}
-        return responses
-
-    def _job(self, prompts: Prompts, update: int) -> Job:
-        run = self.run
-        config = sampling_config(run.args, run.tokens.stop, run.vocabulary.never_sampled)
-        check_lengths(prompts.input_ids.shape[1], run.args.response_length, self.longest_sequence)
-        return Job.of(
-            prompts, config, self.rows(), derive_seed("rollout", run.args.seed, update, run.args.process_index)
-        )
 
 
 def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:

@@ -46,7 +46,7 @@ class Engine:
 
     def sample(self, policy: Any, prompts: Any, config: Any) -> Sampled:
         reached("generate")
-        return TransformersEngine(lambda: 8).sample(policy, prompts, config)
+        return TransformersEngine(8).sample(policy, prompts, config)
 
     def policy_changed(self) -> None: ...
 

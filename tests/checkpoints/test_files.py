@@ -34,7 +34,6 @@ WRITERS = {
 }
 INTO_A_NEW_CHECKPOINT = {
     "checkpoints/state.py": 1,
-    "generation/overlap.py": 1,
     "models/reference.py": 1,
     "processes/distributed.py": 1,
     "training/run_state.py": 2,  # one of them in memory

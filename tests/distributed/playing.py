@@ -49,7 +49,7 @@ class Speaking:
     def sample(self, policy: Any, prompts: Any, config: Any) -> Sampled:
         self.calls.append(len(prompts))
         of_all_ranks: Any = gather
-        inner = TransformersEngine(lambda: 2, None, of_all_ranks)
+        inner = TransformersEngine(2, None, of_all_ranks)
         inner.sample(policy, prompts, config)
         rows = []
         for ids in prompt_rows(prompts):

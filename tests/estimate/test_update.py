@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.estimate.run import RunEstimate, describe, measure_rates, optimizer_bytes_per_parameter
+from rlhf_ppo.estimate.run import describe, measure_rates, optimizer_bytes_per_parameter
 from rlhf_ppo.estimate.update import (
     Estimate,
     Sharding,
@@ -187,9 +187,6 @@ def test_16_bits_by_hand() -> None:
     policy.lm_head.float()
     policy.requires_grad_(True)
     assert of(Sharding(), copies_policy=True).generation == cache + logits + 2 * num_policy
-    ahead = of(Sharding.of(None, True, 4, half), samples_ahead=True)  # with whole weights, generating as it learns
-    assert ahead.resident == fsdp.resident + 4 * num_policy
-    assert ahead.peak == fsdp.resident + 4 * num_policy + fsdp.generation + fsdp.learning
 
     whole, stored = (
         [count_pass(model, 2, 12, *given).saved_bytes for model in (policy, value_model)]
@@ -410,50 +407,6 @@ def test_what_cannot_be_counted_or_measured_can_still_be_trained(
     make_trainer(disable_tqdm=False, total_episodes=8).train()
     assert "Estimate" not in capsys.readouterr().out
     assert warnings == ["No estimate of memory and time: RuntimeError: no such kernel"]
-
-
-@pytest.mark.parametrize(
-    ("given", "device", "memory", "rows"),
-    [
-        (None, "cpu", 10**12, 8),
-        (None, "cuda", 10**12, 64),
-        (None, "cuda", 1330 / 0.9, 32),
-        (None, "cuda", 100, 8),
-        (24, "cuda", 100, 24),
-        (3, "cpu", 10**12, 3),
-    ],
-)
-def test_the_whole_batch_is_generated_at_once_where_its_cache_fits(
-    given: int | None, device: str, memory: float, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row takes 10 bytes, the models 950, and 50 in a call."""
-    parts = {"weights": 400, "frozen": 300, "gradients": 200, "optimizer": 50, "generating_weights": 50}
-    shape = {"generated_row": 10, "rows": 64, "rows_per_call": 8, "learning": 0, "flops": 0, "decoded_per_call": 0}
-    rest: Any = {field.name: 0 for field in dataclasses.fields(Estimate) if field.name not in parts | shape}
-    monkeypatch.setattr(RunEstimate, "forecast", lambda self: Estimate(**parts, **shape, **rest))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
-    args: Any = SimpleNamespace(
-        generation_batch_size=given,
-        device=torch.device(device),
-        local_rollout_forward_batch_size=8,
-    )
-    sizes: Any = SimpleNamespace(local_batch_size=64)
-    nothing: Any = None
-    assert RunEstimate(args, sizes, *[nothing] * 5, frozen=[]).generation_rows == rows
-
-
-def test_the_line_counts_the_rows_that_are_generated_from(make_trainer, monkeypatch):
-    told = []
-    counted = []
-    monkeypatch.setattr(RunEstimate, "generation_rows", property(lambda self: 3 if self.forecast() else 0))
-    monkeypatch.setattr("rlhf_ppo.estimate.run.describe", lambda estimate, *_: told.append(estimate))
-    monkeypatch.setattr("rlhf_ppo.estimate.run.estimate_update", noting(estimate_update, counted))
-    trainer = make_trainer(disable_tqdm=False, local_rollout_forward_batch_size=1, total_episodes=8)
-    trainer.train()
-
-    assert told == [forecast(trainer, 3)] and told[0].generation > forecast(trainer).generation
-    assert told[0].decoded < forecast(trainer).decoded
-    assert len(counted) == 1, "for the rows and for the line"
 
 
 def test_a_model_that_is_taken_apart_counts_as_it_was_made() -> None:

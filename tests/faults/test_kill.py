@@ -11,11 +11,9 @@ import itertools
 import multiprocessing
 import os
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,11 @@ NUM_KILLS = int(os.environ.get("NUM_KILLS", "10"))
 Start = Callable[[Path], list[Any]]
 
 
-def start_one(output_dir: Path, overlap: int = 0) -> list[Any]:
+def start_one(output_dir: Path) -> list[Any]:
     """Start a run in a process forked from one that has imported everything, which takes longer than the run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
-    process = context.Process(target=train, args=(str(output_dir), overlap))
+    process = context.Process(target=train, args=(str(output_dir),))
     process.start()
     return [process]
 
@@ -50,15 +48,6 @@ def start_two(output_dir: Path) -> list[Any]:
 
 def kill(process: Any) -> None:
     process.kill()
-
-
-def kill_worker(process: Any) -> None:
-    """Kill the worker of `generation_overlap` alone: the run ends with an error once it needs a rollout."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
-    if not children:  # it has ended, or not begun
-        process.kill()
 
 
 class Killer:
@@ -193,15 +182,6 @@ def ends_as_one_that_was_left_alone(
 @pytest.mark.timeout(60 + 30 * NUM_KILLS)
 def test_killed_runs_end_as_one_that_was_left_alone(tmp_path: Path) -> None:
     ends_as_one_that_was_left_alone(start_one, 1, NUM_KILLS, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60 + 30 * NUM_KILLS)
-def test_killed_runs_that_sample_ahead_end_as_one_that_was_left_alone(tmp_path: Path) -> None:
-    """The whole run, whose worker ends with it, and the worker alone, in turn."""
-    start = partial(start_one, overlap=1)
-    codes = ends_as_one_that_was_left_alone(start, 1, NUM_KILLS // 5, tmp_path, (kill, kill_worker))
-    assert codes.keys() == {-signal.SIGKILL, 1}
 
 
 @pytest.mark.distributed

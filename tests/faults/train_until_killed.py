@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pytest
 import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_complete_checkpoint
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.generation import workers
 from tests.runs import end_of_run
 
 PHASES = ("update", "evaluation", "samples", "checkpoint", "final save")
@@ -57,13 +55,11 @@ class NotesPhases(PPOTrainer):
         return table
 
 
-def train(output_dir: str, overlap: int = 0) -> None:
+def train(output_dir: str) -> None:
     """Start or resume a run of ten updates, save the policy, and write each rank's end when it is through.
 
     One process makes two and a half passes over the prompts, two processes together five.
     """
-    if overlap:
-        workers.replace_processes(pytest.MonkeyPatch(), workers.PreforkedWorker())
     torch.set_num_threads(1)
     rank, is_alone = int(os.environ.get("RANK", "0")), "RANK" not in os.environ
     args = PPOConfig(
@@ -74,7 +70,6 @@ def train(output_dir: str, overlap: int = 0) -> None:
         num_mini_batches=2,
         max_steps=10,
         response_length=4,
-        generation_overlap=overlap,
         stop_token="eos",
         learning_rate=1e-3,
         logging_steps=3,

@@ -49,11 +49,9 @@ OPTIONS: dict[str, list[Any]] = {
     "response_length": [1, 3, 12],
     "num_generations": [2, 4],
     "local_rollout_forward_batch_size": [1, 3],
-    "generation_batch_size": [3],
     "generation_engine": ["continuous"],
     "responses": ["turns"],
     "engine": ["says log-probabilities"],
-    "generation_overlap": [1],
     "importance_sampling_correction": [False],
     "importance_sampling_clip_max": [0.5, 1.2],
     "importance_sampling_mode": ["sequence", "masked"],
@@ -138,7 +136,6 @@ OPTIONS: dict[str, list[Any]] = {
     "num_sample_generations": [2],
     "logging_steps": [2, 3],
     "reward_timeout": [60.0],
-    "reward_overlap": [True],
 }
 """What is drawn, and the values that differ from `BASE` and `OBJECTS`."""
 
@@ -178,7 +175,6 @@ PAIRS: list[Configuration] = [
     {"score_clip": 0.3, "score_scaling": True},
     {"critic_ensemble": 3, "critic_agreement_mask": 0.3, "critic_disagreement_mask": 0.4},
     {"critic_ensemble": 2, "value_loss": "hl_gauss"},
-    {"generation_overlap": 1, "importance_sampling_mode": "sequence"},
 ]
 """What is drawn together in the first configurations, since 200 draws may miss it."""
 

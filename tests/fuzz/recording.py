@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -125,21 +124,14 @@ class Engine:
         inner: The other engine.
         says: Whether it says log-probabilities, here made up.
         answers: What it answers instead; None asks the other engine.
-        ahead: The sampler of `generation_overlap`, whose answers it keeps or repeats too.
     """
 
-    def __init__(self, inner: Any, says: bool, answers: list[Any] | None = None, ahead: Any = None) -> None:
+    def __init__(self, inner: Any, says: bool, answers: list[Any] | None = None) -> None:
         self.inner, self.says = inner, says
         self.reads_sharded = inner.reads_sharded
         self.to_come = None if answers is None else list(answers)
         self.answers: list[Any] = []
         self.is_kept = False
-        if ahead is not None:
-            ahead.take = partial(self.take, ahead.take)
-
-    def take(self, inner: Any, job: Any, device: Any) -> Responses:
-        self.answers.append(inner(job, device) if self.to_come is None else self.to_come.pop(0))
-        return self.answers[-1]
 
     def sample(self, policy: Any, prompts: Prompts, config: Any) -> Sampled:
         if not self.is_kept:  # of a sample table
@@ -340,7 +332,7 @@ def make(
         ptx_dataset=TEXTS if options.get("ptx_coef") else None,
         callbacks=list(callbacks),
     )
-    engine: Any = Engine(trainer._engine, objects["engine"] != "transformers", answers, trainer._rollouts.ahead)
+    engine: Any = Engine(trainer._engine, objects["engine"] != "transformers", answers)
     trainer._engine = engine
     if issubclass(made_class, Recorder):
         _keep_texts(trainer)

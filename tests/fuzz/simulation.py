@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.testing import assert_allclose
 
 from tests.fuzz import recording
 from tests.fuzz.formulas import (
@@ -77,8 +76,7 @@ class Simulation:
         low, high = settings.value_range or (0.0, 0.0)
         self.range: tuple[float, float] = (low, high)
         self.sampled_with: dict[str, Array] = {}
-        """Weights that sampled the latest rollout; with `generation_overlap`, those before the latest update."""
-        self.weights_before: dict[str, Array] = {}
+        """Weights that sampled the latest rollout."""
 
     # ---- Rollout ----
 
@@ -103,8 +101,7 @@ class Simulation:
     def known(self, seen: SeenUpdate) -> Known:
         """Everything up to whitened advantages."""
         settings = self.settings
-        is_first = not settings.generation_overlap or self.update == 0
-        self.sampled_with, self.weights_before = seen.weights if is_first else self.weights_before, seen.weights
+        self.sampled_with = seen.weights
         self.twins.put(seen.weights)
         episodes = self.episodes_of(seen)
         logprobs = cut(self.twins.logprobs(self.twins.policy, episodes, settings.temperature)[0].numpy(), episodes)
@@ -233,12 +230,6 @@ class Simulation:
             row.double().numpy()[: len(episode.response)]
             for row, episode in zip(seen.answers.logprobs, episodes, strict=True)
         ]
-        if self.settings.generation_overlap and self.settings.generation_engine == "transformers":
-            self.twins.put(self.sampled_with)
-            now = self.twins.logprobs(self.twins.policy, episodes, self.settings.temperature)[0].numpy()
-            assert_allclose(np.concatenate(says), now, rtol=1e-4, atol=2e-5, err_msg="what the worker says")
-            says = cut(now, episodes)
-            self.twins.put(seen.weights)
         if not self.settings.importance_sampling_correction or self.settings.old_logprobs == "sampling":
             return says, ones
         return says, self.weights_of(logprobs, says)
@@ -351,8 +342,6 @@ class Simulation:
         num_steps = (settings.num_critic_epochs or settings.num_ppo_epochs) * settings.num_mini_batches
         self.waiting_losses.append(sum(each.loss for each in figures) / num_steps)
         logged["lr"] = settings.learning_rate * settings.rate(self.update)
-        if settings.generation_overlap:
-            logged["generation/lag"] = min(self.update, 1)
         self.episode += settings.batch_size
         logged["episode"] = self.episode
         if settings.on_divergence == "skip":

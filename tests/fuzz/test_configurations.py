@@ -24,10 +24,8 @@ from tests.fuzz.formulas import Known
 from tests.fuzz.options import Configuration, described, draw
 from tests.fuzz.recording import SignalAt, Snapshots, make, make_stepped, padded, split
 from tests.fuzz.simulation import Simulation
-from tests.generation import workers
 from tests.runs import assert_identical, end_of_run, history, parameters
 
-quick_workers = workers.quick_workers
 SEED, NUM_CONFIGURATIONS = int(os.environ.get("SEED", "1")), int(os.environ.get("NUM_CONFIGURATIONS", "12"))
 GIVEN: Configuration | None = json.loads(os.environ.get("CONFIGURATION") or "null")
 MOST_REFUSED = 20
@@ -72,7 +70,6 @@ def names(error: Exception, option: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("number", range(NUM_CONFIGURATIONS if GIVEN is None else 1))
 def test_updates_are_numpys_and_do_not_depend_on_how_they_are_run(number: int, tmp_path: Path) -> None:
     configuration, trainer = accepted(number, tmp_path)

@@ -31,7 +31,7 @@ RAGGED = ([5, 9, 3], [4], list(range(3, 23)), [8, 8], [30, 2, 7, 7, 7])
 
 def sample(policy: nn.Module, given: Prompts, config: GenerationConfig, max_rows: int = 64, seed: int = 0) -> Sampled:
     torch.manual_seed(seed)
-    return ContinuousEngine(lambda: max_rows).sample(policy, given, config)
+    return ContinuousEngine(max_rows).sample(policy, given, config)
 
 
 def adapted_policy() -> Any:
@@ -128,7 +128,7 @@ def test_it_computes_in_the_type_that_it_is_given(make_args: MakeArgs, make_poli
     handle = policy.get_output_embeddings().register_forward_hook(lambda *given: types.append(given[2].dtype))
 
     torch.manual_seed(0)
-    sampled = ContinuousEngine(lambda: 64, torch.bfloat16).sample(policy, prompts(*RAGGED), config)
+    sampled = ContinuousEngine(64, torch.bfloat16).sample(policy, prompts(*RAGGED), config)
     handle.remove()
 
     assert set(types) == {torch.bfloat16}
@@ -179,7 +179,7 @@ def failing_policy() -> Iterator[Any]:
 def test_a_response_that_is_missing_is_an_error_that_names_its_row(make_args: MakeArgs, failing_policy: Any) -> None:
     config = sampling_config(make_args(response_length=8), stop_token_id=29)
     with pytest.raises(RuntimeError, match=r"'continuous' gave no whole response to prompt \d of .*: out of luck; "):
-        ContinuousEngine(lambda: 64, torch.bfloat16).sample(failing_policy, prompts(*RAGGED), config)
+        ContinuousEngine(64, torch.bfloat16).sample(failing_policy, prompts(*RAGGED), config)
     assert failing_policy.dtype == torch.float32
     assert failing_policy.training
     assert sample(failing_policy, prompts(*RAGGED), config).ids.shape == (5, 8), "the next call starts afresh"
@@ -218,7 +218,7 @@ def test_each_call_has_its_own_stop_tokens_and_length() -> None:
     policy, config = tiny_policy(), sampling_config(PPOConfig(use_cpu=True, report_to="none"), 1)
     for length, stops in ((9, [1, *range(16, 32)]), (4, [2])):
         how = changed(config, max_new_tokens=length, eos_token_id=stops)
-        sampled = ContinuousEngine(lambda: 8).sample(policy, prompts([5, 9, 3], [4], [7, 7]), how)
+        sampled = ContinuousEngine(8).sample(policy, prompts([5, 9, 3], [4], [7, 7]), how)
         assert sampled.lengths is not None
         for row, number in zip(sampled.ids.tolist(), sampled.lengths.tolist(), strict=True):
             ends = [place + 1 for place, token in enumerate(row[:number]) if token in stops]

@@ -37,7 +37,7 @@ class Talkative:
     reads_sharded = False
 
     def __init__(self, trainer: PPOTrainer, off: float) -> None:
-        self.inner, self.off, self.stop = TransformersEngine(lambda: 64), off, trainer.tokens.stop
+        self.inner, self.off, self.stop = TransformersEngine(64), off, trainer.tokens.stop
         self.changes, self.calls = 0, 0
 
     def sample(self, policy: nn.Module, prompts: Any, config: Any) -> Sampled:
@@ -149,7 +149,7 @@ def make(
     tokens = special_tokens(args, tokenizer)
     kinds = BaselineCompletions.of(functions, tokenizer, lambda _: torch.tensor([])).kinds
     accelerator = accelerator or Accelerator(cpu=True)
-    how = (tokens.stop_strings, kinds, None, local_batch_size)
+    how = (tokens.stop_strings, kinds, local_batch_size)
     return make_engine(args, tiny_policy(), accelerator, tokenizer, *how)
 
 
@@ -163,11 +163,10 @@ def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) -> None:
     given = {"local_rollout_forward_batch_size": 7, "stop_strings": ["w3"]}
     engine = make(make_args, **given)
-    assert engine.rows_per_call() == 7 and engine.stop_strings.strings == ("w3",)
+    assert engine.rows_per_call == 7 and engine.stop_strings.strings == ("w3",)
     vllm = {"generation_engine": "vllm", **given}
     assert make(make_args, **vllm).vllm[-1] == 7  # rows at once
     assert make(make_args, **vllm, local_batch_size=12).vllm[-1] == 12
-    assert make(make_args, **vllm, local_batch_size=12, generation_batch_size=3).vllm[-1] == 3
 
 
 @needs_continuous
@@ -184,7 +183,7 @@ def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
         ValueError, match=r"'continuous' with ZeRO-3 .*ds3_gather_for_generation=False; set it to True"
     ):
         make(make_args, accelerator=zero3, ds3_gather_for_generation=False, **continuous)
-    assert make(make_args, accelerator=zero3, local_rollout_forward_batch_size=7, **continuous).max_rows() == 7
+    assert make(make_args, accelerator=zero3, local_rollout_forward_batch_size=7, **continuous).max_rows == 7
 
 
 @pytest.mark.parametrize(("engine", "needed"), [("continuous", r"transformers 5\.11"), ("vllm", r"trl 1\.16")])

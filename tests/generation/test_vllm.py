@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers import TrainerCallback
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -33,11 +31,10 @@ from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
-from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, Stopped
+from rlhf_ppo.processes.signals import StopOnSignal, Stopped
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.ports import free_port
-from tests.runs import KeepsWeights, logged, record_rollouts
 
 pytestmark = needs_vllm_of_trl
 
@@ -580,129 +577,3 @@ def test_other_ranks_raise_the_error_of_the_one_that_asks(
     with pytest.raises(ConnectionError):
         engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
     assert len(met) == 1 and "it was to forget its cache" in met[0]
-
-
-# ---- One update ahead, with generation_overlap ----
-
-
-def make_ahead(make_trainer: Any, url: str, output_dir: Any, *callbacks: Any, **given: Any) -> Any:
-    """A run of four updates of two prompts; the server gives two tokens."""
-    ahead = {"generation_engine": "vllm", "vllm_mode": "server", "vllm_server_base_url": url, "generation_overlap": 1}
-    run = {
-        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "total_episodes": 8, "response_length": 2,
-        "stop_token": None, "missing_eos_penalty": None, "learning_rate": 1e-2, "logging_steps": 1,
-        "train_dataset": [{"input_ids": [3 + row, 4 + 2 * row]} for row in range(8)], "callbacks": list(callbacks),
-    }  # fmt: skip
-    return make_trainer(output_dir=str(output_dir), **{**ahead, **run, **given})
-
-
-def test_a_server_samples_each_rollout_with_the_weights_before_the_last_update(
-    make_vllm_args: Any, make_trainer: Any, server: Any, tmp_path: Any
-) -> None:
-    """They are sent once for each update, also if an evaluation needs them before."""
-    url, handler = server
-    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": [{"input_ids": [9]}]}
-    trainer = make_ahead(make_trainer, url, tmp_path, keeps := KeepsWeights(), **evaluation)
-    recorded = record_rollouts(trainer)
-    trainer.train()
-    rollouts = [rollout for rollout in recorded if len(rollout.responses) == 2]  # an evaluation has one
-
-    def version(weights: dict[str, Tensor]) -> int:
-        found = [
-            all(torch.equal(weights[name], kept) for name, kept in each.named_parameters()) for each in keeps.policies
-        ]
-        return found.index(True) if any(found) else len(found)
-
-    order = [
-        f"weights {version(what)}" if path == "weights" else what["prompt"]
-        for path, what in handler.received
-        if path != "/reset_prefix_cache"
-    ]
-    of_rollouts = [rollout.query_responses[:, :2].tolist() for rollout in rollouts]
-    asked = [each for each in order if each in of_rollouts]
-    assert asked == of_rollouts and len(of_rollouts) == 4
-    first, second, third, fourth = of_rollouts
-    assert order == [
-        "weights 0", first, second, "weights 1", third, "weights 2", [[9]], fourth, "weights 3", "weights 4", [[9]],
-    ]  # fmt: skip
-    assert logged(trainer, "generation/lag") == [0, 1, 1, 1]
-    for rollout in rollouts:
-        assert rollout.responses.tolist() == [[row[1] + 1, row[1] + 2] for row in rollout.query_responses.tolist()]
-        assert rollout.sampling_logprobs.tolist() == [[-0.5, -0.25]] * 2
-
-
-def test_new_weights_wait_for_the_answer_to_an_earlier_request(make_vllm_args: MakeArgs, server: Any) -> None:
-    url, handler = server
-    engine, args = connected(make_vllm_args, url, vllm_server_timeout=60)
-    policy, config, answer = tiny_policy(), sampling_config(args, 1), handler.do_POST
-    engine.send_weights(policy)
-    is_let = threading.Event()
-
-    def slow(self: Any) -> None:
-        is_let.wait(30)
-        answer(self)
-
-    handler.do_POST = slow
-    asked = engine.ask(policy, prompts([4]), config)
-    engine.policy_changed()
-    sending = threading.Thread(target=engine.sample, args=(policy, prompts([8]), config))
-    sending.start()
-    sending.join(0.5)
-    assert [path for path, _ in handler.received].count("weights") == 1
-    is_let.set()
-    sending.join()
-    assert [path for path, _ in handler.received if "reset" not in path] == [
-        *("weights", "/v1/completions", "weights", "/v1/completions")
-    ]
-    assert asked()[0].ids.tolist() == [[5, 6]]
-
-
-def test_a_signal_while_a_server_samples_ahead_and_the_resumed_run(
-    make_vllm_args: Any, make_trainer: Any, server: Any, tmp_path: Any
-) -> None:
-    """The resumed run begins on-policy, and then is ahead again."""
-    url, handler = server
-    answer, given_up, count = handler.do_POST, threading.Event(), itertools.count(1)
-
-    def never(self: Any) -> None:
-        if self.path != "/v1/completions" or next(count) < 3:
-            return answer(self)
-        given_up.wait(20)
-
-    class Stops(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
-
-    handler.do_POST = never
-    with pytest.raises(RunStopped) as stopped:
-        make_ahead(make_trainer, url, tmp_path, Stops()).train()
-    assert str(stopped.value.checkpoint).endswith("checkpoint-2")
-    given_up.set()
-    handler.do_POST = answer
-    resumed = make_ahead(make_trainer, url, tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    done = resumed.state.global_step
-    assert done == 4 and logged(resumed, "generation/lag")[-2:] == [0, 1]
-
-
-@pytest.mark.parametrize(("post", "reason"), [(dies, "without response"), (broken, "engine is dead")])
-def test_a_server_that_fails_ahead_ends_the_run_by_name(
-    post: Any, reason: str, make_vllm_args: Any, make_trainer: Any, server: Any, tmp_path: Any, impatient: None
-) -> None:
-    url, handler = server
-    trainer = make_ahead(make_trainer, url, tmp_path)
-    trainer._engine.vllm.vllm_client.session.get_adapter(url).max_retries = 0
-
-    class Breaks(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            handler.do_POST = post
-
-    trainer.add_callback(Breaks())
-    with pytest.raises(ConnectionError, match=UNUSABLE.format(doing="(generate|forget its cache)", reason=reason)):
-        trainer.train()
-
-
-def test_a_colocated_vllm_does_not_sample_ahead(make_vllm_args: Any, make_trainer: Any, colocated: Any) -> None:
-    with pytest.raises(ValueError, match=r"generation_overlap=1 .*cannot be done with vllm_mode='colocate'; set"):
-        make_long(make_trainer, 20, 12, generation_overlap=1)

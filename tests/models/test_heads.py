@@ -242,7 +242,7 @@ def test_tokens_are_sampled_from_logits_in_float32(head: str, engine: str, store
         if engine == "transformers":
             sample_responses(policy, prompts, greedy(), rows_per_call=2)
         else:
-            ContinuousEngine(lambda: 2, torch.bfloat16).sample(policy, prompts, greedy())
+            ContinuousEngine(2, torch.bfloat16).sample(policy, prompts, greedy())
     assert all(now is then for now, then in zip(layer.parameters(), before, strict=True))
     adapted: Any = layer
     weight = adapted.base_layer.weight if head == "LoRA" else adapted.weight

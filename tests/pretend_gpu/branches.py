@@ -21,7 +21,6 @@ NOT_EXECUTED: dict[str, str] = {
     "models/unwrapping.py: type(value) is nn.Parameter and value.device.type == 'cpu'": (
         "several processes of a node; tests/distributed/test_node_memory.py"
     ),
-    "generation/overlap.py: how.device.type != 'cpu'": "a worker process, which has no pretended device; not run yet",
     "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
     "generation/vllm.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
 }

@@ -18,7 +18,7 @@ MakeTrainer = Callable[..., PPOTrainer]
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
 LOWERED = {
-    "generate": ("in generation: lower generation_batch_size", "response_length"),
+    "generate": ("in generation: lower local_rollout_forward_batch_size", "response_length"),
     "score": ("in the rewards: ", "offload_frozen=True"),
     "evaluate": ("local_rollout_forward_batch_size", "response_length"),
     "learn": ("in learning: lower per_device_train_batch_size and raise gradient_accumulation_steps",),

@@ -151,46 +151,6 @@ def test_slow_rewards_run_while_the_models_do(make_trainer: MakeTrainer, monkeyp
     assert order == ["asked", "reference", "blocking"]
 
 
-def test_plain_functions_run_in_turn_while_the_models_do_and_change_no_number(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both functions draw from NumPy's random numbers; the first and the reference's pass wait for each other."""
-
-    def run(overlaps: bool) -> tuple[list[str], dict[str, Any], list[dict[str, Any]]]:
-        asked, reference_began, order = threading.Event(), threading.Event(), []
-
-        def first(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
-            order.append("first")
-            asked.set()
-            assert reference_began.wait(timeout=30)
-            log_metric("drawn", np.random.rand())
-            return [float(np.random.rand()) for _ in completions]
-
-        def second(completions: list[str], **_: Any) -> list[float]:
-            order.append("second")
-            return [float(np.random.rand()) for _ in completions]
-
-        options = {**QUICK, "missing_eos_penalty": 0.5, "reward_overlap": overlaps}
-        trainer = make_trainer(**options, reward_funcs=[first, second, share_of_w4])
-        reference = cast(Any, trainer.reference.model)
-        original = reference.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            assert not overlaps or asked.wait(timeout=30)
-            order.append("reference")
-            reference_began.set()
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(reference, "forward", forward)
-        trainer.train()
-        return order[:3], end_of_run(trainer), history(trainer)
-
-    (order, beside, logged_beside), (usual, after, logged_after) = run(True), run(False)
-    assert order == ["first", "reference", "second"] and usual == ["reference", "first", "second"]
-    assert_identical(beside, after)
-    assert_identical(logged_beside, logged_after)
-
-
 # ---- Failures ----
 
 

@@ -162,37 +162,6 @@ def test_slow_sources_run_between_start_and_the_call_and_are_asked_once(tokenize
     assert scorer(batch).total.tolist() == [5.0] * 3 and calls == [3, 3, 2, 3]
 
 
-def test_plain_functions_that_overlap_start_before_the_call_and_one_after_the_other(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    entered, go_on, order = threading.Event(), threading.Event(), []
-
-    def first(completions: list[str]) -> list[float]:
-        order.append("first")
-        entered.set()
-        assert go_on.wait(timeout=30)
-        order.append("first ends")
-        return [5.0] * len(completions)
-
-    def second(completions: list[str]) -> list[float]:
-        order.append("second")
-        return [2.0] * len(completions)
-
-    functions = [RewardFunction(each, tokenizer, TrainerState, overlaps=True) for each in (first, second)]
-    scorer, batch = Scorer(functions), make_batch(3)
-    scorer.start(batch)
-    assert entered.wait(timeout=30)
-    go_on.set()
-    assert scorer(batch).total.tolist() == [7.0] * 3 and order == ["first", "first ends", "second"]
-    entered.clear(), go_on.clear()
-    scorer.start(batch)
-    assert entered.wait(timeout=30)
-    scorer.stop()  # the second is no longer called
-    go_on.set()
-    assert scorer(batch).total.tolist() == [7.0] * 3
-    assert order.count("first") == 3 and order.count("second") == 2
-
-
 class Endless:
     """An async reward that never ends; it tells when it began and when it was given up."""
 
@@ -217,12 +186,12 @@ def broken(**_: Any) -> list[float]:
     raise RuntimeError("no answer")
 
 
-@pytest.mark.parametrize(("function", "overlaps"), [(broken, False), (broken, True), (broken_async, False)])
+@pytest.mark.parametrize("function", [broken, broken_async])
 def test_when_one_source_fails_those_that_still_run_are_given_up(
-    function: Any, overlaps: bool, tokenizer: PreTrainedTokenizerFast
+    function: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     endless = Endless()
-    scorer = Scorer([RewardFunction(each, tokenizer, TrainerState, overlaps=overlaps) for each in (function, endless)])
+    scorer = Scorer([RewardFunction(each, tokenizer, TrainerState) for each in (function, endless)])
     scorer.start(batch := make_batch(3))
     assert endless.began.wait(timeout=30)
     with pytest.raises(RuntimeError, match="no answer"):

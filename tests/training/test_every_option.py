@@ -132,7 +132,7 @@ ELSEWHERE: dict[str, str] = {
     ),
     **dict.fromkeys(("mini_batch_size", "num_total_batches"), "derived"),
     **dict.fromkeys(
-        ("gradient_checkpointing", "generation_batch_size", "local_rollout_forward_batch_size", "dataset_num_proc"),
+        ("gradient_checkpointing", "local_rollout_forward_batch_size", "dataset_num_proc"),
         "how much is computed at once, not what",
     ),
     **dict.fromkeys(("max_tokens_per_micro_batch", "bf16"), "where and how, not what"),
@@ -147,10 +147,8 @@ ELSEWHERE: dict[str, str] = {
     "reward_head": "an error without a reward model",
     "ptx_coef": "an error without ptx_dataset",
     "generation_engine": "other engines have tests of their own",
-    "generation_overlap": "it starts a process; tests/generation/test_overlap.py",
     "stop_token": "the run above has it",
     "reward_timeout": "no function is that slow",
-    "reward_overlap": "it changes no number; tests/rewards/test_in_training.py",
 }
 """Options whose effect is not in the weights or the log of the run above, and why."""
 
@@ -209,12 +207,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"policy_loss": "cispo", "cliprange": 0.1, "cliprange_high": 0.3}, {}, "policy_loss='cispo' has no lower limit"),
     ({"lam": 0.9, "lam_policy": 0.8, "lam_critic": 1.0}, {}, "lam_critic and lam_policy or length_adaptive_alpha"),
     ({"kl_stop": 0.1, "num_ppo_epochs": 1}, {}, "num_ppo_epochs is 1"),
-    ({"generation_batch_size": 4}, {"has_engine": True}, "an engine is passed"),
+    ({"generation_engine": "vllm"}, {"has_engine": True}, "an engine is passed"),
     ({"top_k": 5}, {"is_stepped": True}, r"step() is given responses: use train()"),
     ({"reward_weights": [2.0]}, {"is_stepped": True}, "responses and scores"),
     ({"offload_frozen": True}, {"has_frozen": False}, "no frozen model"),
     ({"reward_timeout": 5.0}, {"has_functions": False}, "there are no reward functions"),
-    ({"reward_overlap": True}, {"has_functions": False}, "there are no reward functions"),
     ({"health_judge": "x", "health_checks": False}, {"has_evaluation": True}, "health_checks is False"),
     ({"tool_memory_limit": 9}, {"has_episodes": True}, "threads have no memory of their own"),
     ({"exp_name": "mine", "run_name": "other"}, {}, "run_name is set"),

@@ -13,7 +13,6 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from tests.runs import logged, record_rollouts
 from tests.vllm.episodes import check_episodes
 from tests.vllm.training import first_logs, make_vllm_trainer
 
@@ -99,19 +98,6 @@ def served(folder: Path, saved: Path, address: str, group_port: str, server: str
     except ConnectionError as error:
         return {"updates": trainer.state.global_step, "error": str(error)}
     return {}
-
-
-def ahead(folder: Path, saved: Path, address: str, group_port: str) -> dict[str, Any]:
-    """Three updates of two processes with one server that samples ahead; the weights hardly change."""
-    trainer = make_vllm_trainer(
-        saved, folder / "run", vllm_mode="server", vllm_server_base_url=address, vllm_group_port=int(group_port),
-        ddp_backend="gloo", generation_overlap=1, learning_rate=1e-12, total_episodes=48,
-    )  # fmt: skip
-    rollouts = record_rollouts(trainer)
-    trainer.train()
-    apart = [(each.logprobs - each.sampling_logprobs)[each.response_mask].abs().max().item() for each in rollouts]
-    prompts = [each.query_responses[:, : each.context_length].tolist() for each in rollouts]
-    return {"lag": logged(trainer, "generation/lag"), "prompts": prompts, "largest": max(apart)}
 
 
 def judge(folder: Path, saved: Path, prompt: str, *options: str) -> dict[str, Any]:

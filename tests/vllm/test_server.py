@@ -12,12 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation import vllm
-from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.generation.sampling import response_mask
 from tests.ports import free_port
-from tests.runs import KeepsWeights, logged, record_rollouts
 from tests.vllm.episodes import check_episodes
 from tests.vllm.launching import Server, launched, serving
 from tests.vllm.training import (
@@ -71,37 +67,6 @@ def test_lora_in_a_second_run_at_the_same_server(server: Server, saved: Path, tm
 def test_episodes_of_several_turns(server: Server, saved: Path, tmp_path: Path) -> None:
     address = {"vllm_server_base_url": server.url, "vllm_group_port": free_port()}
     assert check_episodes(saved, tmp_path, vllm_mode="server", **address, total_episodes=16)["several"] > 8
-
-
-def test_the_next_rollout_is_sampled_while_the_models_learn(server: Server, saved: Path, tmp_path: Path) -> None:
-    """vLLM's log-probabilities are those of the weights before the last update."""
-    trainer = make_served(server, saved, tmp_path, generation_overlap=1, temperature=0.7)
-    rollouts, before = record_rollouts(trainer), (keeps := KeepsWeights()).policies
-    trainer.add_callback(keeps)
-    trainer.train()
-    assert logged(trainer, "generation/lag") == [0, 1, 1] and len(rollouts) == 3
-    for update, rollout in enumerate(rollouts):
-        ids, real, _ = (values[:, : rollout.context_length] for values in rollout.batch)
-        prompts = Prompts(ids, real, {})
-        sampled = Sampled(rollout.responses, rollout.sampling_logprobs)
-        mask = rollout.response_mask[response_mask(rollout.responses, trainer.tokens.stop)]
-        far = [
-            float(differences(trainer, sampled, prompts, policy=policy, temperature=0.7)[mask].max())
-            for policy in before
-        ]
-        assert [difference < NEAR for difference in far] == [
-            version == max(update - 1, 0) for version in range(len(before))
-        ]
-    assert 0 <= trainer.evaluate()["eval_score"] <= 1
-    assert greedy_agreement(trainer, policy_of(trainer)) == 1
-
-
-def test_two_processes_each_get_the_responses_to_their_own_prompts(
-    server: Server, saved: Path, tmp_path: Path
-) -> None:
-    one, other = launched(tmp_path, 2, "ahead", saved, server.url, free_port())
-    assert one["lag"] == other["lag"] == [0, 1, 1]
-    assert one["prompts"] != other["prompts"] and 0 < one["largest"] < NEAR and 0 < other["largest"] < NEAR
 
 
 @pytest.mark.parametrize(

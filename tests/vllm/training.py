@@ -80,7 +80,7 @@ def greedy_agreement(trainer: PPOTrainer, policy: Any) -> float:
     """Return the share of tokens in which vLLM's likeliest responses are those of a policy."""
     config, prompts = greedy_config(trainer.args, trainer.tokens.stop), some_prompts()
     sampled = sample_with(trainer._engine, policy_of(trainer), prompts, config).ids
-    own = TransformersEngine(lambda: 8).sample(policy, prompts, config).ids
+    own = TransformersEngine(8).sample(policy, prompts, config).ids
     width = min(sampled.shape[1], own.shape[1])
     mask = response_mask(own, trainer.tokens.stop)[:, :width]
     return float((sampled[:, :width] == own[:, :width])[mask].float().mean())
