@@ -25,7 +25,6 @@ from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_white
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, may_hold_chats, num_rows
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
-from rlhf_ppo.evaluation.rollouts import check_best_metric
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models.heads import cover_returns, of_own_heads, value_head_of
@@ -33,11 +32,12 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutpu
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.processes.signals import Stopped, raise_if_stopped
+from rlhf_ppo.reporting.evaluation import check_best_metric
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, positive_responses, shape_scores, whole_scores
-from rlhf_ppo.terminal.console import hide_library_logs, hide_library_warnings
+from rlhf_ppo.terminal import hide_library_logs, hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction, learning
 from rlhf_ppo.training.construction import ModelOrPath

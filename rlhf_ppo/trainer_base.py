@@ -36,8 +36,6 @@ from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
-from rlhf_ppo.evaluation import rollouts as evaluations
-from rlhf_ppo.evaluation.critic_audit import CriticAudit, audit, check_audit, prefixes_of
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.capabilities import detecting_overflow
@@ -46,12 +44,13 @@ from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding, drop_ignored_generation_settings
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
 from rlhf_ppo.processes.signals import StopOnSignal, Stopped
+from rlhf_ppo.reporting import evaluation as evaluations
+from rlhf_ppo.reporting.critic_audit import CriticAudit, audit, check_audit, prefixes_of
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
-from rlhf_ppo.terminal.console import hide_library_warnings
-from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.terminal import hide_library_warnings, print_text
 from rlhf_ppo.training import datasets, rollouts, saving, search
 from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
 from rlhf_ppo.training.construction import set_up_engine
@@ -717,7 +716,7 @@ class TrainerBase(Trainer):
         Samples a response to each prompt, cuts it at `num_prefixes` places, samples `num_continuations` continuations
         of each prefix and of the prompt alone from the policy, and scores them as training does:
         `(num_prefixes + 1) * num_continuations + 1` responses to each prompt. Random numbers are its own, the same
-        at every call. See `rlhf_ppo.evaluation.critic_audit`.
+        at every call. See `rlhf_ppo.reporting.critic_audit`.
 
         Args:
             eval_dataset: Prompts in any form that `train_dataset` may have; the constructor's when None.

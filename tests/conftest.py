@@ -78,7 +78,7 @@ def pytest_collection_finish() -> None:
 
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
 WHOLE_RUNS = {
-    "evaluation/test_rollouts.py",
+    "reporting/test_rollouts.py",
     "estimate/test_counting.py",
     "training/test_evaluate.py",
     "test_readme.py",

@@ -232,7 +232,7 @@ def test_what_is_printed_and_logged_is_visible(path):
         "print(x)",
         "logging.getLogger(__name__)",
     ]
-    if path != PACKAGE / "terminal" / "text.py":
+    if path != PACKAGE / "terminal.py":
         assert written_raw(ast.parse(path.read_text())) == []
         assert "rich.text" not in imported_modules(path)  # `cell` makes the texts of tables
 

@@ -27,7 +27,7 @@ from rlhf_ppo.config.validation import Interval, check_range, check_type
 from rlhf_ppo.data.prompts import num_rows
 from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.processes.distributed import isolated_rng
-from rlhf_ppo.terminal.text import is_secret
+from rlhf_ppo.terminal import is_secret
 
 PROGRESS_NAME = "ppo_state.json"
 _COUNT = Interval(0, 2.0**63)

@@ -35,7 +35,7 @@ from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.terminal.text import cell, redacted, visible_logger
+from rlhf_ppo.terminal import cell, redacted, visible_logger
 from rlhf_ppo.training.checks import check_output_dir
 
 __all__ = ["AutoTrainProject", "LLMTrainingParams"]

@@ -25,7 +25,7 @@ from rlhf_ppo.config.arguments import resolve_clip_ranges
 from rlhf_ppo.config.inherited import check_keys, is_logged_in_to_wandb
 from rlhf_ppo.config.presets import PRESETS, RemembersNames, preset_options
 from rlhf_ppo.config.validation import CONFIG_HINTS, UniqueKeys, check_json_file, option, reject_removed
-from rlhf_ppo.terminal.text import redact_in_place, visible_logger
+from rlhf_ppo.terminal import redact_in_place, visible_logger
 
 
 class PPOArgumentParser(CommandParser, TrlParser):

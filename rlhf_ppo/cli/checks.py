@@ -41,7 +41,7 @@ from rlhf_ppo.models.adapters import is_adapter_directory, naming_adapter
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signature_in_file
-from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings, hide_logs
+from rlhf_ppo.terminal import hide_data_bars, hide_library_warnings, hide_logs
 from rlhf_ppo.training.checks import check_writable
 from rlhf_ppo.training.datasets import PromptPreparation
 

@@ -36,7 +36,7 @@ from rlhf_ppo.estimate.update import Estimate
 from rlhf_ppo.models.unwrapping import multiplied_dtype
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
-from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.terminal import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
 from rlhf_ppo.training.episodes import EpisodeRollouts

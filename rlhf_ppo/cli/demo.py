@@ -33,9 +33,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import eos_id, pad_id
 from rlhf_ppo.evaluation.win_rate import WinRate
+from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.plots import plot_metrics
-from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings, hide_model_bars, use_console
-from rlhf_ppo.terminal.text import cell
+from rlhf_ppo.terminal import cell, hide_data_bars, hide_library_warnings, hide_model_bars
 from rlhf_ppo.trainer import PPOTrainer
 
 TRAINING_SEED, HELD_OUT_SEED = 0, 1

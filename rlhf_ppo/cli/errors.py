@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlhf_ppo.terminal.text import print_text, redact_urls
+from rlhf_ppo.terminal import print_text, redact_urls
 
 USER_ERRORS = (OSError, ValueError, TypeError, ImportError)
 """Errors before training that count as user errors."""

@@ -42,8 +42,7 @@ from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.reference import INITIAL_ADAPTER, asks_for_reference, can_hold_two
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
 from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
-from rlhf_ppo.terminal.console import hide_library_warnings
-from rlhf_ppo.terminal.text import cell, print_text
+from rlhf_ppo.terminal import cell, hide_library_warnings, print_text
 from rlhf_ppo.training.datasets import PromptPreparation
 from rlhf_ppo.training.episodes import EpisodeRollouts
 

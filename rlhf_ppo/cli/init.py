@@ -16,7 +16,7 @@ import yaml
 from jinja2 import Environment
 
 from rlhf_ppo.cli.errors import CommandParser, Problems, user_errors
-from rlhf_ppo.terminal.text import cell, print_text, visible
+from rlhf_ppo.terminal import cell, print_text, visible
 
 if TYPE_CHECKING:  # these import torch
     from rlhf_ppo.cli.measuring import Data, Machine, Proposal
@@ -218,7 +218,7 @@ def split(
 
 def _write_rows(rows: Any, path: Path) -> None:
     from rlhf_ppo.checkpoints.files import replacing
-    from rlhf_ppo.terminal.console import hide_data_bars
+    from rlhf_ppo.terminal import hide_data_bars
 
     with hide_data_bars(0), replacing(path) as temporary:
         rows.to_json(temporary, force_ascii=False)

@@ -22,9 +22,9 @@ from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
-from rlhf_ppo.evaluation.rollouts import print_table
 from rlhf_ppo.evaluation.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.models.loading import load_pretrained
+from rlhf_ppo.reporting.evaluation import print_table
 from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, read_win_rate, win_rate_beside
 from rlhf_ppo.reporting.model_card import show_judgements
 from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
@@ -42,7 +42,7 @@ from rlhf_ppo.rewards.judges import (
 )
 from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward
 from rlhf_ppo.rewards.reward_model import Answer
-from rlhf_ppo.terminal.text import print_text, redacted
+from rlhf_ppo.terminal import print_text, redacted
 
 
 def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> WinRate | None:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rlhf_ppo.cli.errors import CommandParser, fail, user_errors
 from rlhf_ppo.cli.options import JudgeArguments, LLMCommand
 from rlhf_ppo.compat.params import UNAVAILABLE, LLMTrainingParams
-from rlhf_ppo.terminal.text import (
+from rlhf_ppo.terminal import (
     cell,
     escape_library_messages,
     print_text,

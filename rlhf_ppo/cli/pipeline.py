@@ -35,7 +35,7 @@ from rlhf_ppo.cli.steps import (
 from rlhf_ppo.processes.signals import discard_closed_terminal
 from rlhf_ppo.reporting.judgements import SeedWinRates, read_win_rate
 from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
-from rlhf_ppo.terminal.text import hide_from_ps, print_text, redact_words
+from rlhf_ppo.terminal import hide_from_ps, print_text, redact_words
 
 _PR_SET_PDEATHSIG = 1
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)

@@ -17,7 +17,7 @@ import yaml
 from rlhf_ppo.checkpoints.files import hash_of_file, parse_json, write_json
 from rlhf_ppo.config.validation import PlainWords, check_type
 from rlhf_ppo.reporting.judgements import ACCURACY, JUDGED, win_rate_beside
-from rlhf_ppo.terminal.text import redacted
+from rlhf_ppo.terminal import redacted
 
 STEPS = ("sft", "reward", "judge_reward", "ppo", "judge", "report")
 """Sections of a pipeline's file that are steps, in order."""

@@ -50,20 +50,23 @@ from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
 from rlhf_ppo.processes.distributed import raise_on_all_ranks
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
+from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.run_log import RunSettings, where_results_are
 from rlhf_ppo.rewards.functions import RewardTimeoutError
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
-from rlhf_ppo.terminal.console import (
+from rlhf_ppo.terminal import (
+    RedactsSecrets,
     hide_data_bars,
     hide_library_logs,
     hide_library_warnings,
     hide_model_bars,
-    use_console,
+    print_text,
+    redacted,
+    visible_logger,
 )
-from rlhf_ppo.terminal.text import RedactsSecrets, print_text, redacted, visible_logger
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.guards import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory

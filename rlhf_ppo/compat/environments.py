@@ -16,7 +16,7 @@ from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_rewar
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.terminal.text import redacted
+from rlhf_ppo.terminal import redacted
 
 _STOPS = ("stop_strings", "stop_sequences")
 _JUDGES = ("judge", "preference_model", "human_feedback_fn")

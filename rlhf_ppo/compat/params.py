@@ -11,7 +11,7 @@ import yaml
 
 from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, check_type, ranges_of
 from rlhf_ppo.config.validation import option as _option
-from rlhf_ppo.terminal.text import redacted, visible_logger
+from rlhf_ppo.terminal import redacted, visible_logger
 
 T = TypeVar("T")
 

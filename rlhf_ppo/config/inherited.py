@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from rlhf_ppo.config.validation import HINTS, Interval, check_json_file
-from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.terminal import visible_logger
 
 REJECTED: dict[str, tuple[object, str]] = {
     name: (accepted, advice) for advice, names in HINTS["rejected"].items() for name, accepted in names.items()

@@ -34,7 +34,7 @@ from rlhf_ppo.config.validation import (
     ranges_of,
 )
 from rlhf_ppo.config.validation import option as _option
-from rlhf_ppo.terminal.text import RedactsSecrets
+from rlhf_ppo.terminal import RedactsSecrets
 
 
 @dataclass(frozen=True)

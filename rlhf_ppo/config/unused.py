@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_ppo.config.arguments import EPISODE_OPTIONS, GSPO_CLIP_RANGES
 from rlhf_ppo.config.ppo_config import PPOConfig
 from rlhf_ppo.config.presets import PRESETS
-from rlhf_ppo.terminal.text import redacted
+from rlhf_ppo.terminal import redacted
 
 
 @dataclass(frozen=True)

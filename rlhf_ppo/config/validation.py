@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, g
 
 import yaml
 
-from rlhf_ppo.terminal.text import redacted
+from rlhf_ppo.terminal import redacted
 
 
 def option(default: Any, help: str, **argparse: Any) -> Any:

@@ -26,7 +26,7 @@ from rlhf_ppo.data.prompts import (
     template_settings,
     text_of_content,
 )
-from rlhf_ppo.terminal.text import CONTROL
+from rlhf_ppo.terminal import CONTROL
 
 EPISODE_COLUMN = "<episode>"
 """Column of a rollout's prompts with the record of each row's episode; reward functions do not receive it."""

@@ -19,8 +19,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config.validation import NOT_OF_TEMPLATES
 from rlhf_ppo.data.rollout import check_shape
-from rlhf_ppo.terminal.console import hide_data_bars
-from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.terminal import hide_data_bars, visible_logger
 
 logger = visible_logger(__name__)
 

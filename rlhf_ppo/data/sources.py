@@ -15,7 +15,7 @@ import datasets
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation
-from rlhf_ppo.terminal.console import hide_data_bars
+from rlhf_ppo.terminal import hide_data_bars
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """The kinds of files that hold prompts, and the builder of `datasets` that reads each."""

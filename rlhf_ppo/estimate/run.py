@@ -24,8 +24,8 @@ from rlhf_ppo.estimate.update import Estimate, Sharding, Workload, estimate_upda
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import as_in_learning, is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import is_fsdp, mixed_precision_dtype, zero_stage
-from rlhf_ppo.terminal.console import format_duration
-from rlhf_ppo.terminal.text import print_text, visible_logger
+from rlhf_ppo.reporting.console import format_duration
+from rlhf_ppo.terminal import print_text, visible_logger
 
 logger = visible_logger(__name__)
 

@@ -28,7 +28,7 @@ from rlhf_ppo.processes.distributed import (
 )
 from rlhf_ppo.processes.signals import exit_despite_threads, interruptible, raise_if_stopped
 from rlhf_ppo.processes.waiting import in_daemon_thread
-from rlhf_ppo.terminal.text import hide_secrets, redact_url, redact_urls, secrets_of
+from rlhf_ppo.terminal import hide_secrets, redact_url, redact_urls, secrets_of
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between health checks during a request."""

@@ -28,7 +28,7 @@ from rlhf_ppo.models.unwrapping import (
     with_adapters,
 )
 from rlhf_ppo.processes.distributed import get_logger
-from rlhf_ppo.terminal.console import hide_library_warnings
+from rlhf_ppo.terminal import hide_library_warnings
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -46,7 +46,7 @@ from rlhf_ppo.models.unwrapping import (
     probe_ids,
     transformers_model,
 )
-from rlhf_ppo.terminal.console import hide_logs, hide_model_bars
+from rlhf_ppo.terminal import hide_logs, hide_model_bars
 
 
 def is_function(model: Any) -> bool:

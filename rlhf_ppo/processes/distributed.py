@@ -18,7 +18,7 @@ from accelerate.utils import gather_object, reduce, set_seed
 from transformers import TrainerCallback, TrainingArguments
 
 from rlhf_ppo.processes.signals import Stopped
-from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.terminal import visible_logger
 
 
 class RankedLogger(MultiProcessAdapter):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from transformers import TrainerCallback, TrainerControl
 
-from rlhf_ppo.terminal.text import visible
+from rlhf_ppo.terminal import visible
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 

@@ -11,11 +11,11 @@ from transformers import Trainer, TrainerCallback
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.reporting.console import beside_bars, use_console
 from rlhf_ppo.reporting.health_checks import CHECKS, Check, History, Log, RunContext
 from rlhf_ppo.reporting.judgements import read_accuracy
 from rlhf_ppo.reporting.model_card import model_origin
-from rlhf_ppo.terminal.console import beside_bars, use_console
-from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
 

@@ -18,7 +18,7 @@ import pandas as pd
 from rlhf_ppo.checkpoints.files import check_values, read_object, replacing, write_json
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.rewards.builtin import prompt_text
-from rlhf_ppo.terminal.text import redacted
+from rlhf_ppo.terminal import redacted
 
 JUDGED = "judged"
 """Prefix of the names of tables of verdicts, and the name of their directory in a run's directory."""

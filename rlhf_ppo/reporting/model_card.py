@@ -16,7 +16,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log
-from rlhf_ppo.terminal.text import code_span, markdown, redact_urls, redacted, visible
+from rlhf_ppo.terminal import code_span, markdown, redact_urls, redacted, visible
 
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""

@@ -18,7 +18,7 @@ from transformers import TrainerState
 from rlhf_ppo.checkpoints.files import replacing
 from rlhf_ppo.config.validation import suggestion
 from rlhf_ppo.reporting.run_log import Log, Run, training_log
-from rlhf_ppo.terminal.text import visible
+from rlhf_ppo.terminal import visible
 
 PANELS: Mapping[str, str] = {
     "objective/scores": "mean score of a response",

@@ -46,7 +46,7 @@ from rlhf_ppo.reporting.run_log import (
     read_runs,
 )
 from rlhf_ppo.reporting.verdict import verdict_of
-from rlhf_ppo.terminal.text import from_csv_cell, is_secret, redacted, visible
+from rlhf_ppo.terminal import from_csv_cell, is_secret, redacted, visible
 
 SCRIPTS = (
     *("page.js", "chart.js", "curves.js", "overview.js", "critic.js", "judged.js", "responses.js", "settings.js"),

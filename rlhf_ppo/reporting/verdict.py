@@ -19,7 +19,7 @@ from rlhf_ppo.reporting.judgements import (
     read_accuracy,
 )
 from rlhf_ppo.reporting.run_log import RecordedRun, read_runs
-from rlhf_ppo.terminal.text import visible
+from rlhf_ppo.terminal import visible
 
 VERDICT = "verdict.json"
 """The file with `Verdict.as_json()`, beside the judge's tables and in the directory of a pipeline."""

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, cast
 
 from rlhf_ppo.data.prompts import text_of_content
 from rlhf_ppo.rewards.reward_model import Answer
-from rlhf_ppo.terminal.text import redacted, visible_logger
+from rlhf_ppo.terminal import redacted, visible_logger
 
 logger = visible_logger(__name__)
 

@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from rlhf_ppo.config.validation import Interval, check_range, check_type, unique_keys
-from rlhf_ppo.terminal.text import hide_secrets, redact_url, redact_urls, secrets_of, visible, visible_logger
+from rlhf_ppo.terminal import hide_secrets, redact_url, redact_urls, secrets_of, visible, visible_logger
 
 logger = visible_logger(__name__)
 

@@ -44,7 +44,7 @@ from rlhf_ppo.rewards.scorer import (
     refuse_by_raising,
     short_repr,
 )
-from rlhf_ppo.terminal.text import visible
+from rlhf_ppo.terminal import visible
 
 LogMetric = Callable[[str, float, float], None]
 """Takes a metric's name, its value, and the weight of the value: the number of rows that it is about."""

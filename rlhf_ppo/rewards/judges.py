@@ -45,7 +45,7 @@ from rlhf_ppo.rewards.functions import (
 )
 from rlhf_ppo.rewards.reward_model import Answer, RewardModel, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import check_scores
-from rlhf_ppo.terminal.text import visible_logger
+from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
 

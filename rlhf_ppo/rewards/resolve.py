@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
-from rlhf_ppo.terminal.text import redacted
+from rlhf_ppo.terminal import redacted
 
 RewardSpec = Callable[..., Any] | str
 """A reward function, its name, or a `RewardSource`."""

@@ -22,7 +22,7 @@ from rlhf_ppo.config.validation import WEIGHTS, check_range, suggestion
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.processes.signals import interruptible
-from rlhf_ppo.terminal.text import visible
+from rlhf_ppo.terminal import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,10 +26,10 @@ from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.config.unused import TrainerContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, Prompts, columns_of, prompt_column
-from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.distributed import get_logger, num_processes, preserve_rng, zero_stage
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
+from rlhf_ppo.reporting.critic_audit import check_audit
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.learning import POLICY_LOSSES

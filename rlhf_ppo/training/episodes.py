@@ -16,7 +16,6 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEnc
 from rlhf_ppo.data.prompts import PromptEncoder, Prompts, smallest
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.environments.pool import Environments
-from rlhf_ppo.evaluation.critic_audit import check_audit
 from rlhf_ppo.generation.episodes import (
     CUTS,
     EpisodeLimits,
@@ -31,6 +30,7 @@ from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
 from rlhf_ppo.processes.distributed import derive_seed, num_processes, raise_on_all_ranks
+from rlhf_ppo.reporting.critic_audit import check_audit
 from rlhf_ppo.rewards.functions import rewards_of
 from rlhf_ppo.rewards.scorer import RewardSource
 from rlhf_ppo.training.external_loop import check_ids, check_logprobs

@@ -20,7 +20,7 @@ from transformers.utils.hub import PushInProgress
 from rlhf_ppo.checkpoints.files import replacing
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
-from rlhf_ppo.terminal.text import hide_secrets, redact_text, visible_logger
+from rlhf_ppo.terminal import hide_secrets, redact_text, visible_logger
 from rlhf_ppo.training.run_state import RunState
 
 logger = visible_logger(__name__)

@@ -18,8 +18,6 @@ from rlhf_ppo.algorithm.masked import ScoreMoments, masked_mean
 from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
-from rlhf_ppo.evaluation import critic_audit as audits
-from rlhf_ppo.evaluation.rollouts import runnable, sample_rows
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.generation.sampling import join_responses, naming_the_model
 from rlhf_ppo.generation.transformers_engine import sampling_config
@@ -29,8 +27,10 @@ from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, gathered
 from rlhf_ppo.processes.distributed import isolated_rng, raise_on_all_ranks, zero_stage
 from rlhf_ppo.processes.signals import raise_if_stopped
+from rlhf_ppo.reporting import critic_audit as audits
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import KeptCompletions
+from rlhf_ppo.reporting.evaluation import runnable, sample_rows
 from rlhf_ppo.rewards.scorer import Scores, scores_in_reward_unit
 from rlhf_ppo.training.learning import valued_tokens
 from rlhf_ppo.training.run_state import RunState

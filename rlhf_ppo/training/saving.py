@@ -34,8 +34,7 @@ from rlhf_ppo.reporting.completion_files import write_completions
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.terminal.console import hide_library_warnings, hide_model_bars
-from rlhf_ppo.terminal.text import print_text
+from rlhf_ppo.terminal import hide_library_warnings, hide_model_bars, print_text
 from rlhf_ppo.training.guards import Skipped
 from rlhf_ppo.training.learning import InterruptibleLearning
 from rlhf_ppo.training.optimization import Optimization

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.data.conversation import as_json, as_lines
-from rlhf_ppo.evaluation.rollouts import print_table
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
+from rlhf_ppo.reporting.evaluation import print_table
 from rlhf_ppo.reporting.report import report_data
 from rlhf_ppo.reporting.run_log import read_runs
 from tests.agents.test_episodes import ASKED, DONE, made

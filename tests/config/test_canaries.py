@@ -16,7 +16,7 @@ import pytest
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli.main import COMMANDS, main
 from rlhf_ppo.cli.training import RewardArguments, SFTArguments
-from rlhf_ppo.terminal.text import hide_from_ps, is_secret, redacted, restore_hidden_words
+from rlhf_ppo.terminal import hide_from_ps, is_secret, redacted, restore_hidden_words
 
 CANARY, USER = "QxCanary91", "QxUser92"
 ADDRESS = f"https://{USER}:{CANARY}@host/v1?api_key={CANARY}"

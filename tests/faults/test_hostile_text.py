@@ -28,14 +28,14 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.init import init
 from rlhf_ppo.cli.judge import judge
 from rlhf_ppo.cli.main import main, plot, report
-from rlhf_ppo.evaluation.rollouts import report_table
+from rlhf_ppo.reporting.evaluation import report_table
 from rlhf_ppo.reporting.judgements import Judgement
 from rlhf_ppo.reporting.model_card import model_card
 from rlhf_ppo.reporting.report import SCRIPTS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import ChatJudge
-from rlhf_ppo.terminal.text import visible
+from rlhf_ppo.terminal import visible
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, turn_text
 from tests.conftest import QUIET, save_models, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import says

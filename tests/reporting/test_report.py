@@ -26,13 +26,13 @@ import pytest
 from rlhf_ppo.checkpoints.run import LOCK_NAME, Run, in_use, locked
 from rlhf_ppo.cli.judge import JudgeArguments, add_verdicts, keep, keep_win_rate
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.evaluation.critic_audit import AuditedPrefixes, CriticAudit, audit
 from rlhf_ppo.reporting import judgements, report
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
+from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, CriticAudit, audit
 from rlhf_ppo.reporting.health_checks import CHECKS
 from rlhf_ppo.reporting.report import SCRIPTS, watch_report, write_report
 from rlhf_ppo.rewards.judges import Compared
-from rlhf_ppo.terminal.text import visible
+from rlhf_ppo.terminal import visible
 from tests.reporting.browser import CHROMIUM, Browser
 from tests.runs import QUICK
 

@@ -26,11 +26,11 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
+from rlhf_ppo.reporting.console import beside_bars
 from rlhf_ppo.reporting.metrics import EVALUATED, gather_columns, warn_of_unscored
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.rewards.functions import called_code, named_parameters, takes_any_argument
-from rlhf_ppo.terminal.console import beside_bars
-from rlhf_ppo.terminal.text import cell, csv_cell, markdown, visible
+from rlhf_ppo.terminal import cell, csv_cell, markdown, visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.evaluation.critic_audit import (
+from rlhf_ppo.reporting.critic_audit import (
     AuditedPrefixes,
     Estimate,
     audit,

@@ -25,7 +25,7 @@ from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.terminal.text import is_secret, redact_in_place, redact_text, redact_url, redacted
+from rlhf_ppo.terminal import is_secret, redact_in_place, redact_text, redact_url, redacted
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.rewards.local_server import Request, drop, lengths, says, url
 from tests.runs import QUICK

@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-import datasets
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import has_length
-from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_in_notebook
 
-from rlhf_ppo.terminal.text import cell, print_text, visible
+from rlhf_ppo.terminal import cell, is_terminal, print_text, visible
 
 LogConsole = Literal["line", "full", "none"]
 Logs = Mapping[str, Any]
-
-FEWEST_ROWS_WITH_BAR = 5000
-"""Datasets with fewer rows are tokenized in about a second."""
-
-HIDDEN_WARNINGS = (
-    # PEFT uses this old name of transformers.
-    ("`is_gradient_checkpointing` is deprecated", FutureWarning),
-    # TRL's configurations use this old name.
-    ("`gradient_checkpointing` is deprecated", FutureWarning),
-    # PEFT copies the head, also of a model without weights.
-    ("Accessing the data pointer of FakeTensor is deprecated", UserWarning),
-    # An update in which no response has a score steps the schedule, but not the optimizer.
-    ("Detected call of `lr_scheduler.step", UserWarning),
-)
-"""Beginnings and categories of library warnings that need no action of the user."""
-
-HIDDEN_LOGS = (
-    # accelerate imports DeepSpeed if it is installed, which then warns on a machine without a GPU.
-    ("DeepSpeed", "Setting accelerator to CPU"),
-    # Trainer does not find a head that is tied to the embeddings; weights that are really missing raise before.
-    ("transformers.trainer", "There were missing keys in the checkpoint model loaded"),
-    # Of several evaluation sets only one has the metric; if none has it, Trainer raises.
-    ("transformers.trainer_callback", "early stopping required metric_for_best_model, but did not find"),
-    # Trainer writes the tokenizer's special tokens into the policy's configuration, as it should.
-    ("transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens"),
-    # PPO lists all changed arguments; in `sft` and `reward` it is the interval of logs, which fits the run's length.
-    (
-        "transformers.trainer_utils",
-        "Warning: The following arguments do not match the ones in the `trainer_state.json`",
-    ),
-)
-"""Loggers, and parts of their messages that need no action of the user."""
 
 _Figures = tuple[tuple[str, str, Callable[[float], str], int], ...]
 _Parts = list[tuple[str, int]]
@@ -336,76 +300,5 @@ def beside_bars() -> Iterator[None]:
         yield
 
 
-def is_terminal(stream: object) -> bool:
-    """Return whether a stream is a terminal, on which a line can be overwritten."""
-    isatty = getattr(stream, "isatty", None)
-    return isatty is not None and bool(isatty())
-
-
 def _shows_bars() -> bool:
     return is_in_notebook() or is_terminal(sys.stderr)
-
-
-@contextmanager
-def hide_library_warnings() -> Iterator[None]:
-    """Hide `HIDDEN_WARNINGS` and `HIDDEN_LOGS` in the block; all other warnings pass."""
-    with hide_library_logs(), warnings.catch_warnings():
-        for beginning, category in HIDDEN_WARNINGS:
-            warnings.filterwarnings("ignore", beginning, category)
-        yield
-
-
-@contextmanager
-def hide_library_logs() -> Iterator[None]:
-    """Hide `HIDDEN_LOGS` in the block, which may run code of the user: Python's warnings stay as they are."""
-    with ExitStack() as hidden:
-        for name, part in HIDDEN_LOGS:
-            hidden.enter_context(hide_logs(name, part))
-        yield
-
-
-@contextmanager
-def hide_logs(name: str, part: str = "") -> Iterator[None]:
-    """Hide the messages of a logger that contain a text in the block."""
-
-    def passes(record: logging.LogRecord) -> bool:
-        return part not in record.getMessage()
-
-    logging.getLogger(name).addFilter(passes)
-    try:
-        yield
-    finally:
-        logging.getLogger(name).removeFilter(passes)
-
-
-@contextmanager
-def hide_model_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in the block; the hub's downloads keep theirs."""
-    # The public switch also controls the hub's downloads, and loses which of these the user has disabled.
-    before = getattr(transformers_logging, "_tqdm_active", None)
-    if before is None:
-        yield
-        return
-    transformers_logging._tqdm_active = False  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        transformers_logging._tqdm_active = before  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextmanager
-def hide_data_bars(num_rows: int = FEWEST_ROWS_WITH_BAR) -> Iterator[None]:
-    """Hide datasets' progress bars in the block, except on a terminal for many rows.
-
-    Args:
-        num_rows: Number of rows that are processed.
-    """
-    shows = num_rows >= FEWEST_ROWS_WITH_BAR and is_terminal(sys.stderr)
-    if shows or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()

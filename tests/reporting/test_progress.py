@@ -109,7 +109,7 @@ def test_on_a_terminal_a_resumed_run_knows_what_is_left(
     out, err = Terminal(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    monkeypatch.setattr("rlhf_ppo.terminal.console.time.monotonic", lambda: Clock.now)
+    monkeypatch.setattr("rlhf_ppo.reporting.console.time.monotonic", lambda: Clock.now)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
     make_trainer(Watched, **{**settings, "save_strategy": "no"}).train(f"{first.args.output_dir}/checkpoint-2")

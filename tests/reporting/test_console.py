@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ppo.terminal.console import RunPosition, format_duration, format_number, log_line, summary_table
+from rlhf_ppo.reporting.console import RunPosition, format_duration, format_number, log_line, summary_table
 
 TRAINING = {
     "loss": 0.1, "episode": 448, "objective/scores": -0.5304, "objective/kl": -0.0001, "response/length_mean": 8.75,

@@ -11,13 +11,13 @@ from typing import Any
 import datasets
 import pytest
 from peft import LoraConfig
+from tests.terminal.test_progress import Terminal
 from transformers.utils import logging as transformers_logging
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.terminal.console import hide_data_bars, hide_library_warnings, hide_model_bars
+from rlhf_ppo.terminal import hide_data_bars, hide_library_warnings, hide_model_bars
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, DieAt, RunDied
-from tests.terminal.test_progress import Terminal
 
 
 def test_a_run_warns_of_nothing_that_is_not_the_users(

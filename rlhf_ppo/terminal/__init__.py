@@ -1,1 +1,0 @@
-"""Terminal output of a run, and escaping of untrusted text."""
