@@ -11,12 +11,12 @@ from typing import Any
 import datasets
 import pytest
 from peft import LoraConfig
-from tests.terminal.test_progress import Terminal
 from transformers.utils import logging as transformers_logging
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.terminal import hide_data_bars, hide_library_warnings, hide_model_bars
 from tests.conftest import tiny_policy
+from tests.reporting.test_progress import Terminal
 from tests.runs import QUICK, DieAt, RunDied
 
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
-from tests.terminal.test_progress import Terminal
 
 from rlhf_ppo.terminal import (
     cell,
@@ -25,6 +24,7 @@ from rlhf_ppo.terminal import (
     visible,
     visible_logger,
 )
+from tests.reporting.test_progress import Terminal
 
 CONTROLS = [*range(9), *range(11, 32), *range(127, 160)]
 ANY_TEXT = st.text(st.characters(exclude_categories=()))
