@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_ppo.compat.trl import batch_generation, forward, generate
     from rlhf_ppo.config import PPOConfig
+    from rlhf_ppo.config.presets import preset
     from rlhf_ppo.generation.sampling import truncate_response
     from rlhf_ppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["PPOConfig", "PPOTrainer", "batch_generation", "forward", "generate", "truncate_response"]
+__all__ = ["PPOConfig", "PPOTrainer", "batch_generation", "forward", "generate", "preset", "truncate_response"]
 
 _MODULES = {
     "PPOConfig": "rlhf_ppo.config",
@@ -19,6 +20,7 @@ _MODULES = {
     "batch_generation": "rlhf_ppo.compat.trl",
     "forward": "rlhf_ppo.compat.trl",
     "generate": "rlhf_ppo.compat.trl",
+    "preset": "rlhf_ppo.config.presets",
     "truncate_response": "rlhf_ppo.generation.sampling",
 }
 

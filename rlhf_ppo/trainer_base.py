@@ -31,7 +31,6 @@ from rlhf_ppo.checkpoints.complete import check_optimizer, explaining_load_error
 from rlhf_ppo.checkpoints.state import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
-from rlhf_ppo.config.presets import describe_preset
 from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
@@ -50,7 +49,7 @@ from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
-from rlhf_ppo.terminal import hide_library_warnings, print_text
+from rlhf_ppo.terminal import hide_library_warnings
 from rlhf_ppo.training import datasets, rollouts, saving, search
 from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
 from rlhf_ppo.training.construction import set_up_engine
@@ -198,9 +197,6 @@ class TrainerBase(Trainer):
             self.scorer.stop()  # a failed update may have left pending rewards and logged values
             run.logged.forget()
             self._estimate.announce()
-            preset = describe_preset(args)
-            if preset and args.log_console != "none" and self.accelerator.is_main_process:
-                print_text(preset)
             with detecting_overflow(self.model, args):
                 yield checkpoint
 

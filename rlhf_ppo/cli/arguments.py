@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -21,9 +20,8 @@ from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_quantization_config
 
 from rlhf_ppo.cli.errors import CommandParser, left_over
-from rlhf_ppo.config.arguments import resolve_clip_ranges
 from rlhf_ppo.config.inherited import check_keys, is_logged_in_to_wandb
-from rlhf_ppo.config.presets import PRESETS, RemembersNames, preset_options
+from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.config.validation import CONFIG_HINTS, UniqueKeys, check_json_file, option, reject_removed
 from rlhf_ppo.terminal import redact_in_place, visible_logger
 
@@ -41,9 +39,6 @@ class PPOArgumentParser(CommandParser, TrlParser):
         TypeError: The command line or the YAML file holds an option that `TrainingArguments` no longer has.
         ValueError: The YAML file cannot be read, or an option is unknown.
     """
-
-    _of_config: Collection[str] = ()
-    _given: Collection[str] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"usage": "%(prog)s [options]", **kwargs})
@@ -63,29 +58,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
             path = getattr(parsed, name, None)
             if isinstance(path, str) and not path.lstrip().startswith("{"):
                 check_json_file(path, name)
-        has_preset = getattr(parsed, "preset", None) in PRESETS
-        if has_preset or getattr(parsed, "policy_loss", None) == "gspo":
-            named = self._named(args)
-            for name, value in (preset_options(parsed.preset, named) if has_preset else {}).items():
-                setattr(parsed, name, value)
-            resolve_clip_ranges(parsed, named)
-        if hasattr(parsed, "logging_steps"):
-            self._given = self._named(args)
         return parsed, unknown
-
-    def _named(self, args: Sequence[str] | None) -> set[str]:
-        """Return the options that the command line or the YAML file gives."""
-        defaults = {action: action.default for action in self._actions}
-        of_command, self._defaults = self._defaults, {}
-        try:
-            for action in self._actions:
-                action.default = argparse.SUPPRESS
-            given, _ = super().parse_known_args(args)
-        finally:
-            self._defaults = of_command
-            for action, default in defaults.items():
-                action.default = default
-        return {*vars(given), *self._of_config}
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
         """Parse the command line, over the values of the YAML file after `--config`."""
@@ -97,11 +70,11 @@ class PPOArgumentParser(CommandParser, TrlParser):
             position = words.index("--config")
             if position + 1 == len(words):
                 self.error("argument --config: expected one argument")
+            if (shipped := PRESETS / f"{words[position + 1]}.yaml").is_file():
+                words[position + 1] = str(shipped)
             check_yaml(words[position + 1])
         parsed = super().parse_args_and_config(words)
         for each in parsed:
-            if isinstance(each, RemembersNames):
-                each.set_given(self._given)  # the parser passes all options to the constructor
             modules = getattr(each, "lora_target_modules", None)
             if isinstance(modules, str) and re.fullmatch(r"[\w.]+", modules):
                 each.lora_target_modules = [modules]  # a list's only name, which PEFT would read as a pattern
@@ -114,7 +87,6 @@ class PPOArgumentParser(CommandParser, TrlParser):
             raise ValueError(f"the key {', '.join(twice)} is repeated in --config")
         kwargs = dict(zip(names, kwargs.values(), strict=True))
         reject_removed(kwargs)
-        self._of_config = {*kwargs}
         for action in self._actions:
             if action.choices is not None and kwargs.get(action.dest) not in (None, *action.choices):
                 if kwargs[action.dest] is False and "no" in action.choices:

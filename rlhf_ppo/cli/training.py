@@ -41,8 +41,7 @@ from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import logging_interval
 from rlhf_ppo.config.inherited import resolved_bf16
-from rlhf_ppo.config.presets import RemembersNames
-from rlhf_ppo.config.validation import parse_template_kwargs
+from rlhf_ppo.config.validation import ExplainsUnknown, parse_template_kwargs
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, load_value_model, wants_code
@@ -72,7 +71,7 @@ from rlhf_ppo.training.guards import DivergenceError
 from rlhf_ppo.training.publishing import upload_directory
 
 
-class DefaultBf16(RemembersNames, RedactsSecrets):
+class DefaultBf16(ExplainsUnknown, RedactsSecrets):
     """Base of TRL's configurations with the default of `bf16` of `PPOConfig`: on if the device supports it."""
 
     def __post_init__(self) -> None:
@@ -453,11 +452,11 @@ def text_columns(command: str, args: Any) -> list[set[str]]:
 
 
 class _LogsShortRuns(TrainerCallback):
-    """Logs a short run 20 times, as PPO does, if `logging_steps` was not given."""
+    """Logs a short run 20 times, as PPO does, if `logging_steps` is the default."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the interval of the logs."""
-        if isinstance(args, RemembersNames) and not args.was_given("logging_steps"):
+        if args.logging_steps == 10:
             state.logging_steps = logging_interval(state.max_steps)
 
 

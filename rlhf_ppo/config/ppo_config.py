@@ -12,11 +12,11 @@ import torch
 from transformers import TrainingArguments
 
 from rlhf_ppo.config import arguments, inherited
-from rlhf_ppo.config.presets import PresetArguments
 from rlhf_ppo.config.validation import (
     LONGEST_WAIT,
     AtLeastOne,
     Count,
+    ExplainsUnknown,
     Finite,
     Interval,
     NotNegative,
@@ -178,7 +178,7 @@ def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
 @dataclass(repr=False)  # RedactsSecrets' own hides tokens
 class PPOConfig(
     RedactsSecrets,
-    PresetArguments,
+    ExplainsUnknown,
     arguments.LoggingArguments,
     arguments.RecipeArguments,
     arguments.AgentArguments,
@@ -207,8 +207,8 @@ class PPOConfig(
     learning_rate: float = _option(3e-6, "Initial learning rate.")
     logging_steps: float = _option(
         10,
-        "PPO updates between two logs; below 1, a share of all updates, such as 0.1. If not set, a run of fewer than "
-        "200 updates logs more often, at least 20 times.",
+        "PPO updates between two logs; below 1, a share of all updates, such as 0.1. With the default, a run of fewer "
+        "than 200 updates logs about 20 times.",
     )
     gradient_checkpointing: bool = _option(
         True, "Recompute activations in the backward pass: less memory, one more forward pass."
@@ -367,18 +367,15 @@ class PPOConfig(
     def __post_init__(self) -> None:
         """Resolve defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self.derived_values: dict[str, Any] = {}
-        self.resolve_preset()
         self.bf16 = inherited.resolved_bf16(self)
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
-        names = {field.name for field in fields(self)}
-        arguments.resolve_clip_ranges(self, self._named, is_known=names > {*self._named})
+        arguments.resolve_clip_ranges(self, (), is_known=False)
         self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
-        with self.explaining_preset():
-            self.validate()
+        self.validate()
         self._mirror_checkpointing()
         world_size = self.world_size
         super().__post_init__()
@@ -498,7 +495,7 @@ class PPOConfig(
         return sizes
 
     def fill_derived(self, num_processes: int, num_examples: int | None) -> Sizes:
-        """Compute the sizes of a run, and set the unset derived fields, `max_steps` and `run_name`.
+        """Compute the sizes of a run; set the unset derived fields, `max_steps`, `run_name` and `logging_steps`.
 
         The trainer calls it before `Trainer.__init__`, which reads the world size, and again when training starts.
         Training reads the returned `Sizes`; the fields are for trackers, logs and model cards.
@@ -511,18 +508,21 @@ class PPOConfig(
             ValueError: As `count_sizes` does; no field is changed then.
         """
         sizes = self.count_sizes(num_processes, num_examples)
-        shown = {"max_steps": sizes.num_total_batches, "run_name": f"{self.exp_name}__{self.seed}"} | asdict(sizes)
+        num_updates = sizes.num_total_batches
+        shown = {
+            "max_steps": num_updates,
+            "run_name": f"{self.exp_name}__{self.seed}",
+            "logging_steps": arguments.logging_interval(num_updates),
+        } | asdict(sizes)
         self.derived_values = {name: value for name, value in shown.items() if self.user_value(name) is None}
         for name, value in self.derived_values.items():
             setattr(self, name, value)
-        if not self.was_given("logging_steps"):
-            self.logging_steps = arguments.logging_interval(sizes.num_total_batches)
         return sizes
 
     def user_value(self, name: str) -> Any:
         """Return the value that the user set; None if it is unset or comes from `fill_derived`."""
         value = getattr(self, name)
-        unset = name == "max_steps" and value <= 0
+        unset = (name == "max_steps" and value <= 0) or (name == "logging_steps" and value == 10)
         return None if unset or value == self.derived_values.get(name) else value
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:

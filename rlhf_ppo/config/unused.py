@@ -8,7 +8,6 @@ from typing import Any
 
 from rlhf_ppo.config.arguments import EPISODE_OPTIONS, GSPO_CLIP_RANGES
 from rlhf_ppo.config.ppo_config import PPOConfig
-from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.terminal import redacted
 
 
@@ -174,8 +173,6 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool]
 def unused_options(args: PPOConfig, run: TrainerContext) -> dict[str, str]:
     """Return the options with a value other than their default that have no effect.
 
-    Options set by a preset are not included.
-
     Args:
         args: The resolved arguments.
         run: Properties of the trainer.
@@ -183,7 +180,6 @@ def unused_options(args: PPOConfig, run: TrainerContext) -> dict[str, str]:
     Returns:
         For each option a text with its value, the reason and the remedy.
     """
-    of_preset = PRESETS.get(args.preset or "", {})
     of_loss = GSPO_CLIP_RANGES if args.policy_loss == "gspo" else {}
     defaults = {field.name: field.default for field in fields(PPOConfig) if field.default is not MISSING}
     found = dict[str, str]()
@@ -193,7 +189,6 @@ def unused_options(args: PPOConfig, run: TrainerContext) -> dict[str, str]:
             value = getattr(value, "value", value)  # of an enumeration
             if name in found or value in (
                 defaults[name],
-                of_preset.get(name, defaults[name]),
                 of_loss.get(name, defaults[name]),
             ):
                 continue

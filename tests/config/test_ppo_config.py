@@ -20,7 +20,6 @@ from trl.scripts.utils import TrlParser
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.config import RANGES, PPOConfig, inherited
 from rlhf_ppo.config.arguments import AgentArguments, EngineArguments, LoggingArguments, RecipeArguments
-from rlhf_ppo.config.presets import PresetArguments
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError
 from rlhf_ppo.rewards.functions import RewardTimeoutError
 from rlhf_ppo.training.guards import DivergenceError
@@ -29,7 +28,7 @@ from tests.runs import QUICK, parameters
 NAN, INF = math.nan, math.inf
 FIELDS = {field.name: field for field in dataclasses.fields(PPOConfig)}
 INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)}
-PARTS = (PPOConfig, EngineArguments, LoggingArguments, RecipeArguments, AgentArguments, PresetArguments)
+PARTS = (PPOConfig, EngineArguments, LoggingArguments, RecipeArguments, AgentArguments)
 OWN = sorted({name for part in PARTS for name in inspect.get_annotations(part)})
 HINTS = get_type_hints(PPOConfig)
 

@@ -80,7 +80,6 @@ CHANGES: dict[str, Any] = {
     "lam": 0.3,
     "vf_coef": 1.0,
     "max_prompt_length": 2,
-    "preset": "nplus",
     "on_divergence": "skip",
     "health_checks": False,
     "health_thresholds": {"clip_fraction": -1.0, "patience": 1},
@@ -259,11 +258,6 @@ def test_conversations_are_found_in_any_data_set() -> None:
     texts, chats = [{"prompt": "x"}], [{"prompt": [{"role": "user", "content": "x"}]}]
     assert not may_hold_chats(texts, None) and not may_hold_chats([{"input_ids": [1]}], {"a": texts})
     assert may_hold_chats(chats) and may_hold_chats(texts, {"a": texts, "b": chats}) and may_hold_chats(iter(texts))
-
-
-def test_a_presets_options_are_not_the_users() -> None:
-    args = PPOConfig("out", use_cpu=True, report_to="none", preset="aitraining")
-    assert args.top_k == 50 and unused_options(args, TrainerContext(is_stepped=True)) == {}
 
 
 def test_every_name_of_the_table_is_an_option() -> None:

@@ -1,6 +1,6 @@
 """The points of *The N+ Implementation Details of RLHF with PPO* (2403.17031) that are the trainer's, one by one.
 
-A run of `preset="nplus"` on tiny models of the paper's family, with dropout in their configurations and prompts of
+A run with the preset nplus on tiny models of the paper's family, with dropout in their configurations and prompts of
 several lengths. What it did is computed again with the models' own forward passes, one response at a time, and NumPy.
 """
 
@@ -18,7 +18,7 @@ from datasets import Dataset
 from numpy.testing import assert_allclose
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceClassification
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOConfig, PPOTrainer, preset
 from rlhf_ppo.data.rollout import Experience, Rollout
 from tests.conftest import QUIET, make_tokenizer, prompt_rows
 from tests.runs import history
@@ -87,7 +87,7 @@ def run_of(folder: Path, **overrides: Any) -> Run:
     reference = neox(GPTNeoXForCausalLM, 5)
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "total_episodes": 48}
     options: dict[str, Any] = QUIET | sizes | {"response_length": RESPONSE_LENGTH, "logging_steps": 1, "seed": 3}
-    args = PPOConfig(str(folder), preset="nplus", **options | overrides)
+    args = PPOConfig(str(folder), **preset("nplus") | options | overrides)
     given = [copy.deepcopy(model) for model in (policy, reference, reward)]
     trainer = _Keeps(
         args=args,
