@@ -22,8 +22,8 @@ from rlhf_ppo.checkpoints.run import check_start
 from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPOScriptArguments, check_columns
 from rlhf_ppo.cli.errors import USER_ERRORS, Problems
 from rlhf_ppo.cli.estimate import without_weights
+from rlhf_ppo.cli.init import num_tokens
 from rlhf_ppo.cli.judge import check_judge, check_responses, load_rows
-from rlhf_ppo.cli.measuring import num_tokens
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import (
     check_model,

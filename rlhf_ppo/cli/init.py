@@ -1,4 +1,4 @@
-"""`rlhf-ppo init`: measure data, model and machine, and write a file for `rlhf-ppo pipeline` that fits them."""
+"""`rlhf-ppo init`: read the data, split it, and write one commented file for `rlhf-ppo pipeline`."""
 
 from __future__ import annotations
 
@@ -6,316 +6,290 @@ import argparse
 import math
 import os
 import shlex
-import sys
-import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
 import yaml
 from jinja2 import Environment
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_ppo.cli.errors import CommandParser, Problems, user_errors
-from rlhf_ppo.terminal import cell, print_text, visible
-
-if TYPE_CHECKING:  # these import torch
-    from rlhf_ppo.cli.measuring import Data, Machine, Proposal
+from rlhf_ppo.cli.arguments import check_columns
+from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.cli.training import load_tokenizer
+from rlhf_ppo.data.prompts import is_conversation, prompt_column, text_of_content
+from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits, separate_prompts
+from rlhf_ppo.models.loading import load_pretrained
+from rlhf_ppo.terminal import hide_data_bars, print_text
 
 PROGRAM = "rlhf-ppo init"
-QUESTIONS = {
-    "model": ("The language model to start from: a directory or a hub name", None),
-    "texts": ("Texts or prompts with completions to train it on first (empty: none)", ""),
-    "preferences": ("Pairs with `chosen` and `rejected` for the reward model (empty: a reward function instead)", ""),
-    "prompts": ("Prompts for PPO: a file, a directory or a hub name; pairs have prompts too", None),
-    "output_dir": ("Where all of it goes", "runs/pipeline"),
+TEMPLATE = Path(__file__).with_name("run.yaml.jinja")
+"""The text of the file."""
+
+OPTIONS = {
+    "model": "The language model to start from: a directory or a hub name.",
+    "texts": "Texts, or prompts with completions, to train it on first.",
+    "preferences": "Pairs with `chosen` and `rejected` for the reward model.",
+    "reward_funcs": "Instead of preferences: a built-in reward's name, file.py:function or an address.",
+    "prompts": "Prompts for PPO: a file, a directory or a hub name; pairs have prompts too.",
+    "judge_preferences": "Pairs for a second reward model, which judges; by default 40% of the preferences.",
+    "judge_model": "Instead of judge_preferences: such as gpt-4o-mini, or a reward model that PPO never saw.",
 }
-"""Question for each option, and the default answer; None where an answer is needed."""
+"""Options and their help texts."""
 
-JUDGE_PREFERENCES = (
-    "Other pairs, for a second reward model that judges and that PPO never sees (empty: split them off)"
-)
-REWARD_FUNCTION = "The reward of PPO instead: a built-in reward's name, file.py:function or an address"
+COLUMNS = {
+    "texts": [{"text"}, {"messages"}, {"prompt", "completion"}],
+    "preferences": [{"chosen", "rejected"}],
+    "judge_preferences": [{"chosen", "rejected"}],
+}
+"""Sets of columns, one of which the data of an option must have."""
 
+SAMPLE = 500
+"""Rows whose lengths are measured."""
 MIN_PAIRS_TO_SPLIT = 100
 JUDGE_SHARE = 0.4
 """Share of the pairs that train the judge's reward model."""
 MAX_HELD_OUT = 256
-MINUTES_ON = {"cpu": 12.0, "cuda": 60.0}
-"""Default of `--minutes` by the type of device."""
-
-TEMPLATE = Path(__file__).with_name("run.yaml.jinja")
-"""The text of the file."""
+BATCH = 64
+"""Largest number of episodes of an update."""
 
 
 def init(argv: Sequence[str] | None = None) -> None:
-    """Measure data, model and machine, and write the file.
+    """Read the data, split it, and write the file.
 
     Args:
-        argv: The options; None takes the program's own. Missing ones are asked for at a terminal.
+        argv: The options; None takes the program's own.
 
     Raises:
-        SystemExit: An option is missing and nobody can answer, the data or the model are wrong, or the file exists.
+        SystemExit: An option is wrong, the data or the model cannot be read, or the file exists.
     """
-    parser = CommandParser(
-        prog=PROGRAM,
-        description="Measure data, model and machine, and write a commented file for `rlhf-ppo pipeline`.",
-    )
+    parser = CommandParser(prog=PROGRAM, description="Write a commented file for `rlhf-ppo pipeline`.")
     parser.add_argument("--file", default="run.yaml", help="The file to write.")
-    for name, (question, _) in QUESTIONS.items():
-        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=question)
-    parser.add_argument("--reward_funcs", "--reward-funcs", help=REWARD_FUNCTION)
-    parser.add_argument("--judge_preferences", "--judge-preferences", help=JUDGE_PREFERENCES)
-    parser.add_argument("--judge_model", "--judge-model", help="Such as gpt-4o-mini, or a reward model PPO never saw.")
-    parser.add_argument("--minutes", type=float, help="About how long all steps may take; 12 on a CPU, 60 on a GPU.")
-    parser.add_argument("--bf16", action="store_true", help="Compute in bf16; the default on GPUs that can do it.")
+    parser.add_argument("--output_dir", "--output-dir", default="runs/pipeline", help="Where all results go.")
+    for name, text in OPTIONS.items():
+        is_required = name in ("model", "prompts")
+        parser.add_argument(
+            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=text, required=is_required
+        )
     args = parser.parse_args(argv)
     with user_errors(PROGRAM):
-        path = Path(os.path.expanduser(args.file))
-        if path.exists():
-            raise ValueError(f"file={args.file!r} is there already; name another with --file, or rename it")
-        if args.minutes is not None and not 0 < args.minutes < 1e6:
-            raise ValueError(f"minutes={args.minutes} must be positive")
-        _complete(args)
-        folder = Path(os.path.expanduser(args.output_dir), "data")
-        if folder.exists():
-            raise ValueError(f"{folder} is there already: name another directory with --output_dir, or rename it")
-    from rlhf_ppo.checkpoints.files import write_text  # imports torch
-    from rlhf_ppo.cli.measuring import propose
-    from rlhf_ppo.training.checks import check_writable
-
-    with user_errors(PROGRAM):
-        check_writable(str(path.parent), "file")
-        check_writable(args.output_dir, "output_dir")
-    machine, data = measure(args)
-    with user_errors(PROGRAM):
-        names, data, held_out = split(args, data, folder)
-        minutes = MINUTES_ON.get(machine.device.type, 60.0) if args.minutes is None else args.minutes
-        proposal = propose(machine, data, len(held_out), minutes)
+        path, folder = Path(os.path.expanduser(args.file)), Path(os.path.expanduser(args.output_dir), "data")
+        for existing, option in ((path, "file"), (folder, "output_dir")):
+            if existing.exists():
+                raise ValueError(f"{existing} is there already: name another {option}, or rename it")
+        if not args.preferences and not args.reward_funcs:
+            raise ValueError("PPO has no reward: give --preferences for a reward model, or --reward_funcs")
+        tokenizer = load_tokenizer(args.model, False, "model")
+        given = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
+        data = {name: read_data(getattr(args, name), name, tokenizer) for name in given}
+        sections = split(args, data)
+        config = load_pretrained(AutoConfig, args.model, "model")
+        text = written(args, sections, propose(config, sections))
+        folder.mkdir(parents=True)
+        for each in sections.values():
+            if each.is_split:
+                with hide_data_bars(0):
+                    each.rows.to_json(os.path.expanduser(each.name), force_ascii=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, written(args, names, data, proposal, _computes_in_bf16(args, machine)))
-    show(args, machine, data, held_out, proposal, minutes)
+        path.write_text(text, encoding="utf-8")
+    for name, each in sections.items():
+        print_text(f"{name}: {each.describe()}")
     print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
-def _complete(args: argparse.Namespace) -> None:
-    """Ask for missing options, if one that is needed is missing."""
-    is_complete = args.model and args.prompts and (args.preferences or args.reward_funcs)
-    asks = sys.stdin.isatty() and not is_complete
-    for name, (question, default) in QUESTIONS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, _asked(name, question, default) if asks else default)
-        if getattr(args, name) is None:
-            raise ValueError(f"--{name} is missing: {question.lower()}")
-    if not args.preferences and not args.reward_funcs:
-        args.reward_funcs = _asked("reward_funcs", REWARD_FUNCTION, None) if asks else None
-        if args.reward_funcs is None:
-            raise ValueError("PPO has no reward: give --preferences for a reward model, or --reward_funcs")
-    if args.judge_model and args.judge_preferences:
-        raise ValueError("--judge_model and --judge_preferences are two judges: give one of them")
-    if asks and args.preferences and args.judge_model is None and args.judge_preferences is None:
-        args.judge_preferences = _asked("judge_preferences", JUDGE_PREFERENCES, "")
+# ---- Data ----
 
 
-def _asked(name: str, question: str, default: str | None) -> str:
-    shown = f" [{default}]" if default else ""
-    while True:
-        print_text(f"{question}{shown}:")
-        try:
-            answer = input("> ").strip() or default
-        except EOFError:
-            print()
-            raise ValueError(f"--{name} is missing, and the input has ended") from None
-        if answer is not None:
-            return answer
-        print_text(f"--{name} is needed")
+@dataclass(frozen=True)
+class Data:
+    """A data set.
+
+    Attributes:
+        name: The file, directory or hub name.
+        rows: The rows; pairs have explicit prompts.
+        held_out: The rows of the split `test`, or None.
+        prompts: Tokens of the prompts of a sample of rows; 0 without a prompt.
+        responses: Tokens of texts or responses of the sample; of a pair, of the longer one.
+        is_split: Whether the rows are split off and `name` is the file to write.
+    """
+
+    name: str
+    rows: Any
+    held_out: Any
+    prompts: Sequence[int]
+    responses: Sequence[int]
+    is_split: bool = False
+
+    def describe(self) -> str:
+        """Return rows and lengths in one line."""
+        lengths = {"prompts": self.prompts, "responses": self.responses}
+        parts = [
+            f"{name} of {quantile(each, 0.5)} tokens, 95% up to {quantile(each, 0.95)}"
+            for name, each in lengths.items()
+            if any(each)
+        ]
+        return ": ".join([f"{len(self.rows):,} rows", ", ".join(parts)])
 
 
-# ---- Measuring and splitting ----
+def quantile(lengths: Sequence[int], share: float) -> int:
+    """Return a quantile of whole numbers, as one of them."""
+    return int(np.quantile(lengths, share, method="higher"))
 
 
-def measure(args: argparse.Namespace) -> tuple[Machine, dict[str, Data]]:
-    """Measure the model on this machine, and all data; the problems are in one list.
+def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Load a data set and measure the lengths of a sample.
 
     Args:
-        args: The options, complete.
-
-    Returns:
-        The model, and the data by option.
+        name: A file, a directory or a hub name.
+        argument: The option that names it: "texts", "preferences", "judge_preferences" or "prompts".
+        tokenizer: The model's.
 
     Raises:
-        SystemExit: The model or the data are wrong.
+        ValueError: There are no such data, or a column is missing.
     """
-    from rlhf_ppo.cli.measuring import measure_data, measure_machine
-    from rlhf_ppo.cli.training import load_tokenizer
-    from rlhf_ppo.rewards.resolve import check_reward_name
+    splits = load_splits(name, argument=argument)
+    rows = choose_split(splits, "train" if "train" in splits else next(iter(splits)), argument)
+    held_out = splits["test"] if "test" in splits and rows is not splits["test"] else None
+    if argument != "texts":
+        is_prompts = argument == "prompts"
+        rows = separate_prompts(rows, where_missing=is_prompts)
+        held_out = held_out and separate_prompts(held_out, where_missing=is_prompts)
+    if argument in COLUMNS:
+        check_columns(rows, COLUMNS[argument], argument)
+    sample = rows.select(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int))
+    measured = {"text", "messages", "completion", "chosen", "rejected"}
+    responses = [num_tokens(sample[column], tokenizer) for column in sample.column_names if column in measured]
+    prompts = [0] * len(sample)
+    if argument == "prompts":
+        prompts, responses = num_tokens(sample[prompt_column(sample.column_names, argument)], tokenizer), []
+    elif "prompt" in sample.column_names:
+        prompts = num_tokens(sample["prompt"], tokenizer)
+    return Data(name, rows, held_out, prompts, [max(each) for each in zip(*responses, strict=True)])
 
-    problems, machine, tokenizer, data = Problems(), None, None, {}
-    with problems.collecting():
-        machine = measure_machine(args.model)
-        tokenizer = load_tokenizer(args.model, False, "model")
-    if args.reward_funcs:
-        with problems.collecting():
-            check_reward_name(args.reward_funcs)
-    for name in ("texts", "preferences", "judge_preferences", "prompts"):
-        if path := getattr(args, name):
-            with problems.collecting():
-                data[name] = measure_data(path, name, tokenizer)
-    problems.fail(PROGRAM)
-    assert machine is not None
-    return machine, data
+
+def num_tokens(values: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of texts, of conversations (by their contents), or of lists of ids."""
+    texts = []
+    for value in values:
+        if is_conversation(value):
+            value = "\n".join(text_of_content(message.get("content") or "") for message in value)
+        if isinstance(value, list):
+            return [*map(len, values)]
+        texts.append(value)
+    encoded: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [len(ids) for ids in encoded]
 
 
-def split(
-    args: argparse.Namespace, data: Mapping[str, Data], folder: Path
-) -> tuple[dict[str, str], dict[str, Data], Any]:
-    """Split prompts and pairs for the judge off, and write them.
+def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]:
+    """Split prompts off for the judge, and pairs for its reward model; return the data of each section.
 
     Args:
         args: The options.
         data: The data by option.
-        folder: The directory for the files.
-
-    Returns:
-        The file of each section's data, the data of each section, and the judge's prompts.
     """
-    from dataclasses import replace
 
-    from rlhf_ppo.cli.measuring import distinct_prompts
-    from rlhf_ppo.data.sources import hold_out_pairs
+    def part(source: Data, file: str, rows: Any) -> Data:
+        return replace(source, name=str(Path(args.output_dir, "data", file)), rows=rows, is_split=True)
 
-    names, found = {}, {}
-    for option, section in (("texts", "sft"), ("preferences", "reward"), ("judge_preferences", "judge_reward")):
-        if option in data:
-            names[section], found[section] = getattr(args, option), data[option]
-    splits = {}
-    if "reward" in found and "judge_reward" not in found and not args.judge_model:
-        pairs = found["reward"]
-        if len(pairs.rows) >= MIN_PAIRS_TO_SPLIT:
-            ours, theirs = hold_out_pairs(pairs.rows, int(JUDGE_SHARE * len(pairs.rows)), 1.0)
-            if theirs is not None and len(ours):
-                splits |= {"reward": ours, "judge_reward": theirs}
-                found["reward"], found["judge_reward"] = replace(pairs, rows=ours), replace(pairs, rows=theirs)
+    options = {"texts": "sft", "preferences": "reward", "judge_preferences": "judge_reward"}
+    found = {section: data[option] for option, section in options.items() if option in data}
+    pairs = found.get("reward")
+    if pairs and "judge_reward" not in found and not args.judge_model and len(pairs.rows) >= MIN_PAIRS_TO_SPLIT:
+        ours, theirs = hold_out_pairs(pairs.rows, int(JUDGE_SHARE * len(pairs.rows)), 1.0)
+        if theirs is not None and len(ours):
+            found["reward"] = part(pairs, "pairs.jsonl", ours)
+            found["judge_reward"] = part(pairs, "judge_pairs.jsonl", theirs)
     prompts = data["prompts"]
-    rows, held_out = distinct_prompts(prompts.rows), prompts.held_out
-    if held_out is None:
-        num_rows = max(1, min(MAX_HELD_OUT, len(rows) // 5))
+    rows = distinct_prompts(prompts.rows)
+    if prompts.held_out is None:
         if len(rows) < 2:
             raise ValueError(f"prompts={args.prompts!r} has one distinct prompt; PPO and the judge need others")
+        num_held_out = max(1, min(MAX_HELD_OUT, len(rows) // 5))
         shuffled = rows.shuffle(seed=0)
-        rows, held_out = shuffled.select(range(num_rows, len(rows))), shuffled.select(range(num_rows))
+        rows, held_out = shuffled.select(range(num_held_out, len(rows))), shuffled.select(range(num_held_out))
     else:
-        held_out = distinct_prompts(held_out).shuffle(seed=0)
+        held_out = distinct_prompts(prompts.held_out).shuffle(seed=0)
         held_out = held_out.select(range(min(MAX_HELD_OUT, len(held_out))))
-    splits |= {"ppo": rows, "judge": held_out}
-    found["ppo"] = replace(prompts, rows=rows)
-    files = {"reward": "pairs", "judge_reward": "judge_pairs", "ppo": "prompts", "judge": "held_out_prompts"}
-    folder.mkdir(parents=True)
-    for section, dataset in splits.items():
-        names[section] = str(Path(args.output_dir, "data", f"{files[section]}.jsonl"))
-        _write_rows(dataset, folder / f"{files[section]}.jsonl")
-    return names, found, held_out
+    found["ppo"] = part(prompts, "prompts.jsonl", rows)
+    found["judge"] = part(prompts, "held_out_prompts.jsonl", held_out)
+    return found
 
 
-def _write_rows(rows: Any, path: Path) -> None:
-    from rlhf_ppo.checkpoints.files import replacing
-    from rlhf_ppo.terminal import hide_data_bars
-
-    with hide_data_bars(0), replacing(path) as temporary:
-        rows.to_json(temporary, force_ascii=False)
-
-
-def _computes_in_bf16(args: argparse.Namespace, machine: Machine) -> bool:
-    import torch
-
-    return args.bf16 or (machine.device.type == "cuda" and torch.cuda.is_bf16_supported())
+def distinct_prompts(rows: Any) -> Any:
+    """Return the rows with the first occurrence of each prompt."""
+    column = prompt_column(rows.column_names, "prompts")
+    first: dict[str, int] = {}
+    for index, prompt in enumerate(rows[column]):
+        first.setdefault(str(prompt), index)
+    return rows.select(list(first.values()))
 
 
-# ---- Writing and showing ----
+# ---- Options ----
 
 
-def written(
-    args: argparse.Namespace, names: Mapping[str, str], data: Mapping[str, Data], proposal: Proposal, bf16: bool
-) -> str:
+def propose(config: Any, data: Mapping[str, Data]) -> dict[str, dict[str, Any]]:
+    """Propose the options of each section.
+
+    Args:
+        config: The model's configuration.
+        data: The data by section.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    size = sum(weight.numel() for weight in model.parameters())
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+    sections: dict[str, dict[str, Any]] = {}
+    for name in ("sft", "reward", "judge_reward"):
+        if each := data.get(name):
+            totals = np.add(each.prompts, each.responses).tolist()
+            sections[name] = {
+                "num_train_epochs": 1 if len(each.rows) > 10_000 else 3,
+                "learning_rate": learning_rate(2e-5 if name == "sft" else 1e-5, size),
+                "max_length": min(1024, positions, -(-(quantile(totals, 0.98) + 2) // 8) * 8),
+            }
+    source = data.get("reward") or data.get("sft")
+    response = 128 if source is None else -(-(quantile(source.responses, 0.9) + 1) // 4) * 4
+    response = min(256, positions // 2, response)
+    prompts, num_prompts = data["ppo"].prompts, len(data["ppo"].rows)
+    batch = min(BATCH, 2 ** int(math.log2(num_prompts)))
+    sections["ppo"] = {
+        "learning_rate": learning_rate(3e-6, size),
+        "response_length": response,
+        **({"max_prompt_length": positions - response} if max(prompts) + response > positions else {}),
+        "total_episodes": min(200, max(20, num_prompts // batch)) * batch,
+        "per_device_train_batch_size": min(8, batch),
+        "gradient_accumulation_steps": batch // min(8, batch),
+    }
+    sections["judge"] = {"num_prompts": len(data["judge"].rows), "max_new_tokens": response}
+    return sections
+
+
+def learning_rate(at_a_billion: float, size: int) -> float:
+    """Return a learning rate that falls with the root of the model's size, rounded to one digit, at most 0.002."""
+    return float(f"{min(at_a_billion * math.sqrt(1e9 / size), 2e-3):.0e}")
+
+
+def written(args: argparse.Namespace, sections: Mapping[str, Data], options: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the text of the pipeline's file.
 
     Args:
         args: The options.
-        names: The data of each section.
-        data: The measured data of each section.
-        proposal: The options of each section.
-        bf16: Whether to compute in bf16.
+        sections: The data of each section.
+        options: The options of each section.
     """
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"scalar": scalar, "comment": _comment}
-    sections = proposal.sections
-
-    def options(section: str) -> str:
-        return "\n".join(f"  {name}: {_number(value)}" for name, value in sections[section].items())
-
+    environment.filters["scalar"] = scalar
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         args=args,
-        file=visible(args.file, one_line=True),
-        time=f"Expected time on this machine: {describe_time(proposal.minutes)}.",
-        notes=proposal.notes,
-        names=names,
-        data=data,
-        bf16=bf16,
-        sections=sections,
-        options=options,
+        data=sections,
+        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        options={name: yaml.safe_dump(each, sort_keys=False) for name, each in options.items()},
     )
 
 
-def _comment(text: str) -> str:
-    return textwrap.fill(text, 79, initial_indent="# ", subsequent_indent="# ")
-
-
-def describe_time(minutes: Mapping[str, float]) -> str:
-    """Return the expected time of all steps and of each."""
-    parts = ", ".join(f"{name} {_minutes(value)}" for name, value in minutes.items())
-    return f"about {_minutes(sum(minutes.values()))} minutes ({parts})"
-
-
-def _minutes(value: float) -> str:
-    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.1e}" if isinstance(value, float) and value < 0.01 else str(value).lower()
-
-
-def show(
-    args: argparse.Namespace,
-    machine: Machine,
-    data: Mapping[str, Data],
-    held_out: Any,
-    proposal: Proposal,
-    minutes: float,
-) -> None:
-    """Print what was measured, and the expected time."""
-    from rich.console import Console
-    from rich.table import Table
-
-    positions = "" if machine.positions is None else f", {machine.positions:,} positions"
-    processors = "" if machine.device.type == "cuda" else f" with {os.cpu_count()} cores"
-    names = {"sft": "texts", "reward": "pairs", "judge_reward": "judge's pairs", "ppo": "prompts"}
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_row("model", f"{machine.parameters:,} parameters{positions}, on {machine.device.type}{processors}")
-    for section, each in data.items():
-        table.add_row(names[section], cell(each.describe()))
-    table.add_row("held out", f"{len(held_out):,} prompts, for the judge")
-    table.add_row("time", describe_time(proposal.minutes))
-    for note, steps in proposal.notes.items():
-        table.add_row("note", cell(f"{', '.join(steps)}: {note}"))
-    if sum(proposal.minutes.values()) > 1.1 * minutes:
-        table.add_row("note", f"A shorter run than this, in {minutes:g} minutes, would learn nothing.")
-    Console(highlight=False).print(table)
-
-
-def scalar(text: str | None) -> str:
+def scalar(text: str) -> str:
     """Write a text so that YAML reads it as the same text."""
-    text = text or ""
-    try:
-        is_plain = yaml.safe_load(f"[{text}]") == [text] and visible(text, one_line=True) == text
-    except yaml.YAMLError:
-        is_plain = False
-    return text if is_plain else yaml.safe_dump(text, default_style='"', width=math.inf).strip()
+    return yaml.safe_dump(text, default_style='"', width=math.inf).strip()

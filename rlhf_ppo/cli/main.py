@@ -33,7 +33,7 @@ from rlhf_ppo.terminal import (
 
 COMMANDS = {
     "demo": ("rlhf_ppo.cli.main", "Run all steps with a toy model, in minutes on two cores."),
-    "init": ("rlhf_ppo.cli.init", "Measure data, model and machine; write a commented file for `pipeline`."),
+    "init": ("rlhf_ppo.cli.init", "Read the data, split it, and write a commented file for `pipeline`."),
     "pipeline": ("rlhf_ppo.cli.main", "Run SFT, reward model, PPO, judge and report from one file."),
     "train": ("rlhf_ppo.cli.commands", "Train a policy with PPO, with the options of TRL's script."),
     "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
