@@ -14,21 +14,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallb
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, token_rewards
-from rlhf_ppo.algorithm.losses import (
-    PolicyLoss,
-    ValueLoss,
-    clipped_policy_loss,
-    clipped_value_loss,
-    hl_gauss_value_loss,
-)
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_whiten
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, may_hold_chats, num_rows
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.sampling import join_responses
-from rlhf_ppo.models.heads import cover_returns, of_own_heads, value_head_of
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs, ResponseValues
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.processes.signals import Stopped, raise_if_stopped
@@ -36,7 +29,7 @@ from rlhf_ppo.reporting.evaluation import check_best_metric
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
-from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, positive_responses, shape_scores, whole_scores
+from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, shape_scores, whole_scores
 from rlhf_ppo.terminal import hide_library_logs, hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction, learning
@@ -63,18 +56,15 @@ class PPOTrainer(TrainerBase):
     """Train a language model with PPO (Schulman et al., arXiv 1707.06347) against a reward, under a KL penalty.
 
     One Trainer step is one PPO update: generate `per_device_train_batch_size * gradient_accumulation_steps` responses
-    on every rank, score them, then take `num_ppo_epochs * num_mini_batches` optimizer steps on them. With
-    `num_critic_epochs` more steps follow, which train the value model alone.
+    on every rank, score them, then take `num_ppo_epochs * num_mini_batches` optimizer steps on them.
 
     Args:
         args: The training arguments.
         processing_class: The policy's tokenizer, with any padding side. None loads it from the directory or hub name
             of `model`.
-        model: The policy: a causal language model, a `PeftModel`, a directory or a hub name. `model`, `ref_model` and
-            `value_model` may also be functions that return a model; the function takes the trial of a hyperparameter
-            search or nothing.
+        model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
         ref_model: The reference policy of the KL penalty. None uses the initial policy; with `args.kl_coef=0` None
-            uses no reference, unless `args.log_kl` is set.
+            uses no reference.
         reward_model: A sequence-classification model with one label, or with several labels and `args.reward_head`; or
             a list of these models. None if only `reward_funcs` score.
         train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; `reward_funcs` receive the
@@ -147,7 +137,7 @@ class PPOTrainer(TrainerBase):
         # Check everything that needs no weights.
         checks.check_subclass(self, PPOTrainer)
         checks.check_arguments(args)
-        self._as_given = {"model": model, "ref_model": ref_model, "value_model": value_model, "callbacks": callbacks}
+        self._reward_funcs = reward_funcs
         self._episodes = episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
         given = (episodes, reward_funcs, reward_model, train_dataset, eval_dataset)
         self._is_stepped = all(each is None for each in given)  # for `step`, which receives responses and scores
@@ -182,7 +172,7 @@ class PPOTrainer(TrainerBase):
         self._critic_only, self.score_moments = learning.CriticOnly(run), RunningMoments()
         if kl_controller is not None or args.kl_target is not None:
             run.stateful.register("kl_controller", self.kl_controller)
-        if args.score_scaling or args.score_normalization:
+        if args.score_scaling:
             run.stateful.register("score_moments", self.score_moments)
         distributed.use_one_device(args)
         with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
@@ -219,7 +209,7 @@ class PPOTrainer(TrainerBase):
         Args:
             resume_from_checkpoint: A checkpoint directory; True for the newest complete checkpoint of `output_dir`;
                 None for `args.resume_from_checkpoint`.
-            trial: The trial of a hyperparameter search.
+            trial: Ignored; for compatibility with Trainer.
             ignore_keys_for_eval: Ignored; for compatibility with Trainer.
 
         Returns:
@@ -234,8 +224,8 @@ class PPOTrainer(TrainerBase):
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
         self._check_columns(train_dataset=self.train_dataset)
-        with self._open_run(trial, resume_from_checkpoint) as checkpoint, hide_library_logs():
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
+        with self._open_run(resume_from_checkpoint) as checkpoint, hide_library_logs():
+            return super().train(checkpoint, None, ignore_keys_for_eval)
 
     def _inner_training_loop(
         self,
@@ -247,8 +237,8 @@ class PPOTrainer(TrainerBase):
     ) -> TrainOutput:
         if self._driver.is_beginning:
             return self._begin_external_loop(resume_from_checkpoint)
-        loop = self._begin_run(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        with self._stop.saving(loop.model, trial):
+        loop = self._begin_run(resume_from_checkpoint, ignore_keys_for_eval)
+        with self._stop.saving(loop.model):
             self._evaluate_on_start()
             for epoch in itertools.count(loop.epoch):
                 for prompts in self._prompts(epoch):
@@ -295,13 +285,11 @@ class PPOTrainer(TrainerBase):
         return run.guard.checked_experience(self.estimate_advantages(rollout))
 
     def _end_update(self) -> None:
-        """Update the KL coefficient and the reference, count the update; log, evaluate and save if due."""
+        """Update the KL coefficient, count the update; log, evaluate and save if due."""
         mean_kl = self._run.metrics.get("objective/kl")  # an overridden step may log none
         if mean_kl is not None and not self._critic_only.warms_up:  # in warm-up the policy, and so the KL, is constant
             self.kl_controller.update(mean_kl, self.sizes.batch_size)
             check_coefficient(self.kl_controller)  # before it is saved
-        if self.reference is not None:
-            self.reference.follow(self._run.loop.model)
         self._count_update()
         try:
             self._sample_and_audit()
@@ -323,8 +311,7 @@ class PPOTrainer(TrainerBase):
 
         Returns:
             The rollout. Its `logprobs` come from the forward function that learning uses, so before the first
-            optimizer step the importance ratio is 1. With `old_logprobs="sampling"` the ratio uses the engine's
-            log-probabilities instead, and starts near 1.
+            optimizer step the importance ratio is 1.
         """
         model.eval()
         with self._run.timer.phase("generate"):
@@ -352,7 +339,7 @@ class PPOTrainer(TrainerBase):
             ref_logprobs = reference_logprobs(run, model, self.reference, responses, output.logprobs)
         with run.timer.phase("score"):
             scores = score()
-        return rollout_of(responses, ended, output, ref_logprobs, scores, run.args.process_index)
+        return rollout_of(responses, ended, output, ref_logprobs, scores)
 
     def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or stop string.
@@ -402,31 +389,21 @@ class PPOTrainer(TrainerBase):
 
         Returns:
             The experience that the losses read. Advantages have mean 0 and variance 1 over `loss_mask` on all ranks;
-            `loss_mask` leaves out padding, tokens of tools, and responses without a score. `critic_agreement_mask`
-            sets some to 0 afterwards.
+            `loss_mask` leaves out padding, tokens of tools, and responses without a score.
         """
         args, run, mask = self.args, self._run, rollout.loss_mask
-        if args.score_scaling or args.score_normalization:
+        if args.score_scaling:
             self.score_moments.add(whole_scores(rollout), run.sum_over_ranks)
         rewards = shaped = self.shape_rewards(rollout)
         if args.whiten_rewards:
             rewards = masked_whiten(shaped, mask, shift_mean=False, reduce_sum=run.sum_over_ranks)
         advantages, returns = self.compute_advantages(rollout, rewards)
-        if self._critic_only.maybe_end_warmup(rollout, returns):  # returns of warm-up use lambda 1
-            advantages, returns = self.compute_advantages(rollout, rewards)
-        if args.value_loss == "hl_gauss" and args.value_range is None:
-            cover_returns(self.value_model, returns, learning.valued_tokens(mask, args), run.gather)
         whitened = masked_whiten(advantages, mask, reduce_sum=run.sum_over_ranks)
-        whitened, entropy_weights = learning.masked_by_agreement(rollout, whitened, args, run.gather)
-        weights = rollout.importance_weights(args.importance_sampling_clip_max, args.importance_sampling_mode)
-        scores = self._rollout_metrics.record(
+        weights = rollout.importance_weights(args.importance_sampling_clip_max)
+        self._rollout_metrics.record(
             rollout, self.kl_controller, self._score_unit, (shaped, returns, whitened), weights
         )
-        corrects = args.importance_sampling_correction and args.old_logprobs == "training"
-        return Experience.of(
-            rollout, whitened, returns, weights if corrects else None, positive_responses(scores, args),
-            args.old_logprobs, entropy_weights,
-        )  # fmt: skip
+        return Experience.of(rollout, whitened, returns, weights if args.importance_sampling_correction else None)
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Compute each token's reward: minus its KL penalty, plus its token reward, plus the score at the last token.
@@ -461,14 +438,13 @@ class PPOTrainer(TrainerBase):
 
     @property
     def _score_unit(self) -> ScoreMoments | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score_moments.moments if self.args.score_scaling or self.args.score_normalization else None
+        return self.score_moments.moments if self.args.score_scaling else None
 
     # ---- Learning ----
 
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
         """Take `num_ppo_epochs * num_mini_batches` optimizer steps, with new mini-batches in every epoch.
 
-        With `num_critic_epochs` above `num_ppo_epochs`, further epochs train the value model alone.
         A signal interrupts learning between two micro-batches; the resumed run takes the remaining steps.
 
         Args:
@@ -515,7 +491,7 @@ class PPOTrainer(TrainerBase):
         for part, is_last in self._learning.micro_batches(parts):
             with learning.accumulate(self.accelerator, model, is_last, self.args):
                 loss, (output, policy, value) = self._backward(model, part, num_tokens)
-            statistics.add(part, output, None if self._critic_only.in_critic_epoch else policy, value)
+            statistics.add(part, output, policy, value)
             losses.append(loss * self.accelerator.num_processes)
         losses[-1] = losses[-1] + ptx_loss
         grad_norm = self._optimizer_step(model, losses, statistics)
@@ -527,15 +503,15 @@ class PPOTrainer(TrainerBase):
         """Run the backward pass of a micro-batch; return its loss, and model outputs and losses of each token.
 
         On one process policy and value model have separate backward passes, so that only one model's activations are
-        in memory; where the policy is frozen, the value model runs alone. Several processes, `torch_compile`, and an
+        in memory; in critic warm-up the value model runs alone. Several processes, `torch_compile`, and an
         overridden `compute_loss` use `compute_loss` and one backward pass.
         """
-        freezes_policy = self._critic_only.freezes_policy
-        if self._has_own_loss or not (self._sequential_backward or freezes_policy):
+        warms_up = self._critic_only.warms_up
+        if self._has_own_loss or not (self._sequential_backward or warms_up):
             with self._forward_context():
                 loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
             return learning.backward(self.accelerator, loss), figures
-        if freezes_policy:  # the old log-probabilities take the place of a forward pass
+        if warms_up:  # the old log-probabilities take the place of a forward pass
             of_policy = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
             policy_share, policy = 0.0, learning.no_policy_loss(part.logprobs)
         else:
@@ -546,9 +522,9 @@ class PPOTrainer(TrainerBase):
             policy_share = learning.backward(self.accelerator, term)
         with self._forward_context():
             of_values = model(*part.batch, only="value_model", places=part.places)
-            value = self._value_loss(of_values, part)
+            value = self.value_loss(of_values.values, part)
         term = learning.value_term(value, part, num_tokens, self.args)
-        term = term + learning.zero_of_policy(model, self._run.unwrapped(model).policy) if freezes_policy else term
+        term = term + learning.zero_of_policy(model, self._run.unwrapped(model).policy) if warms_up else term
         loss = policy_share + learning.backward(self.accelerator, term)
         return loss, (PolicyAndValueOutput(*of_policy, *of_values), policy, value)
 
@@ -576,7 +552,7 @@ class PPOTrainer(TrainerBase):
 
         To change a term, override `policy_loss` or `value_loss`. Training calls this method if you override it, and
         with several processes or `torch_compile`. Otherwise it computes the two terms one after the other to save
-        memory. Where only the value model learns (critic warm-up, `num_critic_epochs`) the loss is the value term.
+        memory. During critic warm-up the loss is the value term.
 
         Args:
             model: The `PolicyAndValue`.
@@ -589,8 +565,8 @@ class PPOTrainer(TrainerBase):
         """
         num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
         output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
-        value = self._value_loss(output, inputs)
-        if self._critic_only.freezes_policy:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
+        value = self.value_loss(output.values, inputs)
+        if self._critic_only.warms_up:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
             policy_share = 0.0 * output.logprobs.sum()
             policy, output = learning.no_policy_loss(inputs.logprobs), output._replace(logprobs=inputs.logprobs)
         else:
@@ -600,7 +576,7 @@ class PPOTrainer(TrainerBase):
         return (loss, (output, policy, value)) if return_outputs else loss
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
-        """Compute the policy loss of each token: PPO's clipped loss, or the loss of `args.policy_loss`.
+        """Compute the policy loss of each token: PPO's clipped loss, or the function that `policy_loss` gives.
 
         Args:
             logprobs: Current log-probabilities of the response tokens, nats, `(B, T)`.
@@ -613,32 +589,25 @@ class PPOTrainer(TrainerBase):
         if self._policy_loss is not None:
             return self._policy_loss(logprobs, experience, self.args)
         return clipped_policy_loss(
-            logprobs, experience.logprobs, experience.advantages, self.args.cliprange, experience.importance_weights,
-            self.args.cliprange_high, self.args.dual_clip,
-        )  # fmt: skip
+            logprobs,
+            experience.logprobs,
+            experience.advantages,
+            self.args.cliprange,
+            experience.importance_weights,
+            self.args.cliprange_high,
+        )
 
-    def _value_loss(self, output: PolicyAndValueOutput | ResponseValues, part: Experience) -> ValueLoss:
-        values, logits = output.values, output.value_logits
-        if part.own_heads is not None and output.head_values is not None:
-            values = of_own_heads(output.head_values, part.own_heads)
-            logits = None if logits is None else of_own_heads(logits, part.own_heads)
-        return self.value_loss(values, part) if logits is None else self.value_loss(values, part, logits)
-
-    def value_loss(self, values: Tensor, experience: Experience, logits: Tensor | None = None) -> ValueLoss:
-        """Compute the value loss of each token before `vf_coef`: the clipped squared error, or HL-Gauss.
+    def value_loss(self, values: Tensor, experience: Experience) -> ValueLoss:
+        """Compute the value loss of each token before `vf_coef`: the clipped squared error.
 
         Args:
-            values: Current values of the response tokens, `(B, T)`; with several heads, those of the row's own head.
+            values: Current values of the response tokens, `(B, T)`.
             experience: The micro-batch.
-            logits: With `value_loss="hl_gauss"`: logits of the values' bins, `(B, T, num_bins)`.
 
         Returns:
             Losses of the tokens, `(B, T)`. Training minimizes `vf_coef` times the mean of `loss` over
             `experience.loss_mask`, and logs each entry of `figures` by its name.
         """
-        if logits is not None:
-            centers = value_head_of(self.value_model).centers_on(logits.device)
-            return hl_gauss_value_loss(logits, experience.returns, centers)
         return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)
 
     # ---- The external loop ----

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl
-from transformers.trainer_utils import BestRun, EvalLoopOutput, HPSearchBackend, PredictionOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments
@@ -50,7 +50,7 @@ from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, not
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.terminal import hide_library_warnings
-from rlhf_ppo.training import datasets, rollouts, saving, search
+from rlhf_ppo.training import datasets, rollouts, saving
 from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
 from rlhf_ppo.training.construction import set_up_engine
 from rlhf_ppo.training.external_loop import StepDriver
@@ -74,8 +74,6 @@ class TrainerBase(Trainer):
     """
 
     dataset_name: str | None = None
-    objective: Any = None
-    objective_step: int | None = None
     args: PPOConfig
     model: PolicyAndValue
     optimizer: Any
@@ -93,8 +91,7 @@ class TrainerBase(Trainer):
     _estimate: RunEstimate
     _rollouts: rollouts.Sampler
     _preparation: datasets.PromptPreparation
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
-    _as_given: dict[str, Any]  # callbacks, and models that may be functions
+    _reward_funcs: Any
 
     # Methods and properties of PPOTrainer
     collect_rollout: Any
@@ -108,14 +105,12 @@ class TrainerBase(Trainer):
     _score_unit: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Explain unknown arguments, and keep all others for the trainers of a hyperparameter search."""
+        """Explain unknown arguments."""
         known = inspect.signature(cls).parameters
         if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
             own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
             reject_call(cls.__name__, args, kwargs, known, own)
-        self = super().__new__(cls)
-        self._made_with = args, kwargs
-        return self
+        return super().__new__(cls)
 
     if not TYPE_CHECKING:  # type checkers know the attributes
 
@@ -141,7 +136,7 @@ class TrainerBase(Trainer):
         reduce_sum: Any = partial(self.accelerator.reduce, reduction="sum")
         run.signals = StopOnSignal(reduce_sum, pending, self.accelerator.num_processes)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
-        self._learning = InterruptibleLearning(run, self._critic_only, self._rollout_metrics.keep)
+        self._learning = InterruptibleLearning(run, self._rollout_metrics.keep)
         self._checkpoints = saving.CheckpointWriter(run, self._directory, self._learning, self.create_model_card)
         self._stop = SignalStop(run, self._learning, self._save_checkpoint, lambda: self.scorer.stop())
         self._driver = StepDriver(
@@ -187,11 +182,11 @@ class TrainerBase(Trainer):
     # ---- The run around the updates ----
 
     @contextmanager
-    def _open_run(self, trial: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+    def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
         run, args = self._run, self.args
         check_kept(self)
-        opened = self._directory.opened(self._get_output_dir(trial), resume_from_checkpoint)
+        opened = self._directory.opened(output_directory(args), resume_from_checkpoint)
         with run.signals.listening(), opened as checkpoint:
             run.guard.last_checkpoint = checkpoint
             self.scorer.stop()  # a failed update may have left pending rewards and logged values
@@ -200,7 +195,7 @@ class TrainerBase(Trainer):
             with detecting_overflow(self.model, args):
                 yield checkpoint
 
-    def _begin_run(self, checkpoint: str | None, trial: Any = None, ignore_keys: list[str] | None = None) -> LoopState:
+    def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> LoopState:
         """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""
         run, args = self._run, self.args
         set_seed(args.seed, device_specific=True)
@@ -213,7 +208,7 @@ class TrainerBase(Trainer):
         self.sizes = run.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
-        self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, trial)
+        self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, None)
         self._resume(checkpoint, per_epoch)
         model, loader = self._prepare_for_training(max_steps, loader, checkpoint)
         check_prepared(self.optimizer, model, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
@@ -227,12 +222,9 @@ class TrainerBase(Trainer):
         model.zero_grad()
         self._note_run()
         run.stateful.start(checkpoint)
-        saving.load_range(self._models.value_model, checkpoint, args)
-        if checkpoint is not None and self.reference is not None:
-            self.reference.resume(checkpoint, model)
         run.loop = LoopState(
             model, datasets.Passes(loader, args, run.sizes), checkpoint, run.progress.epoch,
-            num_skipped=run.progress.batches_in_epoch, updates_per_epoch=per_epoch, trial=trial,
+            num_skipped=run.progress.batches_in_epoch, updates_per_epoch=per_epoch,
             ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
             schedule_follows_metric=follows_metric(self.lr_scheduler),
         )  # fmt: skip
@@ -250,10 +242,9 @@ class TrainerBase(Trainer):
 
     def _note_run(self) -> None:
         """Write the run's identity, settings and parts into its directory."""
-        functions = self._made_with[1].get("reward_funcs")
         reference = None if self.reference is None else self.reference.own_policy
         made_of = names_of_parts(
-            self.policy_model, reference, self.reward_models, self.scorer.names, functions, self.dataset_name
+            self.policy_model, reference, self.reward_models, self.scorer.names, self._reward_funcs, self.dataset_name
         )
         health = health_settings(self.callback_handler.callbacks)
         self._directory.note(output_directory(self.args), self.state.log_history, made_of, health)
@@ -261,7 +252,7 @@ class TrainerBase(Trainer):
     @contextmanager
     def _open_external_run(self) -> Iterator[nn.Module]:
         """Set up a run for `step` as `Trainer.train` does, without its loop; yield the prepared model."""
-        with self._open_run(None, None) as checkpoint:
+        with self._open_run(None) as checkpoint:
             self._driver.is_beginning = True
             try:
                 super().train(checkpoint)
@@ -272,7 +263,7 @@ class TrainerBase(Trainer):
     def _begin_external_loop(self, checkpoint: str | None) -> TrainOutput:
         """Begin a run for `step`, in place of Trainer's loop."""
         model = self._begin_run(checkpoint).model
-        with self._stop.saving(model, None):
+        with self._stop.saving(model):
             self._evaluate_on_start()
             self._begin_epoch()
         return TrainOutput(self.state.global_step, 0.0, {})
@@ -280,7 +271,7 @@ class TrainerBase(Trainer):
     def _evaluate_on_start(self) -> None:
         if self.args.eval_on_start:
             loop = self._run.loop
-            self._evaluate(loop.trial, loop.ignore_keys, skip_scheduler=True)
+            self._evaluate(None, loop.ignore_keys, skip_scheduler=True)
 
     def _begin_epoch(self) -> None:
         """Restore the random numbers of a checkpoint, and repeat an interrupted sample table or evaluation."""
@@ -367,7 +358,7 @@ class TrainerBase(Trainer):
     def _log_save_evaluate(self) -> None:
         loop: Any = self._run.loop
         self._maybe_log_save_evaluate(
-            self._tr_loss, loop.grad_norm, loop.model, loop.trial, loop.epoch, loop.ignore_keys, loop.start,
+            self._tr_loss, loop.grad_norm, loop.model, None, loop.epoch, loop.ignore_keys, loop.start,
             loop.learning_rate,
         )  # fmt: skip
         self._run.agree_on_control()
@@ -392,7 +383,7 @@ class TrainerBase(Trainer):
         self._run.guard.log_skipped()
         num_episodes = self.state.max_steps * self.sizes.batch_size
         with self._checkpoints.finishing():
-            return self._finalize_training(loop.trial, num_episodes, loop.start)
+            return self._finalize_training(None, num_episodes, loop.start)
 
     # ---- Optimizer steps ----
 
@@ -423,7 +414,7 @@ class TrainerBase(Trainer):
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
             grad_norm = math.inf  # it has stepped, or skipped an overflow
         if run.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
-            statistics.add_grad_norms(None if self._critic_only.in_critic_epoch else norms)
+            statistics.add_grad_norms(norms)
             run.fire("on_pre_optimizer_step")
             self.optimizer.step()
             run.fire("on_optimizer_step")
@@ -504,8 +495,6 @@ class TrainerBase(Trainer):
         run.fingerprint["optimizer"] = optimizer_name(self.optimizer)
 
         def write(directory: str) -> None:
-            if self.reference is not None and not self.args.save_only_model:
-                self.reference.save(directory, as_module(self.model_wrapped), self.args.should_save)
             parent._save_checkpoint(model, trial)
 
         newest = self._checkpoints.save(write)
@@ -566,7 +555,6 @@ class TrainerBase(Trainer):
 
     def _load_best_model(self) -> None:
         best = self._checkpoints.checked_best()
-        saving.load_range(self._models.value_model, best, self.args)
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
@@ -635,7 +623,7 @@ class TrainerBase(Trainer):
         if (missing := evaluations.missing_best_metric(self.args, metrics)) is not None:
             if self.state.global_step > 0:
                 self.control.should_evaluate = True  # the resumed run repeats this evaluation
-                self._stop.save_where_it_stopped(as_module(self.model_wrapped), trial)
+                self._stop.save_where_it_stopped(as_module(self.model_wrapped))
                 missing += f"; continue with resume_from_checkpoint={self._run.guard.last_checkpoint!r}"
             raise ValueError(missing)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
@@ -766,69 +754,6 @@ class TrainerBase(Trainer):
             yield evaluations.first_prompts(rows, args.eval_batch_size, collate, self.accelerator, args.device)
         elif latest is not None:
             yield latest.take(range(len(latest))[: args.eval_batch_size])
-
-    # ---- Hyperparameter search ----
-
-    def hyperparameter_search(
-        self,
-        hp_space: Callable[[Any], dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], float] | None = None,
-        n_trials: int = 20,
-        direction: str | list[str] = "maximize",
-        backend: str | HPSearchBackend | None = None,
-        hp_name: Callable[[Any], str] | None = None,
-        **kwargs: Any,
-    ) -> BestRun | list[BestRun]:
-        """Search hyperparameters with Optuna; this trainer does not change.
-
-        Each trial is a new trainer with new models in `output_dir/run-<number>`, seeded by its own `seed`: trials with
-        the same hyperparameters give the same numbers. Trials are compared by their final policies.
-
-        Args:
-            hp_space: Takes the trial, returns values of `PPOConfig`'s fields; None searches `learning_rate`, `kl_coef`
-                and `num_ppo_epochs`.
-            compute_objective: Takes the result of `evaluate`, returns the objective; None uses `eval_score`.
-            n_trials: Number of trials.
-            direction: "maximize" (unlike Trainer's default: higher scores are better) or "minimize"; a list for
-                several objectives.
-            backend: "optuna", the only one.
-            hp_name: Takes the trial, returns the name of its directory.
-            **kwargs: For `optuna.create_study` (`sampler`, `pruner`, `storage`, ...), and `timeout`, `gc_after_trial`
-                and `catch` for `Study.optimize`; `timeout` and `catch` in one process only.
-
-        Returns:
-            The best run, or the Pareto front for several objectives: number, objective, hyperparameters.
-
-        Raises:
-            ValueError: The search, or a trial, cannot run.
-        """
-        args, accelerator = self.args, self.accelerator
-        search.check_search(
-            args, accelerator, self.eval_dataset, n_trials, direction, backend, kwargs,
-            compares_score=compute_objective is None,
-        )  # fmt: skip
-        given = self._as_given | {"kl_controller": self.kl_controller}
-        recipe = search.Recipe(type(self), *self._made_with, given)
-        recipe.check_starts_anew(args)
-        reference = None if self.reference is None else self.reference.model
-        frozen = [] if args.offload_frozen else [reference, *self.reward_models]
-        objective = partial(search.checked_objective, compute_objective or search.eval_score, direction)
-        functions = (hp_space or search.default_hp_space, objective, hp_name)
-        with search.on_cpu([self.model, *frozen], args.device):
-            return search.Trials(recipe, args, accelerator, *functions).run(n_trials, direction, **kwargs)
-
-    def _hp_search_setup(self, trial: Any) -> None:
-        self._trial = trial  # the arguments are the trial's already
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return output_directory(self.args)  # of a trial, too
-
-    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Report an evaluation to Optuna; end a pruned trial on all ranks."""
-        if self.hp_search_backend is not None and trial is not None:
-            self.objective, self.objective_step = self.compute_objective(metrics.copy()), step
-            end = partial(self.callback_handler.on_train_end, self.args, self.state, self.control)
-            search.prune_if_due(trial, self.objective, step, self.accelerator, end)
 
     # ---- The hub ----
 

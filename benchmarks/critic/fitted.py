@@ -29,14 +29,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from evaluation import Evaluator, seeded  # noqa: E402
 from libraries import our_trainer  # noqa: E402
+from rlhf_ppo.cli.critic import train_critic  # noqa: E402
+from rlhf_ppo.decoding import Sampling, best_of_n  # noqa: E402
+from rlhf_ppo.evaluation.critic_audit import pair_counts  # noqa: E402
 from run import code_version  # noqa: E402
 from task import COMMON, Task  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 from variants import RECOMMENDED, overrides  # noqa: E402
-
-from rlhf_ppo.cli.critic import train_critic  # noqa: E402
-from rlhf_ppo.decoding import Sampling, best_of_n  # noqa: E402
-from rlhf_ppo.evaluation.critic_audit import pair_counts  # noqa: E402
 
 NUM_RESPONSES = 16
 """Sampled responses to each of the held-out prompts."""

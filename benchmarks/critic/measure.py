@@ -31,12 +31,11 @@ from evaluation import Evaluator, seeded  # noqa: E402
 from fitted import fit, train_run  # noqa: E402
 from libraries import our_trainer  # noqa: E402
 from preferences import scores_of  # noqa: E402
+from rlhf_ppo.decoding import Candidate, Decoded, Sampling, best_of_n, value_guided_search  # noqa: E402
 from run import code_version, read_results  # noqa: E402
 from task import COMMON, Scores, Task, reward_of  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 from variants import overrides  # noqa: E402
-
-from rlhf_ppo.decoding import Candidate, Decoded, Sampling, best_of_n, value_guided_search  # noqa: E402
 
 WORK = Path("runs/critic")
 NUM_AUDITED = {"stories": 112, "emotions": 112, "preferences": 112, "exchanged": 112, "arithmetic": 128}

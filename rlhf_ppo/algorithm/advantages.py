@@ -256,7 +256,7 @@ def gae(
     values: Tensor,
     response_mask: Tensor,
     gamma: float,
-    lam: float | Tensor,
+    lam: float,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns, from the last token to the first.
@@ -273,7 +273,7 @@ def gae(
         values: Value estimates before each token, `(B, T)`, in the reward's unit.
         response_mask: True on real tokens, bool `(B, T)`. Other tokens are skipped, at any position.
         gamma: Discount per token, 0 to 1.
-        lam: 0 for one-step TD errors, 1 for Monte-Carlo returns minus the value; a number, or `(B,)`.
+        lam: 0 for one-step TD errors, 1 for Monte-Carlo returns minus the value.
         bootstrap_values: Value estimate after the last real token, `(B,)`; 0 for rows that ended. None if all did.
 
     Returns:
@@ -308,7 +308,7 @@ def turn_gae(
     values: Tensor,
     response_mask: Tensor,
     gamma: float,
-    lam: float | Tensor,
+    lam: float,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns of turns: an action is a turn, its state all preceding tokens.
@@ -342,22 +342,6 @@ def turn_gae(
     return zero_outside(advantages.gather(1, first), response_mask), returns
 
 
-def length_adaptive_lam(response_mask: Tensor, alpha: float) -> Tensor:
-    """Compute each response's lambda from its length: `lam_i = max(0, 1 - 1 / (alpha l_i))`.
-
-    The weights of a response's TD errors then sum to about `alpha l`. VAPO, 2504.05118,
-    section 4.2.
-
-    Args:
-        response_mask: True on real tokens, bool `(B, T)`.
-        alpha: Positive; 0.05 in the paper.
-
-    Returns:
-        float32 `(B,)`.
-    """
-    return (1 - 1 / (alpha * response_mask.sum(dim=1).clamp(min=1))).clamp(min=0)
-
-
 def _next_values(values: Tensor, real: Tensor, bootstrap_values: Tensor | None) -> Tensor:
     """Shift values by one token; real tokens come first in their rows, other values are 0."""
     next_values = values.roll(-1, dims=1)
@@ -369,11 +353,10 @@ def _next_values(values: Tensor, real: Tensor, bootstrap_values: Tensor | None) 
     return torch.where(is_last, bootstrap_values.float()[:, None], next_values)
 
 
-def _discounted_sums(terms: Tensor, discount: float | Tensor) -> Tensor:
+def _discounted_sums(terms: Tensor, discount: float) -> Tensor:
     """Return `y_t = x_t + discount y_{t+1}`, computed on the CPU: on a GPU, each step would be a kernel launch."""
     sums = terms.T.cpu().clone(memory_format=torch.contiguous_format)
     steps = sums.unbind()
-    discount = discount.cpu() if isinstance(discount, Tensor) else discount
     for step, following in zip(steps[-2::-1], steps[:0:-1], strict=True):
         step += discount * following
     return sums.to(terms.device).T

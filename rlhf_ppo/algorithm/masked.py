@@ -10,7 +10,6 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 ReduceSum = Callable[[Tensor], Tensor]
 """Sums a small tensor elementwise over all ranks, with the same result on each."""
@@ -75,27 +74,6 @@ def masked_var(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None = None
         float32 scalar in the squared unit of `values`, the same on every rank.
     """
     return _mean_and_var(values, mask, reduce_sum)[1]
-
-
-def lowest_share(values: Tensor, mask: Tensor, share: float, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """Find the `floor(share n)` real tokens of all ranks, of `n`, with the lowest values.
-
-    Tokens with the same value as one that is left out are left out too: of equal values none is found.
-
-    Args:
-        values: `(B, T)`, any unit.
-        mask: True on real tokens, bool `(B, T)`.
-        share: In [0, 1).
-        gather: Concatenates over ranks along the first dimension; every rank calls this.
-
-    Returns:
-        bool `(B, T)`, False outside the mask.
-    """
-    own = values.float().masked_fill(~mask, torch.inf).flatten()
-    longest = int(gather(torch.tensor([len(own)], device=own.device)).max())
-    ordered = gather(functional.pad(own, (0, longest - len(own)), value=torch.inf)[None]).flatten().sort().values
-    first_out = (ordered.isfinite().sum().to(exact_type(own.device)) * share).long()
-    return mask & (values.float() < ordered[first_out])
 
 
 def masked_range(values: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[float, float]:

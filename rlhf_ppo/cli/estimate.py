@@ -37,7 +37,7 @@ from rlhf_ppo.estimate.run import (
 from rlhf_ppo.estimate.update import Estimate, NoStorage, Sharding
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
-from rlhf_ppo.models.heads import ValueHead, multiply_head_in_float32
+from rlhf_ppo.models.heads import multiply_head_in_float32
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.reference import INITIAL_ADAPTER, asks_for_reference, can_hold_two
 from rlhf_ppo.processes.distributed import mixed_precision_dtype
@@ -172,8 +172,7 @@ def models_without_weights(
             of_value = of_reward
     if script_args.value_model_path is not None:
         of_value = script_args.value_model_path, "value_model_path"
-    num_outputs = ValueHead.asked_for(args).num_outputs
-    value_model = make(AutoModelForSequenceClassification, *of_value, dtype=torch.float32, num_labels=num_outputs)
+    value_model = make(AutoModelForSequenceClassification, *of_value, dtype=torch.float32, num_labels=1)
     if peft_config is not None:
         from peft import get_peft_model
 

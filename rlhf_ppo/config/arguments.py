@@ -1,9 +1,7 @@
 """Groups of arguments of `PPOConfig`: engine, logs and health checks, published recipes, tools and environments."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from rlhf_ppo.config.validation import (
@@ -11,14 +9,12 @@ from rlhf_ppo.config.validation import (
     AtLeastOne,
     AtLeastOneFloat,
     Count,
-    Finite,
     Interval,
     NotNegative,
     Port,
     Positive,
     PositiveShare,
     Share,
-    ShareBelowOne,
     parse_object,
     python_number,
     told,
@@ -50,19 +46,8 @@ class EngineArguments:
         "Weight each token's policy loss by the ratio of its probabilities in training and in the engine (truncated "
         "importance sampling). Needs log-probabilities of the sampler: generation_engine 'continuous' or 'vllm'.",
     )
-    importance_sampling_mode: Literal["token", "sequence", "masked"] = _option(
-        "token",
-        "Weights of importance_sampling_correction: 'token', each token's ratio; 'sequence', the product of the "
-        "response's ratios; 'masked', each token's ratio, and 0 outside of [1 / importance_sampling_clip_max, "
-        "importance_sampling_clip_max] (arXiv 2510.18855).",
-    )
     importance_sampling_clip_max: Positive = _option(
-        2.0, "Largest weight of importance_sampling_correction; larger weights are clipped, or 0 if 'masked'."
-    )
-    old_logprobs: Literal["training", "sampling"] = _option(
-        "training",
-        "Old log-probabilities of the importance ratio: 'training', of a forward pass before the first optimizer "
-        "step; 'sampling', those of the engine (arXiv 2607.07508), in place of importance_sampling_correction.",
+        2.0, "Largest weight of importance_sampling_correction; larger weights are clipped."
     )
     vllm_mode: Literal["colocate", "server"] = _option(
         "colocate", "'colocate': vLLM runs in the training processes; 'server': it runs in a separate server."
@@ -95,12 +80,7 @@ class EngineArguments:
     )
 
     def check_engine(self) -> None:
-        """Raise a `ValueError` if the selected engine is not installed, or every weight would be 0."""
-        if self.importance_sampling_mode == "masked" and self.importance_sampling_clip_max <= 1:
-            raise ValueError(
-                f"importance_sampling_clip_max={self.importance_sampling_clip_max} leaves no weight for "
-                "importance_sampling_mode='masked', which keeps [1 / clip_max, clip_max]; raise it above 1, such as 2"
-            )
+        """Raise a `ValueError` if the selected engine is not installed."""
         if self.generation_engine == "vllm" and not is_vllm_available():
             raise ValueError(
                 "generation_engine='vllm' needs vLLM, which is not installed; `pip install \"rlhf-ppo[vllm]\"`, or "
@@ -258,12 +238,6 @@ class RecipeArguments:
         "and a pass over the data num_generations times as many episodes.",
     )
 
-    log_kl: bool = _option(
-        False,
-        "With kl_coef=0: keep a reference model and log the KL to it. Without it there is no reference, unless "
-        "ref_model or ref_adapter_name gives one, or a KL controller or a reward needs one.",
-    )
-
     kl_target: Positive | None = _option(
         None,
         "Target KL of a response, in nats. After each update kl_coef changes towards it, by at most a fifth times the "
@@ -280,79 +254,20 @@ class RecipeArguments:
         "of k3 over an epoch (http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
     )
 
-    reference_ema: ShareBelowOne | None = _option(
-        None,
-        "Move the reference towards the policy after each update: reference <- x reference + (1 - x) policy, such as "
-        "0.99 (arXiv 2404.10719). Needs a reference with its own weights, so no adapters; a given ref_model is "
-        "changed in place. None: the reference is constant.",
-    )
-
     # --- Scores and values ---
     score_scaling: bool = _option(
         False, "Divide scores by the standard deviation of all scores of the run so far, over all processes."
     )
-    score_normalization: bool = _option(
-        False,
-        "Subtract the mean of all scores of the run so far, and divide by their standard deviation (arXiv "
-        "2307.04964); then score_clip. Not together with score_scaling.",
-    )
-    value_head_init: Literal["zero", "normal"] = _option(
-        "zero",
-        "Initial head of a value model made from the policy, with d inputs: 'zero', or 'normal' with standard "
-        "deviation 1 / sqrt(d + 1) (arXiv 2403.17031).",
-    )
 
-    value_loss: Literal["mse", "hl_gauss"] = _option(
-        "mse",
-        "Value loss: 'mse', the clipped squared error; 'hl_gauss', the cross-entropy of a distribution over bins, "
-        "whose expectation is the value (arXiv 2403.03950).",
-    )
-    value_bins: Annotated[int, Interval(2, 10_000)] = _option(51, "Bins of value_loss='hl_gauss'.")
-    value_range: list[float] | None = _option(
-        None,
-        "Lower and upper edge of the bins of value_loss='hl_gauss', such as -1 2. None: the range of all returns so "
-        "far, with some room; the values stretch whenever the range grows.",
-        nargs="+",
-    )
-    critic_ensemble: Annotated[int, Interval(1, 64)] = _option(
-        1,
-        "Heads of the value model, whose mean is the value; each learns from its share of the responses, so that they "
-        "differ where the critic is unsure (after arXiv 2510.01656).",
-    )
-    critic_agreement_mask: ShareBelowOne = _option(
-        0.0,
-        "Share of an update's tokens, those on whose value the heads of critic_ensemble agree most, whose advantages "
-        "are left out of the policy loss, such as 0.2 (arXiv 2510.01656).",
-    )
-    critic_disagreement_mask: ShareBelowOne = _option(
-        0.0,
-        "Share of an update's tokens, those on whose value the heads of critic_ensemble disagree most, that the "
-        "entropy bonus leaves out, such as 0.2 (arXiv 2510.01656).",
-    )
     critic_learning_rate: NotNegative | None = _option(
         None,
         "Learning rate of the value model, with the schedule of learning_rate, such as 1e-5 with learning_rate 1e-6. "
         "None: learning_rate.",
     )
-    num_critic_epochs: Annotated[int, Interval(1, 1000)] | None = _option(
-        None,
-        "Passes of the value model over each rollout, such as 2 with num_ppo_epochs=1 (arXiv 2607.07508): it learns "
-        "alone in those after num_ppo_epochs. None: num_ppo_epochs.",
-    )
-    critic_freeze: str = _option(
-        "none",
-        "Parameters of the value model that are not trained: 'none', 'attention' (arXiv 2607.07508), or a regular "
-        "expression found in their names, such as 'embed|layers.0'.",
-    )
     critic_warmup_steps: Count = _option(
         0,
         "PPO updates at the start of a run that train only the value model, on returns with lambda 1, such as 10; "
         "the policy does not change (arXiv 2503.01491, 2504.05118).",
-    )
-    critic_warmup_explained_variance: ShareBelowOne | None = _option(
-        None,
-        "End critic warm-up before the first update whose values have this explained variance, such as 0.5. None: "
-        "after critic_warmup_steps.",
     )
 
     critic_audit_steps: Count = _option(
@@ -371,11 +286,6 @@ class RecipeArguments:
     lam_critic: Share | None = _option(
         None, "Lambda of the value model's returns, such as 1 (arXiv 2504.05118). None: lam."
     )
-    length_adaptive_alpha: Positive | None = _option(
-        None,
-        "Make lambda of a response's advantages depend on its length l: 1 - 1 / (alpha l), with alpha such as 0.05 "
-        "(arXiv 2504.05118); not together with lam_policy. None: the same lambda for all.",
-    )
 
     gae_level: Literal["token", "turn"] = _option(
         "token",
@@ -393,11 +303,8 @@ class RecipeArguments:
     # --- Losses ---
     policy_loss: str = _option(
         "ppo",
-        "Policy loss per token: 'ppo'; 'gspo', with the ratio of the whole response (arXiv 2507.18071; its defaults "
-        "are cliprange 3e-4 and cliprange_high 4e-4, with any preset); 'cispo', the policy gradient weighted by the "
-        "ratio up to 1 + cliprange_high (arXiv 2506.13585); 'dis', without loss where the ratio leaves "
-        "[1 - cliprange, 1 + cliprange_high] (arXiv 2607.07508); or a function (logprobs, experience, args), as "
-        "'path/file.py:function' or 'package.module.function'.",
+        "Policy loss per token: 'ppo', or a function (logprobs, experience, args), as 'path/file.py:function' or "
+        "'package.module.function'. examples/policy_losses.py has GSPO, CISPO and a dual clip.",
     )
     cliprange: Positive = _option(0.2, "Clip range of the importance ratio: [1 - cliprange, 1 + cliprange].")
     cliprange_value: Positive | None = _option(
@@ -408,96 +315,33 @@ class RecipeArguments:
         "Upper clip range of the importance ratio, such as 0.28; cliprange is then the lower one (arXiv 2503.14476). "
         "None: cliprange.",
     )
-    dual_clip: AtLeastOneFloat | None = _option(
-        None,
-        "Importance ratio above which a token with a negative advantage has no gradient, such as 3 (arXiv "
-        "1912.09729). None: no limit.",
-    )
     entropy_coef: NotNegative = _option(0.0, "Weight of the entropy bonus: the policy's mean entropy per token.")
-    positive_nll_coef: NotNegative = _option(
-        0.0,
-        "Weight of an imitation loss, such as 0.1: the mean negative log-likelihood, over tokens, of the responses "
-        "whose score exceeds positive_nll_threshold (arXiv 2504.05118). 0: no such loss.",
-    )
-    positive_nll_threshold: Finite = _option(
-        0.0, "With positive_nll_coef: score (as in objective/scores) above which a response is imitated."
-    )
     ptx_coef: NotNegative = _option(
         0.0,
         "Weight of a pretraining loss: the mean negative log-likelihood of tokens of ptx_dataset. Each optimizer step "
         "uses as many rows as the mini-batch has episodes (arXiv 2203.02155). 0: no such loss.",
     )
-    loss_aggregation: Literal["token", "sequence", "constant"] = _option(
+    loss_aggregation: Literal["token", "sequence"] = _option(
         "token",
         "Aggregation of the policy's token losses in a mini-batch: 'token', the mean over all tokens; 'sequence', "
-        "the mean within each response, then over responses; 'constant', the sum divided by episodes x "
-        "response_length (arXiv 2503.20783).",
+        "the mean within each response, then over responses.",
     )
-
-
-GSPO_CLIP_RANGES = MappingProxyType({"cliprange": 3e-4, "cliprange_high": 4e-4})
-"""Clip ranges of `policy_loss="gspo"`, for the ratio of a whole response (arXiv 2507.18071, section 5.1)."""
-
-
-def resolve_clip_ranges(args: Any, named: Collection[str], is_known: bool = True) -> None:
-    """Set the clip ranges of `policy_loss="gspo"` if neither range is given.
-
-    Args:
-        args: Arguments with `policy_loss`, `cliprange` and `cliprange_high`; the last two are set in place.
-        named: The options that are given.
-        is_known: Whether `named` has only the user's options. `HfArgumentParser` and `dataclasses.replace` pass every
-            option: default ranges then count as not given.
-    """
-    if args.policy_loss != "gspo":
-        return
-    are_defaults = (args.cliprange, args.cliprange_high) == (0.2, None)
-    is_given = bool({*GSPO_CLIP_RANGES} & {*named}) if is_known else not are_defaults
-    if not is_given:
-        args.cliprange, args.cliprange_high = GSPO_CLIP_RANGES.values()
-    elif args.cliprange_high is None:
-        args.cliprange_high = args.cliprange  # explicitly, so that a copy of the arguments keeps both
 
 
 def check_warmup_length(args: RecipeArguments, num_updates: int) -> None:
     """Raise a `ValueError` if critic warm-up lasts for the whole run."""
-    if args.critic_warmup_explained_variance is None and args.critic_warmup_steps >= num_updates > 0:
+    if args.critic_warmup_steps >= num_updates > 0:
         raise ValueError(
             f"critic_warmup_steps={args.critic_warmup_steps} is the whole run of {num_updates} updates, so the policy "
-            "would not learn; lower it, or let critic_warmup_explained_variance end it"
-        )
-
-
-def check_heads_learn(args: RecipeArguments, batch_size: int) -> None:
-    """Raise a `ValueError` if a head of the ensemble has no share of an update's responses."""
-    if args.critic_ensemble > batch_size:
-        raise ValueError(
-            f"critic_ensemble={args.critic_ensemble}, but an update has {batch_size} responses, so some heads would "
-            "never learn; lower it, or raise per_device_train_batch_size or gradient_accumulation_steps"
+            "would not learn; lower it"
         )
 
 
 def check_recipes(args: RecipeArguments, kl_coef: float) -> None:
-    """Raise a `ValueError` if options of recipes contradict each other, or `kl_coef`."""
-    if args.dual_clip is not None and args.policy_loss in ("gspo", "cispo", "dis"):
-        raise ValueError(
-            f"dual_clip={args.dual_clip} has no effect on policy_loss={args.policy_loss!r}; leave it None, or set "
-            "policy_loss to 'ppo'"
-        )
+    """Raise a `ValueError` if options of recipes contradict `kl_coef`."""
     if args.kl_target is not None and kl_coef == 0:
         raise ValueError(
             f"kl_target={args.kl_target} multiplies kl_coef=0, which stays 0; start from a positive kl_coef"
-        )
-    if (edges := args.value_range) is not None and not (
-        len(edges) == 2 and -math.inf < edges[0] < edges[1] < math.inf
-    ):
-        raise ValueError(
-            f"value_range={edges!r} must be two finite numbers, the lower one first, such as [-1, 2]; or leave it out"
-        )
-    highest = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
-    if args.dual_clip is not None and args.dual_clip <= highest:
-        raise ValueError(
-            f"dual_clip={args.dual_clip} must be above the clip range, which ends at {highest:g}; raise it, such as "
-            "to 3"
         )
 
 

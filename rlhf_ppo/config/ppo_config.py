@@ -310,8 +310,8 @@ class PPOConfig(
     )
     score_clip: Positive | None = _option(
         None,
-        "Clip the summed score to [-score_clip, score_clip], after score_scaling or score_normalization (then in "
-        "standard deviations), before missing_eos_penalty or missing_eos_score.",
+        "Clip the summed score to [-score_clip, score_clip], after score_scaling (then in standard "
+        "deviations), before missing_eos_penalty or missing_eos_score.",
     )
     missing_eos_penalty: Positive | None = _option(
         None, "Penalty on the score of a response that has neither stop token nor stop string."
@@ -319,8 +319,8 @@ class PPOConfig(
     missing_eos_score: Finite | None = _option(
         None,
         "Score of every response that has neither stop token nor stop string, such as -1 (the EOS trick of arXiv "
-        "2403.17031); not together with missing_eos_penalty. With score_scaling or score_normalization, both options "
-        "are in standard deviations.",
+        "2403.17031); not together with missing_eos_penalty. With score_scaling, both options are in standard "
+        "deviations.",
     )
     bootstrap_truncated: bool = _option(
         False,
@@ -371,7 +371,6 @@ class PPOConfig(
         self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
-        arguments.resolve_clip_ranges(self, (), is_known=False)
         self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
@@ -438,20 +437,10 @@ class PPOConfig(
             )
         self.check_engine()
         arguments.check_recipes(self, self.kl_coef)
-        if self.num_critic_epochs is not None and self.num_critic_epochs < self.num_ppo_epochs:
-            raise ValueError(
-                f"num_critic_epochs={self.num_critic_epochs} is below num_ppo_epochs={self.num_ppo_epochs}; raise it, "
-                "or lower num_ppo_epochs"
-            )
         of_process = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         for name in ("num_mini_batches", "num_generations"):
             check_divides(name, getattr(self, name), *of_process)
         check_total_episodes(self.user_value("total_episodes"), *of_process, num_processes=1)
-
-    @property
-    def critic_learns_alone(self) -> bool:
-        """Whether some optimizer steps train only the value model."""
-        return self.critic_warmup_steps > 0 or (self.num_critic_epochs or 0) > self.num_ppo_epochs
 
     def count_sizes(self, num_processes: int, num_examples: int | None) -> Sizes:
         """Compute the sizes of a run from the fields that the user set, ignoring those that `fill_derived` wrote.
@@ -486,7 +475,6 @@ class PPOConfig(
             total_episodes=num_episodes,
         )
         arguments.check_warmup_length(self, num_updates)
-        arguments.check_heads_learn(self, batch)
         for name, size in asdict(sizes).items():
             if self.user_value(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(
@@ -538,8 +526,6 @@ RANGES = ranges_of(PPOConfig) | inherited.INHERITED_RANGES
 EXCLUSIVE = (
     ("stop_token", "stop_token_id"),
     ("missing_eos_penalty", "missing_eos_score"),
-    ("score_scaling", "score_normalization"),
-    ("lam_policy", "length_adaptive_alpha"),
 )
 """Pairs of arguments that exclude each other."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from rlhf_ppo.config.arguments import EPISODE_OPTIONS, GSPO_CLIP_RANGES
+from rlhf_ppo.config.arguments import EPISODE_OPTIONS
 from rlhf_ppo.config.ppo_config import PPOConfig
 from rlhf_ppo.terminal import redacted
 
@@ -57,58 +57,39 @@ _ENGINE = ("generation_engine", *_VLLM)
 _SAMPLING = ("top_k", "top_p", "min_p", *_ENGINE)
 _FUNCTIONS = ("reward_timeout",)
 _PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", *_FUNCTIONS, "chat_template_kwargs")
-_WEIGHTS = ("importance_sampling_mode", "importance_sampling_clip_max")
+_WEIGHTS = ("importance_sampling_clip_max",)
 _CORRECTION = ("importance_sampling_correction", *_WEIGHTS)
-_CLIPS = ("cliprange", "cliprange_high", "dual_clip")
+_CLIPS = ("cliprange", "cliprange_high")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _WARM_UP = ("warmup_ratio", "warmup_steps")
 _WITHOUT_BETAS = {*("sgd", "schedule_free_sgd", "adafactor", "adagrad", "lomo"), *("rmsprop", "rmsprop_bnb")}
 _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor")
 _WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
 
-_OF_RATIOS = ("gspo", "cispo", "dis")
 _ONE_STEP = ("an update is one optimizer step, before which all ratios are 1", "raise num_ppo_epochs")
 
 
-def _num_passes(args: PPOConfig) -> int:
-    return args.num_critic_epochs or args.num_ppo_epochs
-
-
 def _is_one_step(args: PPOConfig) -> bool:
-    return args.num_ppo_epochs == args.num_mini_batches == 1 and args.old_logprobs == "training"
+    return args.num_ppo_epochs == args.num_mini_batches == 1
 
 
 # fmt: off
 UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool], str, str], ...] = (
     (("kl_horizon",), lambda args, _: args.kl_target is None, "kl_target is not set", "set kl_target"),
-    (("positive_nll_threshold",), lambda args, _: args.positive_nll_coef == 0,
-     "positive_nll_coef is 0", "set positive_nll_coef, such as to 0.1"),
-    ((*_CORRECTION, "old_logprobs"),
+    (_CORRECTION,
      lambda args, run: (
          args.generation_engine == "transformers" and not (run.has_engine or run.is_stepped)
      ),
      "generation_engine='transformers' gives no log-probabilities",
      "use 'continuous' or 'vllm'"),
-    (_CORRECTION, lambda args, _: args.old_logprobs == "sampling",
-     "old_logprobs='sampling' takes its place", "set old_logprobs='training'"),
     (_WEIGHTS, lambda args, _: not args.importance_sampling_correction,
      "importance_sampling_correction is False", "set importance_sampling_correction=True"),
     (_CLIPS, lambda args, run: _is_one_step(args) and not run.has_loss, *_ONE_STEP),
-    (("cliprange_value",), lambda args, _: args.num_mini_batches == _num_passes(args) == 1,
+    (("cliprange_value",), lambda args, _: _is_one_step(args),
      "an update is one optimizer step, before which no value has changed", "raise num_ppo_epochs"),
-    (("cliprange_value",), lambda args, _: args.value_loss == "hl_gauss",
-     "value_loss='hl_gauss' is not clipped", "set value_loss='mse'"),
-    (("value_bins", "value_range"), lambda args, _: args.value_loss == "mse",
-     "value_loss is 'mse'", "set value_loss='hl_gauss'"),
-    (("critic_agreement_mask", "critic_disagreement_mask"), lambda args, _: args.critic_ensemble == 1,
-     "critic_ensemble is 1", "set critic_ensemble=2"),
-    (("critic_disagreement_mask",), lambda args, _: args.entropy_coef == 0,
-     "entropy_coef is 0", "set entropy_coef, such as to 0.01"),
-    (("policy_loss",), lambda args, _: _is_one_step(args) and args.policy_loss in _OF_RATIOS, *_ONE_STEP),
-    (("critic_learning_rate", "cliprange_value", "critic_freeze", "value_loss", "critic_ensemble"),
-     lambda args, _: args.vf_coef == args.weight_decay == 0,
+    (("critic_learning_rate", "cliprange_value"), lambda args, _: args.vf_coef == args.weight_decay == 0,
      "vf_coef is 0, so nothing trains the value model", "raise vf_coef"),
-    (("lam", "lam_policy", "lam_critic", "length_adaptive_alpha", "bootstrap_truncated"),
+    (("lam", "lam_policy", "lam_critic", "bootstrap_truncated"),
      lambda args, _: args.gamma == 0, "gamma is 0, so no later reward counts", "raise gamma"),
     (("chat_template_kwargs",), lambda _, run: not run.has_chats,
      "the prompts are texts or ids", "use prompts that are lists of messages"),
@@ -133,19 +114,14 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool]
     (("vllm_server_host", "vllm_server_port"), lambda args, _: args.vllm_server_base_url is not None,
      "vllm_server_base_url is set", "leave vllm_server_base_url None"),
     (("kl_estimator",), lambda _, run: not run.has_reference,
-     "kl_coef is 0 and there is no reference", "set kl_coef, or log_kl=True"),
-    (("log_kl",), lambda args, _: args.kl_coef > 0, "kl_coef is above 0, so the KL is logged anyway", "set kl_coef=0"),
+     "kl_coef is 0 and there is no reference", "set kl_coef"),
     (("kl_coef",), lambda _, run: run.has_controller,
      "kl_controller has the coefficient", "pass kl_controller=None, or give it this coefficient"),
     (("policy_loss",), lambda _, run: run.has_loss,
      "another policy_loss is passed to the trainer", "pass policy_loss=None to the trainer"),
-    (("cliprange",),
-     lambda args, run: not run.has_loss and args.policy_loss == "cispo" and args.cliprange_high is not None,
-     "policy_loss='cispo' has no lower limit and cliprange_high is set", "set cliprange_high alone"),
-    (("lam",),
-     lambda args, _: args.lam_critic is not None and (args.lam_policy, args.length_adaptive_alpha) != (None, None),
-     "lam_critic and lam_policy or length_adaptive_alpha take its place", "leave one of them None"),
-    (("kl_stop",), lambda args, _: _num_passes(args) == 1,
+    (("lam",), lambda args, _: args.lam_critic is not None and args.lam_policy is not None,
+     "lam_critic and lam_policy take its place", "leave one of them None"),
+    (("kl_stop",), lambda args, _: args.num_ppo_epochs == 1,
      "num_ppo_epochs is 1, so no epoch is left to end", "raise num_ppo_epochs"),
     (("lm_head_float32",), lambda _, run: not run.has_16_bits,
      "the run computes in float32", "set bf16=True or fp16=True"),
@@ -180,17 +156,13 @@ def unused_options(args: PPOConfig, run: TrainerContext) -> dict[str, str]:
     Returns:
         For each option a text with its value, the reason and the remedy.
     """
-    of_loss = GSPO_CLIP_RANGES if args.policy_loss == "gspo" else {}
     defaults = {field.name: field.default for field in fields(PPOConfig) if field.default is not MISSING}
     found = dict[str, str]()
     for options, holds, reason, remedy in UNUSED:
         for name in options:
             value: Any = getattr(args, name)
             value = getattr(value, "value", value)  # of an enumeration
-            if name in found or value in (
-                defaults[name],
-                of_loss.get(name, defaults[name]),
-            ):
+            if name in found or value == defaults[name]:
                 continue
             if holds(args, run):
                 found[name] = f"{name}={redacted(value, name)!r:.60} ({reason}: {remedy}, or leave it out)"

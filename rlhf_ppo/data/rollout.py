@@ -304,9 +304,6 @@ class Rollout(Responses):
             penalty, float32 `(B,)`; NaN if no source scored the response.
         token_scores: Weighted rewards of single tokens, float32 `(B, T)`, 0 outside the mask.
         scores_by_source: Unweighted scores of each reward source, float32 `(B,)`; NaN without a score.
-        own_heads: With several value heads, the head that learns from each response, long `(B,)`.
-        own_values: Value of that head before each response token, float32 `(B, T)`; `values` is the mean of all heads.
-        value_spread: Standard deviation of the heads' values, in the reward's unit, float32 `(B, T)`.
     """
 
     ended: Tensor = field(kw_only=True)
@@ -317,14 +314,10 @@ class Rollout(Responses):
     scores: Tensor
     token_scores: Tensor
     scores_by_source: Mapping[str, Tensor]
-    own_heads: Tensor | None = field(default=None, kw_only=True)
-    own_values: Tensor | None = field(default=None, kw_only=True)
-    value_spread: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_tokens = "logprobs", "ref_logprobs", "values", "token_scores", "own_values", "value_spread"
-        self._check_shapes(self.response_mask.shape, *of_tokens)
+        self._check_shapes(self.response_mask.shape, "logprobs", "ref_logprobs", "values", "token_scores")
         self._check_shapes((len(self),), "ended", "final_values", "scores")
 
     @property
@@ -344,26 +337,15 @@ class Rollout(Responses):
             figures[name] = compute()
         return figures[name]
 
-    def old_logprobs(self, kind: str) -> Tensor:
-        """Return the denominator of the importance ratio, nats, float32 `(B, T)`.
-
-        Args:
-            kind: "training" for the training forward pass; "sampling" for the engine, if it gives log-probabilities.
-        """
-        if kind == "training" or self.sampling_logprobs is None:
-            return self.logprobs
-        return self.sampling_logprobs.masked_fill(~self.response_mask, 0.0)
-
-    def importance_weights(self, clip_max: float, mode: str = "token") -> Tensor | None:
+    def importance_weights(self, clip_max: float) -> Tensor | None:
         """Return importance weights of the policy over the engine, `(B, T)`; None without sampling log-probabilities.
 
         Args:
             clip_max: Largest weight.
-            mode: "token", "sequence" or "masked".
         """
         if self.sampling_logprobs is None:
             return None
-        return importance_weights(self.logprobs, self.sampling_logprobs, self.response_mask, clip_max, mode)
+        return importance_weights(self.logprobs, self.sampling_logprobs, clip_max)
 
 
 def padding_columns(left_padded_mask: Any) -> int:
@@ -427,7 +409,7 @@ class Experience(Responses):
 
     Attributes:
         logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
-        values: Value estimates when sampled, float32 `(B, T)`; with several heads, those of the row's own head.
+        values: Value estimates when sampled, float32 `(B, T)`.
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
         returns: Targets of the value loss, float32 `(B, T)`, 0 outside the loss mask: advantages before whitening plus
             values, with the value model's lambda.
@@ -435,11 +417,7 @@ class Experience(Responses):
             without a score stay in the batch: every rank runs the same number of passes.
         importance_weights: Factors of the policy loss, float32 `(B, T)`; None: all 1.
         loss_weights: Weights of the policy loss in the mini-batch, float32 `(B, T)`; None: all 1.
-        is_positive: Which responses are imitated, bool `(B,)`; None: no response.
-        nll_weights: Weights of the negative log-likelihood, float32 `(B, T)`; None: all 0.
         value_weights: Weights of the value loss, float32 `(B, T)`; None: all 1.
-        entropy_weights: Weights of the entropy bonus, float32 `(B, T)`; None: all 1.
-        own_heads: The value head that learns from each row, long `(B,)`; None: there is one head.
     """
 
     logprobs: Tensor
@@ -449,30 +427,15 @@ class Experience(Responses):
     loss_mask: Tensor
     importance_weights: Tensor | None = None
     loss_weights: Tensor | None = None
-    is_positive: Tensor | None = None
-    nll_weights: Tensor | None = None
     value_weights: Tensor | None = None
-    entropy_weights: Tensor | None = None
-    own_heads: Tensor | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_shapes(self.response_mask.shape, "logprobs", "values", "advantages", "returns", "loss_mask")
-        weights = "importance_weights", "loss_weights", "nll_weights", "value_weights", "entropy_weights"
-        self._check_shapes(self.response_mask.shape, *weights)
-        self._check_shapes((len(self),), "is_positive")
+        self._check_shapes(self.response_mask.shape, "importance_weights", "loss_weights", "value_weights")
 
     @classmethod
-    def of(
-        cls,
-        rollout: Rollout,
-        advantages: Tensor,
-        returns: Tensor,
-        weights: Tensor | None = None,
-        is_positive: Tensor | None = None,
-        old_logprobs: str = "training",
-        entropy_weights: Tensor | None = None,
-    ) -> Self:
+    def of(cls, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None = None) -> Self:
         """Make the experience of a rollout; the arguments are its fields.
 
         Args:
@@ -480,24 +443,18 @@ class Experience(Responses):
             advantages: Whitened, `(B, T)`.
             returns: `(B, T)`.
             weights: Importance weights, `(B, T)`; None: all 1.
-            is_positive: Which responses are imitated, bool `(B,)`; None: no response.
-            old_logprobs: "training" or "sampling"; see `Rollout.old_logprobs`.
-            entropy_weights: Weights of the entropy bonus, `(B, T)`; None: all 1.
         """
         return cls(
             query_responses=rollout.query_responses,
             attention_mask=rollout.attention_mask,
             response_mask=rollout.response_mask,
             on_host=rollout.on_host,
-            logprobs=rollout.old_logprobs(old_logprobs),
-            values=rollout.values if rollout.own_values is None else rollout.own_values,
+            logprobs=rollout.logprobs,
+            values=rollout.values,
             advantages=advantages,
             returns=returns,
             loss_mask=rollout.loss_mask,
             importance_weights=weights,
-            is_positive=is_positive,
-            entropy_weights=entropy_weights,
-            own_heads=rollout.own_heads,
         )
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:

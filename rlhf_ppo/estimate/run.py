@@ -161,7 +161,6 @@ def estimate_run(
         dtype=dtype,
         copies_policy=args.generation_engine == "continuous",
         has_reference=asks_for_reference(args),
-        moves_reference=args.reference_ema is not None,
         num_mini_batches=args.num_mini_batches,
     )
     optimizer_bytes = optimizer_bytes_per_parameter(*Trainer.get_optimizer_cls_and_kwargs(args), args.device)

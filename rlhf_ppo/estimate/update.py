@@ -48,7 +48,6 @@ class Workload:
         dtype: The type of matrix products, if it differs from the weights' type.
         copies_policy: Whether generation uses a copy of the policy's weights in `dtype`, as continuous batching does.
         has_reference: Whether a reference model scores the responses.
-        moves_reference: Whether the reference moves; a 16-bit reference then has a float32 copy.
         num_mini_batches: Optimizer steps of each pass over the episodes.
     """
 
@@ -63,7 +62,6 @@ class Workload:
     dtype: torch.dtype | None = None
     copies_policy: bool = False
     has_reference: bool = True
-    moves_reference: bool = False
     num_mini_batches: int = 1
 
     @property
@@ -334,11 +332,7 @@ class _UpdateCounter:
     def frozen_bytes(self) -> list[int]:
         """Count each frozen model's weights that no trained model shares."""
         stored = self.sharding.stored
-        own = [stored_bytes(set(model.parameters()) - self.trained, stored) for model in self.frozen]
-        if self.workload.moves_reference and self.frozen:
-            reference = set(self.frozen[0].parameters())
-            own[0] += sum(4 * num_elements(value) for value in reference if (stored or value.dtype).itemsize == 2)
-        return own
+        return [stored_bytes(set(model.parameters()) - self.trained, stored) for model in self.frozen]
 
     def outside_block_bytes(self) -> tuple[int, int]:
         """Count FSDP2's memory to gather all parameters outside blocks, and to reduce their gradients at the end.

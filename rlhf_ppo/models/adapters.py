@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -440,9 +440,7 @@ def _check_base_stays(adapted: Any, peft_config: Any, before: Tensor | None) -> 
 # ---- One base under several models ----
 
 
-def value_model_over(
-    policy: nn.Module, value_model: nn.Module | None, peft_config: Any, fit_head: Callable[[nn.Module], None]
-) -> nn.Module:
+def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_config: Any) -> nn.Module:
     """Make a value model that shares the policy's base.
 
     Each model keeps its own modules, which hold the same parameters: no adapter is switched between a forward pass and
@@ -453,7 +451,6 @@ def value_model_over(
         value_model: A value model with the base's weights below the head, or None to make it, with a zero head.
         peft_config: The `peft.PeftConfig` of the value model's adapter. None: the adapter of `value_model`, or a
             configuration like the policy's, for `value_model=None` with a copy of the policy's adapter.
-        fit_head: Changes the head of a value model, which has no adapter over it yet.
 
     Returns:
         The value model as a `PeftModel` with a separate adapter and head.
@@ -463,7 +460,6 @@ def value_model_over(
     """
     _check_base_is_frozen(policy)
     critic = _scorer_with_zero_head(policy) if value_model is None else value_model
-    fit_head(critic)
     if peft_config is not None:
         critic = add_value_adapter(critic, peft_config)
     elif not is_peft_model(critic):

@@ -1,10 +1,9 @@
-"""Loading of models from objects, factories, directories or hub names; value models; labels of reward models."""
+"""Loading of models from objects, directories or hub names; value models; labels of reward models."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
 import os
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
-from transformers.trainer_utils import number_of_arguments
 
 from rlhf_ppo.models.adapters import (
     adapter_config,
@@ -22,14 +20,10 @@ from rlhf_ppo.models.adapters import (
     load_adapter,
 )
 from rlhf_ppo.models.heads import (
-    ValueHead,
-    check_critic_head,
     check_one_label,
     empty_classifier,
     head_of_scorer,
     reads_last_token,
-    replace_head,
-    saved_value_head,
     scalar_head,
 )
 from rlhf_ppo.models.packing import pack_rows
@@ -47,38 +41,6 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
 )
 from rlhf_ppo.terminal import hide_logs, hide_model_bars
-
-
-def is_function(model: Any) -> bool:
-    """Return whether a model is given as a factory."""
-    return callable(model) and not isinstance(model, nn.Module)
-
-
-def made(model: Any, argument: str, trial: Any = None) -> Any:
-    """Return a model, made by calling it if it is a factory.
-
-    Args:
-        model: A model, a path, None, or a factory that takes the trial or nothing.
-        argument: Name of the caller's argument, for the error message.
-        trial: The trial of a search, or None.
-
-    Raises:
-        TypeError: The factory takes more than one argument, or returns neither a model nor a path.
-    """
-    if not is_function(model):
-        return model
-    num_arguments = number_of_arguments(model)
-    if num_arguments > 1:
-        name = getattr(model, "__name__", type(model).__name__)
-        raise TypeError(
-            f"{argument} is {name}, called with {num_arguments} arguments: pass a model, a path, or a function that "
-            "takes the trial or nothing"
-        )
-    result = model(trial) if num_arguments else model()
-    if not isinstance(result, nn.Module | str | os.PathLike):
-        raise TypeError(f"{argument} is a function that returned {result!r}, neither a model nor a path")
-    return result
-
 
 # ---- Loading ----
 
@@ -109,7 +71,7 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
 def load_value_model(
     model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
 ) -> nn.Module:
-    """Return the value model itself, or load it from a directory or the hub, with the head that was saved.
+    """Return the value model itself, or load it from a directory or the hub.
 
     Args:
         model: The model, a directory, or a hub name; a new directory or name gets a head of one number.
@@ -118,24 +80,16 @@ def load_value_model(
         **kwargs: For `from_pretrained`.
 
     Raises:
-        ValueError: It cannot be loaded, or has other outputs than its configuration describes.
+        ValueError: It cannot be loaded, or has not one label.
     """
-    head = saved_value_head(model) if isinstance(model, str | os.PathLike) else ValueHead()
     adapter = model if isinstance(model, str | os.PathLike) and is_adapter_directory(model) else None
-    if adapter is not None and head != ValueHead():
-        kind, source = AutoModelForSequenceClassification, base_of_adapter(adapter)
-        base = load_pretrained(kind, source, argument, num_labels=saved_value_head(source).num_outputs, **kwargs)
-        replace_head(base, head)  # the adapter holds its weights
-        model = load_adapter(base, adapter)
-        model = _without_adapters(model, argument) if merges_adapter else model
-    elif adapter is not None and not merges_adapter and adapter_config(adapter).task_type == "CAUSAL_LM":
+    if adapter is not None and not merges_adapter and adapter_config(adapter).task_type == "CAUSAL_LM":
         raise ValueError(
             f"{argument}={os.fspath(adapter)!r} is the adapter of a language model, whose new head would not train "
             "over a shared base: leave out share_base_model, or value_model to start from the policy"
         )
-    else:
-        model = load_classifier(model, argument, merges_adapter, num_labels=head.num_outputs, **kwargs)
-    check_critic_head(model, argument)
+    model = load_classifier(model, argument, merges_adapter, num_labels=1, **kwargs)
+    check_one_label(model, argument)
     return model
 
 
@@ -251,21 +205,6 @@ def make_value_model(original: nn.Module) -> nn.Module:
         return value_model
 
     return make_once(classifier).to(next(source.parameters()).device).train()
-
-
-def init_normal_head(value_model: nn.Module, seed: int) -> None:
-    """Draw the weights of a value model's head with `d` inputs from a normal distribution of std `1 / sqrt(d + 1)`.
-
-    N+ implementation details, 2403.17031, section 4. All processes draw the same numbers.
-
-    Args:
-        value_model: A model with a per-token scalar head.
-        seed: Seed of the draw.
-    """
-    head: Any = head_of_scorer(value_model).weight
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad(), gathered([head], modify=True):
-        head.copy_(torch.randn(head.shape, generator=generator) / math.sqrt(head.shape[-1] + 1))
 
 
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:

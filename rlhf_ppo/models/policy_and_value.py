@@ -320,17 +320,12 @@ class PolicyAndValueOutput(NamedTuple):
             the entropy was not computed.
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
         final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`.
-        value_logits: Logits of the values' bins, float32 `(B, T, num_bins)`, or `(B, T, num_heads, num_bins)` of
-            several heads; None without bins.
-        head_values: The value of each head, float32 `(B, T, num_heads)`, whose mean `values` is; None for one head.
     """
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor
     final_values: Tensor
-    value_logits: Tensor | None = None
-    head_values: Tensor | None = None
 
 
 class ResponseValues(NamedTuple):
@@ -339,14 +334,10 @@ class ResponseValues(NamedTuple):
     Attributes:
         values: Value estimate before each response token, float32 `(B, T)`, 0 outside the mask.
         final_values: Value estimate after the last token of the row, whoever wrote it, float32 `(B,)`.
-        value_logits: As in `PolicyAndValueOutput`.
-        head_values: As in `PolicyAndValueOutput`.
     """
 
     values: Tensor
     final_values: Tensor
-    value_logits: Tensor | None = None
-    head_values: Tensor | None = None
 
 
 class PolicyAndValue(nn.Module):
@@ -475,15 +466,10 @@ def response_values(
         places: Indices of the real tokens; None reads them from the device.
     """
     last = response_mask.shape[1] + 1
-    values, logits, of_heads = token_values(value_model, query_responses, attention_mask, last, places)
+    values = token_values(value_model, query_responses, attention_mask, last, places)
     after_last = last_real(attention_mask[:, -values.shape[1] :])[:, None]
-
-    def before(figures: Tensor) -> Tensor:
-        outside = ~response_mask.reshape(*response_mask.shape, *[1] * (figures.dim() - 2))
-        return figures[:, :-1].masked_fill(outside, 0.0)
-
-    of_bins, by_head = (None if each is None else before(each) for each in (logits, of_heads))
-    return ResponseValues(before(values), values.gather(1, after_last).squeeze(1).clone(), of_bins, by_head)
+    before = values[:, :-1].masked_fill(~response_mask, 0.0)
+    return ResponseValues(before, values.gather(1, after_last).squeeze(1).clone())
 
 
 def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:

@@ -38,9 +38,6 @@ EPISODE_COLUMNS = {
 }
 """Columns of episodes of several turns, which other responses lack."""
 
-TOKEN_SPREAD = "token_spread"
-"""Standard deviation of the values of a critic with several heads, at each token; others lack it."""
-
 _TYPES: dict[str, pa.DataType] = {
     "step": pa.int32(),
     "prompt": pa.string(),
@@ -124,8 +121,6 @@ class KeptCompletions:
         of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
         if (kl := masked_kl(rollout, self.kl_estimator)) is not None:
             of_tokens["token_kl"] = kl
-        if rollout.value_spread is not None:
-            of_tokens[TOKEN_SPREAD] = rollout.value_spread
         per_token = {name: values[:number].detach().float().clone() for name, values in of_tokens.items()}
         of_rows = {name: values[:number].detach().clone() for name, values in columns.items()}
         context, attention = rollout.context_length, rollout.masks.attention[:number]
@@ -145,8 +140,7 @@ class KeptCompletions:
             A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
             (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
             `length` (tokens that the policy wrote), `ended`, `extra/<name>`, `prompt_id`; in lists over its tokens,
-            `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment), `TOKEN_VALUES`, and
-            `TOKEN_SPREAD` if the critic has several heads.
+            `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment), `TOKEN_VALUES`.
             Episodes of several turns have `messages` (JSON), `end` (what ended or cut it), `turn_reward` (the
             environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
         """
@@ -326,7 +320,7 @@ def _is_of(path: Path, run: Run, step: int) -> bool:
 def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [_stored(row.get(name)) for row in rows] for name in names}
-    types = _TYPES | EPISODE_COLUMNS | {TOKEN_SPREAD: _TYPES["token_value"]}
+    types = _TYPES | EPISODE_COLUMNS
     return pa.table({name: _array(values, types.get(name)) for name, values in columns.items()})
 
 

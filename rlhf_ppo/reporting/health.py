@@ -155,6 +155,5 @@ def _run_context(args: PPOConfig, num_episodes: int, eval_dataset: Any, models: 
         can_end=any(stop is not None for stop in stops),
         end_counts=args.missing_eos_penalty is not None or args.missing_eos_score is not None,
         judge=judge,
-        clips_tokens=args.policy_loss != "gspo",
         reward_accuracy=None if accuracy is None else accuracy.accuracy,
     )

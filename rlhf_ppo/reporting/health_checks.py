@@ -30,7 +30,6 @@ class RunContext:
         can_end: Whether there is a stop token or a stop string.
         end_counts: Whether a missing stop token changes the score.
         judge: The evaluation metric that training does not see.
-        clips_tokens: Whether the loss clips the ratios of tokens, not those of responses, most of which are clipped.
         reward_accuracy: Accuracy of the reward model on held-out pairs, if it was measured.
     """
 
@@ -40,7 +39,6 @@ class RunContext:
     can_end: bool = True
     end_counts: bool = False
     judge: str = "eval_score"
-    clips_tokens: bool = True
     reward_accuracy: float | None = None
 
 
@@ -223,9 +221,8 @@ def _check(
 @_check(
     "first_ratio",
     "the importance ratio is not 1 before the first optimizer step of an update",
-    "the models do not give the same log-probabilities twice: dropout or noise in a model, 16-bit rounding, an "
-    "overridden step whose rollout and learning passes differ, or old_logprobs='sampling' with an engine that samples "
-    "from another distribution",
+    "the models do not give the same log-probabilities twice: dropout or noise in a model, 16-bit rounding, or an "
+    "overridden step whose rollout and learning passes differ",
     ("compute in float32 (bf16=False)", "leave torch_compile off", "leave use_liger_kernel off"),
     thresholds=("first_logratio",),
 )
@@ -307,7 +304,7 @@ def _negative_kl(history: History, limits: HealthThresholds) -> str | None:
 )
 def _clip_fraction(history: History, limits: HealthThresholds) -> str | None:
     share = _share_above(history, limits.clip_fraction, ("policy/clipfrac_avg",), limits.patience)
-    return None if share is None or not history.run.clips_tokens else f"{share:.0%} of the tokens are clipped"
+    return None if share is None else f"{share:.0%} of the tokens are clipped"
 
 
 @_check(

@@ -272,8 +272,7 @@ class UpdateStatistics:
     """Sums over the real tokens of an update's micro-batches; they are read once, at the end of the update.
 
     Attributes:
-        sums: Per-token sums of each micro-batch, in the order of `KEYS` and `named`; then the number of tokens from
-            which the policy learned, and last the number of tokens.
+        sums: Per-token sums of each micro-batch, in the order of `KEYS` and `named`; last the number of tokens.
         named: Names of the further figures of the losses.
         watches_kl: Whether `KL` is one of these figures.
         num_epochs: Number of learned epochs, if a limit on the KL may end them early.
@@ -283,7 +282,6 @@ class UpdateStatistics:
     """
 
     KL = "policy/kl_avg"
-    NLL, POSITIVE = "loss/positive_nll_avg", "policy/positive_frac"
     VALUED, OF_VALUES = "val/valued_frac", ("loss/value_avg", "val/clipfrac_avg")
     NORMS = ("policy/grad_norm", "val/grad_norm")
 
@@ -307,48 +305,37 @@ class UpdateStatistics:
     value_figures: frozenset[str] = frozenset()
 
     @torch.no_grad()
-    def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss | None, value: ValueLoss) -> None:
+    def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
         """Add one micro-batch.
 
         Args:
             part: The micro-batch.
             output: The output of the two models.
-            policy: The policy's per-token loss, `(B, T)` each field; None if only the value model learned.
+            policy: The policy's per-token loss, `(B, T)` each field.
             value: The value model's per-token loss.
 
         Raises:
             ValueError: The losses give other figures than in the micro-batch before, or a figure of another shape.
         """
         mask, figures = part.loss_mask, dict(value.figures)
-        nothing = torch.zeros_like(mask, dtype=torch.float32)
-        values_count = nothing + 1
+        values_count = torch.ones_like(mask, dtype=torch.float32)
         if part.value_weights is not None:
             values_count = figures[self.VALUED] = (part.value_weights > 0).float()
         self.value_figures = frozenset(figures)
-        of_policy = [nothing] * 5
-        if policy is None:
-            figures = {name: figures.pop(name, nothing) for name in self.named} | figures
-        else:
-            figures |= {**policy.figures, **self._figures_of_policy(part, output)}
-            kl = approx_kl(output.logprobs, part.logprobs)
-            of_policy = [kl, policy.clipped, output.entropy, policy.loss, policy.ratio]
+        figures |= policy.figures
+        if self.watches_kl:
+            figures[self.KL] = kl_estimate(part.logprobs, output.logprobs, "k3")
+        kl = approx_kl(output.logprobs, part.logprobs)
         self._check_figures(figures, mask.shape)
         figures |= {name: figures[name] * values_count for name in self.value_figures}
         of_values = [value.loss * values_count, value.clipped * values_count]
-        per_token = (*of_policy[:4], *of_values, of_policy[4], *figures.values())
+        of_policy = [kl, policy.clipped, output.entropy, policy.loss]
+        per_token = (*of_policy, *of_values, policy.ratio, *figures.values())
         sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
         if self.learns_ptx:
             sums += [*(torch.zeros_like(sums[0]).expand(2) if self.ptx is None else self.ptx)]
             self.ptx = None
-        num_tokens = mask.sum().float()
-        self.sums.append(torch.stack([*sums, num_tokens * (policy is not None), num_tokens]))
-
-    def _figures_of_policy(self, part: Experience, output: PolicyAndValueOutput) -> dict[str, Tensor]:
-        figures = {self.KL: kl_estimate(part.logprobs, output.logprobs, "k3")} if self.watches_kl else {}
-        if part.is_positive is not None:
-            positive = part.is_positive[:, None].expand(part.loss_mask.shape).float()
-            figures |= {self.NLL: -output.logprobs * positive, self.POSITIVE: positive}
-        return figures
+        self.sums.append(torch.stack([*sums, mask.sum().float()]))
 
     def _check_figures(self, figures: Mapping[str, Tensor], shape: torch.Size) -> None:
         if taken := sorted(set(figures) & set(self.KEYS)):
@@ -386,7 +373,7 @@ class UpdateStatistics:
         if len(self.sums) <= start:
             return 0.0
         column = len(self.KEYS) + self.named.index(self.KL)
-        total, num_tokens = reduce_sum(torch.stack(self.sums[start:]).sum(dim=0)[[column, -2]]).tolist()
+        total, num_tokens = reduce_sum(torch.stack(self.sums[start:]).sum(dim=0)[[column, -1]]).tolist()
         return total / num_tokens
 
     def add_grad_norms(self, norms: Tensor | None) -> None:
@@ -415,15 +402,15 @@ class UpdateStatistics:
         Returns:
             Token means by `KEYS` and `named`. `val/ratio_var` is the variance of the mean ratios of all ranks'
             micro-batches. `val/first_logratio` is the root mean square of the log-ratio before any step: the distance
-            of two forward passes of the same policy. `NLL` is a mean over the tokens of positive responses, if there
-            are any. Those of values are means over the tokens whose values count. Empty if no micro-batch was added.
+            of two forward passes of the same policy. Those of values are means over the tokens whose values count.
+            Empty if no micro-batch was added.
         """
         if not self.sums:
             return {}
         of_parts = torch.stack(self.sums)
-        *sums, num_policy_tokens, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
+        *sums, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
         num_ptx_tokens, ptx = (sums.pop(), sums.pop()) if self.learns_ptx else (0.0, 0.0)
-        of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -2]]
+        of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]]
         ratio_sums, halves_of_squares, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
         half_of_squares, num_first = (
             sums[:: len(of_parts)].sum() for sums in (halves_of_squares, num_tokens_of_parts)
@@ -432,13 +419,7 @@ class UpdateStatistics:
         first_logratio = (2 * half_of_squares / num_first.clamp(min=1)).sqrt()
         first, *norms = torch.stack([first_logratio, *self._mean_grad_norms()]).tolist()
         of_values = self.value_figures | {*self.OF_VALUES}
-        means = {
-            key: total / (num_tokens if key in of_values else num_policy_tokens)
-            for key, total in zip((*self.KEYS, *self.named), sums, strict=True)
-        }
-        if (share := means.get(self.POSITIVE)) is not None:
-            nll = means.pop(self.NLL)  # so far a mean over all tokens
-            means |= {self.NLL: nll / share} if share > 0 else {}
+        means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
         if (share := means.pop(self.VALUED, None)) is not None:
             means |= {key: means[key] / share for key in of_values if key in means}
         return {

@@ -29,7 +29,7 @@ from rlhf_ppo.checkpoints.run import HISTORY_NAME, in_use
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.data.conversation import as_lines
-from rlhf_ppo.reporting.completion_files import TOKEN_SPREAD, TOKEN_VALUES, read_completions
+from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import warnings_of
 from rlhf_ppo.reporting.health_checks import CHECKS, RunContext
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile
@@ -435,8 +435,7 @@ def _responses(files: Mapping[int, Path], num_tokens: int) -> list[dict[str, Any
 
 
 def _response(row: Mapping[str, Any]) -> dict[str, Any]:
-    names = [*TOKEN_VALUES, *([TOKEN_SPREAD] if row.get(TOKEN_SPREAD) else [])]
-    figures = {name.removeprefix("token_"): [_four_digits(value) for value in row[name]] for name in names}
+    figures = {name.removeprefix("token_"): [_four_digits(value) for value in row[name]] for name in TOKEN_VALUES}
     return {
         "prompt": row["prompt"],
         "score": row["score"],

@@ -511,9 +511,8 @@ def short_repr(value: Any) -> str:
 
 
 # Shaping, in this order: `score_scaling` divides by the standard deviation of all scores of the run so far, also for
-# token rewards; `score_normalization` first subtracts the mean of all scores, once for each response; `score_clip`
-# limits the score's absolute value, not that of token rewards; `missing_eos_penalty` lowers, or `missing_eos_score`
-# replaces, the score of a response without the stop token.
+# token rewards; `score_clip` limits the score's absolute value, not that of token rewards; `missing_eos_penalty`
+# lowers, or `missing_eos_score` replaces, the score of a response without the stop token.
 
 
 def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = None) -> tuple[Tensor, Tensor]:
@@ -521,7 +520,7 @@ def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = 
 
     Args:
         rollout: `B` scored responses.
-        args: Gives `score_normalization`, `score_clip`, `missing_eos_penalty` and `missing_eos_score`.
+        args: Gives `score_clip`, `missing_eos_penalty` and `missing_eos_score`.
         unit: Moments for the scaling; None leaves the scores in the reward's unit.
 
     Returns:
@@ -529,7 +528,7 @@ def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = 
         rewards, float32 `(B, T)`, 0 outside the response mask.
     """
     std = 1.0 if unit is None else unit.std
-    how = (args.score_normalization, args.score_clip, args.missing_eos_penalty, args.missing_eos_score)
+    how = (args.score_clip, args.missing_eos_penalty, args.missing_eos_score)
     return rollout.once(
         ("shaped scores", unit, *how),
         lambda: (_shaped(rollout.scores, rollout.ended, args, unit), _of_tokens(rollout) / std),
@@ -541,9 +540,9 @@ def scores_in_reward_unit(
 ) -> Tensor:
     """Compute each response's shaped score, converted back to the reward's unit.
 
-        score = mean + std * shaped score + sum of token rewards
+        score = std * shaped score + sum of token rewards
 
-    `mean` is 0 without `score_normalization`; `std` is 1 and `mean` 0 without scaling. Penalties and clip are thus
+    `std` is 1 without scaling. Penalties and clip are thus
     multiples of the same standard deviation as in training.
 
     Args:
@@ -551,8 +550,8 @@ def scores_in_reward_unit(
         token_scores: Sums of the token rewards, `(N,)`.
         ended: Whether the response has its stop token or stop string, bool `(N,)`.
         args: As for `shape_scores`.
-        unit: The moments of the run so far; None without `score_scaling` and `score_normalization`. Without any
-            scores, before the first update, the moments of these scores are used.
+        unit: The moments of the run so far; None without `score_scaling`. Without any scores,
+            before the first update, the moments of these scores are used.
 
     Returns:
         float32 `(N,)`, in the reward's unit.
@@ -562,18 +561,14 @@ def scores_in_reward_unit(
     if unit.count == 0:
         total = scores + token_scores
         unit = unit.including(total[~total.isnan()], lambda summand: summand)
-    return _mean(args, unit) + unit.std * _shaped(scores, ended, args, unit) + token_scores
+    return unit.std * _shaped(scores, ended, args, unit) + token_scores
 
 
 def _shaped(scores: Tensor, ended: Tensor, args: PPOConfig, unit: ScoreMoments | None = None) -> Tensor:
     if unit is not None:
-        scores = (scores - _mean(args, unit)) / unit.std
+        scores = scores / unit.std
     scores = penalize_missing_eos(clip_scores(scores, args.score_clip), ended, args.missing_eos_penalty)
     return replace_missing_eos(scores, ended, args.missing_eos_score)
-
-
-def _mean(args: PPOConfig, unit: ScoreMoments) -> float:
-    return unit.mean if args.score_normalization else 0.0
 
 
 def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
@@ -584,19 +579,6 @@ def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
     return rollout.once(
         ("KL", estimator), lambda: kl_estimate(rollout.logprobs, ref_logprobs, estimator).masked_fill(~mask, 0.0)
     )
-
-
-def positive_responses(scores: Tensor, args: PPOConfig) -> Tensor | None:
-    """Return the imitated responses: those with a score above `positive_nll_threshold`.
-
-    Args:
-        scores: As `objective/scores` has them, after all shaping, with the rewards of single tokens, `(B,)`.
-        args: Gives the threshold.
-
-    Returns:
-        bool `(B,)`, False without a score; None with `positive_nll_coef` 0.
-    """
-    return None if args.positive_nll_coef == 0 else scores > args.positive_nll_threshold
 
 
 def whole_scores(rollout: Rollout) -> Tensor:

@@ -21,7 +21,6 @@ from transformers.utils.import_utils import is_peft_available
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, check_coefficient
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.arguments import GSPO_CLIP_RANGES
 from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.config.unused import TrainerContext, unused_options
@@ -32,19 +31,17 @@ from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
 from rlhf_ppo.reporting.critic_audit import check_audit
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.rewards.scorer import Scorer
-from rlhf_ppo.training.learning import POLICY_LOSSES
 from rlhf_ppo.training.optimization import check_pair
 from rlhf_ppo.training.run_state import RunState, SpecialTokens
 
 logger = get_logger(__name__)
 
-_WIDE_FOR_RESPONSES = 0.1
 _16_BITS = {torch.bfloat16, torch.float16}
 _PATH = (str, os.PathLike)
 
 KEPT = frozenset(
     """
-    kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _as_given
+    kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _reward_funcs
     _check_columns _checkpoints _critic_only _directory _driver _engine _episodes _estimate _is_stepped _learning
     _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run _stop
     """.split()
@@ -172,18 +169,16 @@ def check_models(reward_model: Any, has_functions: bool, **models: Any) -> None:
     """Check the types of the models, and that there is a reward.
 
     Args:
-        reward_model: One or several reward models; functions that make models are not allowed.
+        reward_model: One or several reward models.
         has_functions: Whether there are reward functions.
         **models: The other models by their arguments' names.
 
     Raises:
-        TypeError: A value is not a model, path or function.
+        TypeError: A value is not a model or path.
         ValueError: There is no reward.
     """
     for name, model in models.items():
-        if isinstance(model, type):
-            raise TypeError(f"{name} is the class {model.__name__}: pass a model, or a function that makes one")
-        if not isinstance(model, _PATH) and not callable(model) and (model is not None or name == "model"):
+        if not isinstance(model, (*_PATH, nn.Module)) and (model is not None or name == "model"):
             raise TypeError(_no_model(name, model))
     several = isinstance(reward_model, list | tuple)
     for index, model in enumerate(reward_model if several else [reward_model]):
@@ -361,10 +356,9 @@ def warn_of_unused_options(run: RunState, models: Any, policy_loss: Any, kl_cont
             `has_schedule` of `TrainerContext`.
     """
     args, dtypes = run.args, {parameter.dtype for parameter in models.policy.parameters()}
-    of_name = POLICY_LOSSES.get(args.policy_loss)
     beside = TrainerContext(
         has_reference=models.reference is not None,
-        has_loss=of_name is not None and policy_loss is not of_name,
+        has_loss=policy_loss is not None,
         has_controller=args.kl_target is None and not isinstance(kl_controller, FixedKLController),
         has_functions=bool(run.reward_funcs),
         has_frozen=models.frozen_reference is not None or bool(models.rewards),
@@ -375,31 +369,6 @@ def warn_of_unused_options(run: RunState, models: Any, policy_loss: Any, kl_cont
     )
     if found := unused_options(args, beside):
         logger.warning(f"Options that change nothing in this run: {'; '.join(found.values())}.")
-    _warn_of_wide_clip_ranges(args, policy_loss)
-    alpha = args.length_adaptive_alpha
-    if alpha is not None and alpha * args.response_length <= 1:
-        logger.warning(
-            f"length_adaptive_alpha={alpha} makes lambda 0 for responses of up to {1 / alpha:.0f} tokens, and none is "
-            f"longer than response_length={args.response_length}: the policy learns from differences of neighbouring "
-            "values alone. Use a larger length_adaptive_alpha, or None."
-        )
-
-
-def _warn_of_wide_clip_ranges(args: PPOConfig, policy_loss: Any) -> None:
-    """Warn if GSPO has clip ranges for ratios of tokens.
-
-    Args:
-        args: The arguments.
-        policy_loss: The policy loss that replaces PPO's, or None.
-    """
-    usual = " and ".join(f"{name}={value}" for name, value in GSPO_CLIP_RANGES.items())
-    widest = max(args.cliprange, args.cliprange_high or 0.0)
-    if policy_loss is POLICY_LOSSES["gspo"] and widest >= _WIDE_FOR_RESPONSES:
-        logger.warning(
-            f"policy_loss='gspo' with cliprange={args.cliprange} and cliprange_high={args.cliprange_high}: its ratio "
-            "is per response, the geometric mean of its tokens' ratios, so this clips almost nothing; usual are "
-            f"{usual}."
-        )
 
 
 def check_collator(collate: Callable[[list[Any]], Any], rows: list[Any]) -> None:
@@ -471,21 +440,14 @@ def check_optimization(args: PPOConfig, optimizers: Sequence[Any], num_rows: int
 
 
 def check_critic_alone(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
-    """Check that the value model can learn alone, during critic warm-up or in `num_critic_epochs`.
+    """Check that the value model can learn alone, during critic warm-up.
 
     Raises:
         ValueError: It cannot.
     """
-    steps, gate = args.critic_warmup_steps, args.critic_warmup_explained_variance
-    if steps == 0 and gate is not None:
-        raise ValueError(
-            f"critic_warmup_explained_variance={gate} ends a warm-up that critic_warmup_steps=0 does not begin; "
-            "set critic_warmup_steps to the most updates that it may last"
-        )
-    if not args.critic_learns_alone:
+    if args.critic_warmup_steps == 0:
         return
-    name, off = ("critic_warmup_steps", 0) if steps else ("num_critic_epochs", None)
-    given = f"{name}={getattr(args, name)} trains the value model alone"
+    given = f"critic_warmup_steps={args.critic_warmup_steps} trains the value model alone"
     for rate in ("vf_coef", "critic_learning_rate"):
         if getattr(args, rate) == 0:
             raise ValueError(f"{given}, but with {rate}=0 it learns nothing; raise {rate}")
@@ -493,5 +455,5 @@ def check_critic_alone(args: PPOConfig, policy: nn.Module, value_model: nn.Modul
     if not own - {id(each) for each in policy.parameters()}:
         raise ValueError(
             f"{given}, but it has no trainable parameters of its own; give it some (value_peft_config, or "
-            f"requires_grad_ on its head), or set {name}={off}"
+            f"requires_grad_ on its head), or set critic_warmup_steps=0"
         )

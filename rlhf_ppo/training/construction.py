@@ -29,7 +29,6 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
-from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.policy_and_value import check_logits
 from rlhf_ppo.models.unwrapping import as_module, cast_once, is_peft_model
 from rlhf_ppo.processes import distributed
@@ -226,10 +225,9 @@ def assemble_models(
     rewards, copied = _prepare_rewards(args, given_rewards, needs_critic, accelerator)
     set_seed(args.seed)  # for new adapters and heads; Trainer's constructor sets it later
     policy, given_reference, critic = _load_given(args, rewards, model, ref_model, value_model)
-    _check_head_init(args, critic, copied)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
-        critic = adapters.value_model_over(policy, critic, value_peft_config, partial(_fit_head, args))
+        critic = adapters.value_model_over(policy, critic, value_peft_config)
         _share_with_rewards(policy, rewards)
         loading.check_value_model(critic)
     else:
@@ -245,7 +243,6 @@ def assemble_models(
         )
     _set_up_language_models(args, policy, reference)
     loading.prepare_trainable(policy, critic)
-    heads.freeze_critic(critic, policy, args.critic_freeze)
     check_critic_alone(args, policy, critic)
     return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
 
@@ -279,7 +276,6 @@ def _load_given(
 ) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
     """Load the given policy, reference and value model, and check them before other models are made from them."""
     given = {"model": model, "ref_model": ref_model, "value_model": value_model}
-    given = {name: loading.made(source, name) for name, source in given.items()}
     scorers = {reward.argument: reward.model for reward in rewards}
     _check_distinct({"model": given["model"], "ref_model": given["ref_model"], **scorers, **given})
     policy: nn.Module = loading.load_policy(given["model"], "model")
@@ -296,12 +292,8 @@ def _load_given(
 def _separate_critic(
     args: PPOConfig, policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: Any
 ) -> nn.Module:
-    """Return the given value model, the reward model's copy, or one made from the policy; add head and adapter."""
-    is_new = critic is None
+    """Return the given value model, the reward model's copy, or one made from the policy; add its adapter."""
     critic = critic or copied or loading.make_value_model(policy)
-    _fit_head(args, critic)
-    if is_new and args.value_head_init == "normal":
-        loading.init_normal_head(critic, args.seed)
     loading.check_value_model(critic)
     return critic if peft_config is None else adapters.add_value_adapter(critic, peft_config)
 
@@ -320,14 +312,8 @@ def _frozen_rewards(
     ]
 
 
-def _fit_head(args: PPOConfig, value_model: nn.Module) -> None:
-    """Give the value model the head of `value_loss` and `critic_ensemble`."""
-    heads.fit_head(value_model, ValueHead.asked_for(args), has_fixed_range=args.value_range is not None)
-
-
 def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: references.Reference | None) -> None:
     own_reference = None if reference is None else reference.own_policy
-    references.check_can_move(args.reference_ema, own_reference, policy)
     for language_model in filter(None, (policy, own_reference)):
         heads.multiply_head_in_float32(language_model, args.lm_head_float32)
     _warn_of_low_precision(policy, args.learning_rate)
@@ -345,20 +331,6 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
                 capabilities.check_consistent(module, name, args if name == "model" else None)
             elif name.startswith("reward_model"):
                 heads.check_classifier(module, name)
-
-
-def _check_head_init(args: PPOConfig, critic: nn.Module | None, copied: nn.Module | None) -> None:
-    """Check that a randomly initialized head is a new one."""
-    reasons = {
-        "share_base_model=True": args.share_base_model,
-        "value_model is given": critic is not None,
-        "the value model is a copy of reward_model": copied is not None,
-    }
-    if args.value_head_init == "normal" and any(reasons.values()):
-        raise ValueError(
-            "value_head_init='normal' draws the head of a value model that is made from the policy, but "
-            f"{next(reason for reason, holds in reasons.items() if holds)}; leave it 'zero'"
-        )
 
 
 def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
@@ -465,14 +437,14 @@ def store_and_place(
         models: The models; `make_scorer` places the reward models.
         trained: The `PolicyAndValue`.
         accelerator: Places them.
-        args: Gives `offload_frozen` and `reference_ema`.
+        args: Gives `offload_frozen`.
 
     Returns:
         Reference and reward models with separate weights, for the estimate: copies without storage if an engine shards
         them; None if one cannot be copied.
     """
-    reference, decay = models.frozen_reference, args.reference_ema
-    staying = [*[reward.scorer for reward in models.rewards], reference if decay is None else None]
+    reference = models.frozen_reference
+    staying = [*[reward.scorer for reward in models.rewards], reference]
     frozen_models.cast_frozen_weights([trained, *staying], distributed.autocast_dtype(accelerator))
     frozen = [reward.counted or reward.model for reward in models.rewards]
     frozen = [*([] if reference is None else [reference.policy]), *frozen]
@@ -484,8 +456,6 @@ def store_and_place(
             logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
             counted = None
     if models.reference is not None and models.reference.model is not None:
-        if decay is not None and (own := models.reference.own_policy) is not None:
-            models.reference.ema = references.EMAReference(decay, own, models.policy)
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     return counted
 

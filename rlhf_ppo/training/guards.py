@@ -37,7 +37,7 @@ MAX_OVERFLOWS_IN_A_ROW = 25
 
 _LARGE_LEARNING_RATE = 1e-3
 _LARGE_COEFFICIENT = 1e3
-_COEFFICIENTS = ("vf_coef", "entropy_coef", "kl_coef", "ptx_coef", "positive_nll_coef")
+_COEFFICIENTS = ("vf_coef", "entropy_coef", "kl_coef", "ptx_coef")
 
 _FIGURES = {
     "policy/approxkl_avg": "the policy's log-probabilities",
@@ -387,7 +387,7 @@ class SignalStop:
     Args:
         run: The run.
         learning: Holds the partial update.
-        save: Saves a checkpoint; takes the prepared model and the trial.
+        save: Saves a checkpoint; takes the prepared model, and None.
         stop_rewards: Cancels pending rewards.
     """
 
@@ -401,7 +401,7 @@ class SignalStop:
         self.run, self.learning, self.save, self.stop_rewards = run, learning, save, stop_rewards
 
     @contextmanager
-    def saving(self, model: nn.Module, trial: Any) -> Iterator[None]:
+    def saving(self, model: nn.Module) -> Iterator[None]:
         """Catch `Stopped` in the block, and write a checkpoint."""
         self.run.streams.mark()
         try:
@@ -409,9 +409,9 @@ class SignalStop:
         except Stopped as stop:
             self.run.signals.stopped = stop.number
             self.stop_rewards()
-            self.save_where_it_stopped(model, trial)
+            self.save_where_it_stopped(model)
 
-    def save_where_it_stopped(self, model: nn.Module, trial: Any) -> None:
+    def save_where_it_stopped(self, model: nn.Module) -> None:
         """Write a checkpoint of the last mark, unless it exists."""
         run = self.run
         name = self.learning.checkpoint_name(run.state.global_step)
@@ -420,7 +420,7 @@ class SignalStop:
             return
         self._leave_evaluation()
         run.streams.rewind()
-        self.save(model, trial)
+        self.save(model, None)
         if self.learning.partial is None:  # else callbacks that look for `checkpoint-<step>` would not find it
             run.fire("on_save")
 

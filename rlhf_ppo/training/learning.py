@@ -14,19 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from rlhf_ppo.algorithm.advantages import gae, length_adaptive_lam, turn_gae, turn_starts
-from rlhf_ppo.algorithm.losses import (
-    PolicyLoss,
-    ValueLoss,
-    aggregation_weights,
-    explained_variance,
-    imitation_weights,
-    masked_ratio_policy_loss,
-    sequence_clipped_policy_loss,
-    token_mean,
-    weight_clipped_policy_loss,
-)
-from rlhf_ppo.algorithm.masked import lowest_share
+from rlhf_ppo.algorithm.advantages import gae, turn_gae, turn_starts
+from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, sequence_weights, token_mean
 from rlhf_ppo.checkpoints.complete import explaining_load_error
 from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_update, num_learned_minibatches
 from rlhf_ppo.config import PPOConfig
@@ -55,8 +44,7 @@ def advantages_and_returns(
     Args:
         rollout: `B` responses.
         rewards: Reward of each token, `(B, T)`.
-        args: Gives `gamma`, `lam`, `lam_policy`, `lam_critic`, `length_adaptive_alpha`, `gae_level` and
-            `bootstrap_truncated`.
+        args: Gives `gamma`, `lam`, `lam_policy`, `lam_critic`, `gae_level` and `bootstrap_truncated`.
         warms_up: Whether this is an update of critic warm-up, whose returns have lambda 1.
 
     Returns:
@@ -65,17 +53,14 @@ def advantages_and_returns(
     bootstrap = rollout.final_values.masked_fill(rollout.ended, 0.0) if args.bootstrap_truncated else None
     estimator = turn_gae if args.gae_level == "turn" else gae
 
-    def estimate(lam: float | Tensor) -> tuple[Tensor, Tensor]:
+    def estimate(lam: float) -> tuple[Tensor, Tensor]:
         return estimator(rewards, rollout.values, rollout.loss_mask, args.gamma, lam, bootstrap)
 
     lam_critic = args.lam if args.lam_critic is None else args.lam_critic
     lam_critic = 1.0 if warms_up else lam_critic
-    lam_policy: float | Tensor = args.lam if args.lam_policy is None else args.lam_policy
-    if args.length_adaptive_alpha is not None:
-        lam_policy = length_adaptive_lam(valued_tokens(rollout.loss_mask, args), args.length_adaptive_alpha)
+    lam_policy = args.lam if args.lam_policy is None else args.lam_policy
     advantages, returns = estimate(lam_policy)
-    is_shared = not isinstance(lam_policy, Tensor) and lam_policy == lam_critic
-    return advantages, returns if is_shared else estimate(lam_critic)[1]
+    return advantages, returns if lam_policy == lam_critic else estimate(lam_critic)[1]
 
 
 def monte_carlo_returns(rollout: Rollout, rewards: Tensor, args: PPOConfig) -> Tensor:
@@ -106,92 +91,31 @@ def valued_tokens(loss_mask: Tensor, args: PPOConfig) -> Tensor:
     return turn_starts(loss_mask) if args.gae_level == "turn" else loss_mask
 
 
-def masked_by_agreement(
-    rollout: Rollout, advantages: Tensor, args: PPOConfig, gather: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """Mask advantages where the critic's heads agree most, and the entropy where they agree least.
-
-    AsyPPO, 2510.01656: where heads agree there is little to learn; where they disagree exploration is noise.
-
-    Args:
-        rollout: `B` responses.
-        advantages: Whitened, `(B, T)`.
-        args: Gives `critic_agreement_mask` and `critic_disagreement_mask`.
-        gather: Concatenates over ranks along the first dimension.
-
-    Returns:
-        Advantages, 0 where they are masked, and weights of the entropy, `(B, T)` each; None: all 1.
-    """
-    spread, mask, weights = rollout.value_spread, rollout.loss_mask, None
-    if spread is not None and args.critic_agreement_mask > 0:
-        agreed = lowest_share(spread, mask, args.critic_agreement_mask, gather)
-        advantages = advantages.masked_fill(agreed, 0.0)
-    if spread is not None and args.critic_disagreement_mask > 0:
-        weights = 1.0 - lowest_share(-spread, mask, args.critic_disagreement_mask, gather).float()
-    return advantages, weights
-
-
 PolicyLossFunction = Callable[[Tensor, Experience, PPOConfig], PolicyLoss]
 """Takes the current log-probabilities of response tokens, nats `(B, T)`, the micro-batch and the arguments."""
 
 
-def gspo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
-    """Sequence-level clipped policy loss, 2507.18071."""
-    return sequence_clipped_policy_loss(
-        logprobs,
-        experience.logprobs,
-        experience.advantages,
-        experience.loss_mask,
-        args.cliprange,
-        args.cliprange_high,
-        experience.importance_weights,
-    )
-
-
-def cispo(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
-    """Policy loss with clipped weights instead of clipped gradients, 2506.13585."""
-    high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    return weight_clipped_policy_loss(
-        logprobs, experience.logprobs, experience.advantages, 1 + high, experience.importance_weights
-    )
-
-
-def dis(logprobs: Tensor, experience: Experience, args: PPOConfig) -> PolicyLoss:
-    """Policy loss of the tokens inside a trust region of the ratio, 2607.07508."""
-    high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    return masked_ratio_policy_loss(
-        logprobs, experience.logprobs, experience.advantages, args.cliprange, high, experience.importance_weights
-    )
-
-
-POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"gspo": gspo, "cispo": cispo, "dis": dis}
-
-
-def resolve_policy_loss(given: Any) -> PolicyLossFunction | None:
+def resolve_policy_loss(given: str | PolicyLossFunction) -> PolicyLossFunction | None:
     """Return the policy loss for an argument.
 
     Args:
-        given: 'ppo', a name of `POLICY_LOSSES`, 'path/file.py:function', 'package.module.function', or a function.
+        given: 'ppo', 'path/file.py:function', 'package.module.function', or a function.
 
     Returns:
         The function; None for PPO's loss, which is `PPOTrainer.policy_loss`.
 
     Raises:
-        TypeError: It is neither a name nor a function, or the name is not that of a function.
+        TypeError: The name is not that of a function.
         ValueError: The loss, file or module does not exist.
     """
-    if isinstance(given, type) or not (isinstance(given, str) or callable(given)):
-        raise TypeError(f"policy_loss={given!r:.60} must be a name or a function (logprobs, experience, args)")
+    if not isinstance(given, str):
+        return given
     if given == "ppo":
         return None
-    if not isinstance(given, str):
-        own: Any = given
-        return own
-    function: Any = POLICY_LOSSES.get(given) or found_function(given, "policy_loss")
+    function: Any = found_function(given, "policy_loss")
     if function is None:
         raise ValueError(
-            f"policy_loss={given!r} is not a loss; write one of {['ppo', *POLICY_LOSSES]}, 'package.module.function' "
-            "or 'path/file.py:function'"
+            f"policy_loss={given!r} is not a loss; write 'ppo', 'path/file.py:function' or 'package.module.function'"
         )
     return function
 
@@ -210,7 +134,7 @@ def own_losses(trainer: type, base: type, policy_loss: PolicyLossFunction | None
         for value, method in methods.items()
         if getattr(trainer, method) is not getattr(base, method)
     }
-    if "the policy loss" not in own and policy_loss not in (None, *POLICY_LOSSES.values()):
+    if "the policy loss" not in own and policy_loss is not None:
         own["the policy loss"] = f"policy_loss={function_name(policy_loss)}"
     return own | ({"the importance ratios": own["the policy loss"]} if "the policy loss" in own else {})
 
@@ -227,12 +151,9 @@ def weighted_micro_batches(
         run: The run.
     """
     args, mask = run.args, minibatch.loss_mask
-    weights = aggregation_weights(mask, args.loss_aggregation, num_tokens, args.response_length, run.sum_over_ranks)
-    if weights is not None:
+    if args.loss_aggregation == "sequence":
+        weights = sequence_weights(mask, num_tokens, run.sum_over_ranks)
         minibatch = replace(minibatch, loss_weights=weights.expand(mask.shape))
-    if minibatch.is_positive is not None:
-        weights = imitation_weights(mask, minibatch.is_positive, num_tokens, run.sum_over_ranks)
-        minibatch = replace(minibatch, nll_weights=weights)
     if args.gae_level == "turn":  # a mean over the first tokens of turns
         starts = valued_tokens(mask, args)
         num_turns = run.sum_over_ranks(starts.sum())
@@ -250,17 +171,16 @@ def policy_term(
 ) -> Tensor:
     """Compute a micro-batch's share of the policy loss.
 
-        mean_t(w_t loss_t - entropy_coef u_t entropy_t - positive_nll_coef v_t logprob_t)
+        mean_t(w_t loss_t - entropy_coef entropy_t)
 
-    over the mini-batch's tokens. The weights w follow `loss_aggregation`; u is 0 where `critic_disagreement_mask`
-    masks the entropy, else 1; the weights v make the last term a mean over the tokens of positive responses.
+    over the mini-batch's tokens. The weights w follow `loss_aggregation`.
 
     Args:
         policy: Loss of each token.
         output: Log-probability and entropy of each token.
         part: The micro-batch.
         num_tokens: Learned tokens of the mini-batch, on all ranks.
-        args: Gives `entropy_coef` and `positive_nll_coef`.
+        args: Gives `entropy_coef`.
 
     Raises:
         TypeError: `policy` lacks a field, or a field is no tensor.
@@ -272,10 +192,7 @@ def policy_term(
     if part.loss_weights is not None:
         loss = loss * part.loss_weights
     if args.entropy_coef > 0:
-        entropy = output.entropy if part.entropy_weights is None else output.entropy * part.entropy_weights
-        loss = loss - args.entropy_coef * entropy
-    if part.nll_weights is not None:
-        loss = loss - args.positive_nll_coef * part.nll_weights * output.logprobs
+        loss = loss - args.entropy_coef * output.entropy
     return token_mean(loss, part.loss_mask, num_tokens)
 
 
@@ -308,68 +225,32 @@ def _loss_of(name: str, returned: Any, fields: Sequence[str], part: Experience) 
     return returned.loss
 
 
-_NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "loss/positive_nll_avg", "val/first_logratio"})
+_NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "val/first_logratio"})
 """Metrics of the policy's forward passes, which warm-up skips."""
 
 
 class CriticOnly:
-    """When only the value model learns: in critic warm-up, and in `num_critic_epochs` after the policy's last epoch.
+    """Critic warm-up: the first `critic_warmup_steps` updates, in which only the value model learns.
 
     The policy's parameters, including those shared with the value model, then have no gradient: neither weight decay
-    nor an optimizer's moments move them. During warm-up (value pretraining: VC-PPO, 2503.01491; VAPO, 2504.05118)
-    returns have lambda 1. Warm-up ends after `critic_warmup_steps` updates, or, on all ranks together, before an
-    update whose values explain enough of the returns' variance.
-
-    Attributes:
-        warmup_is_over: Whether the explained variance has reached the threshold.
-        in_critic_epoch: Whether the current mini-batch belongs to an epoch of the value model alone.
+    nor an optimizer's moments move them. Returns have lambda 1. Value pretraining: VC-PPO, 2503.01491; VAPO,
+    2504.05118.
     """
 
     def __init__(self, run: RunState) -> None:
         self.run, self.args = run, run.args
-        self.warmup_is_over = self.in_critic_epoch = False
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         self._left_out: list[tuple[Tensor, Tensor | None]] = []
-        if self.args.critic_warmup_steps > 0:
-            run.stateful.register("critic_warmup", self)
 
     @property
     def warms_up(self) -> bool:
-        """Whether the current update is one of critic warm-up."""
-        return not self.warmup_is_over and self.run.state.global_step < self.args.critic_warmup_steps
-
-    @property
-    def freezes_policy(self) -> bool:
-        """Whether only the value model learns from the current mini-batch."""
-        return self.warms_up or self.in_critic_epoch
-
-    def maybe_end_warmup(self, rollout: Rollout, returns: Tensor) -> bool:
-        """End warm-up if the values explain enough of the returns' variance.
-
-        Args:
-            rollout: This rank's rollout.
-            returns: Its returns with lambda 1, `(B, T)`.
-
-        Returns:
-            Whether warm-up has ended now.
-        """
-        gate = self.args.critic_warmup_explained_variance
-        if gate is None or not self.warms_up:
-            return False
-        mask = valued_tokens(rollout.loss_mask, self.args)
-        found = float(explained_variance(rollout.values, returns, mask, self.run.sum_over_ranks))
-        if found >= gate:
-            self.warmup_is_over = True
-            logger.info(
-                f"Critic warm-up ends after {self.run.state.global_step} updates: the values' explained variance is "
-                f"{found:.3g}. The policy learns from now on."
-            )
-        return self.warmup_is_over
+        """Whether only the value model learns in the current update."""
+        return self.run.state.global_step < self.args.critic_warmup_steps
 
     def drop_policy_gradients(self, policy: nn.Module) -> None:
         """Remove the gradients of the policy's parameters where only the value model learns."""
-        if self.freezes_policy:
+        if self.warms_up:
             for parameter in policy.parameters():
                 parameter.grad = None
 
@@ -398,7 +279,7 @@ class CriticOnly:
             self._hooks = [optimizer.register_step_pre_hook(self._hide), optimizer.register_step_post_hook(self._show)]
 
     def _hide(self, optimizer: Any, *_: Any) -> None:
-        if self.freezes_policy:
+        if self.warms_up:
             held = [group for group in optimizer.param_groups if id(group) in self._held]
             self._left_out = [(each, each.grad) for group in held for each in group["params"]]
             for each, _grad in self._left_out:
@@ -408,14 +289,6 @@ class CriticOnly:
         for each, grad in self._left_out:  # some exist for the whole run
             each.grad = grad
         self._left_out = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return whether warm-up is over; `global_step` gives its updates."""
-        return {"is_over": self.warmup_is_over}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
-        self.warmup_is_over = bool(state["is_over"])
 
 
 def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
@@ -441,7 +314,6 @@ class InterruptibleLearning:
 
     Args:
         run: The run.
-        critic_only: Learns whether the current mini-batch trains the value model alone.
         keep: Saves the update's metrics in a `PartialUpdate` when learning is interrupted.
 
     Attributes:
@@ -449,22 +321,17 @@ class InterruptibleLearning:
             update to finish.
     """
 
-    def __init__(self, run: RunState, critic_only: CriticOnly, keep: Callable[[PartialUpdate], None]) -> None:
-        self.run, self.args, self.accelerator, self.critic_only = run, run.args, run.accelerator, critic_only
+    def __init__(self, run: RunState, keep: Callable[[PartialUpdate], None]) -> None:
+        self.run, self.args, self.accelerator = run, run.args, run.accelerator
         self.between = MicroBatchStopCheck(run.signals, self.accelerator.num_processes, self.args.device)
         self.keep = keep
         self.partial: PartialUpdate | None = None
         self._num_prompts = 0
 
     @property
-    def _num_epochs(self) -> int:
-        args = self.args
-        return args.num_ppo_epochs if args.num_critic_epochs is None else args.num_critic_epochs
-
-    @property
     def num_minibatches(self) -> int:
         """Optimizer steps of a whole update."""
-        return self._num_epochs * self.args.num_mini_batches
+        return self.args.num_ppo_epochs * self.args.num_mini_batches
 
     def start(self, checkpoint: str | None, progress: Progress) -> None:
         """Start a run; read the partial update of the checkpoint, if it has one.
@@ -491,7 +358,6 @@ class InterruptibleLearning:
 
     def _begun_with(self) -> dict[str, int]:
         learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
-        learned_by["num_critic_epochs"] = self._num_epochs
         return learned_by | {"the number of prompts": self._num_prompts, _PTX: int(self.args.ptx_coef > 0)}
 
     @contextmanager
@@ -535,19 +401,14 @@ class InterruptibleLearning:
         args, update = self.args, self.run.state.global_step
         generator = minibatch_generator(args.seed, update, args.process_index)
         shuffled, num_per_epoch = learned.experience.shuffled_minibatches, args.num_mini_batches
-        epochs = (shuffled(num_per_epoch, generator) for _ in range(self._num_epochs))
+        epochs = (shuffled(num_per_epoch, generator) for _ in range(args.num_ppo_epochs))
         minibatches = itertools.chain.from_iterable(epochs)
         for minibatch in itertools.islice(minibatches, learned.num_minibatches, None):
             self.run.streams.mark()
             if self.partial is not None:
                 self.between.check_before_minibatch()
             start = time.monotonic()
-            num_shared = args.num_ppo_epochs * args.num_mini_batches
-            self.critic_only.in_critic_epoch = learned.num_minibatches >= num_shared
-            try:
-                yield minibatch
-            finally:
-                self.critic_only.in_critic_epoch = False
+            yield minibatch
             self.between.seconds = time.monotonic() - start
             learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
             learned.sums, learned.named = list(statistics.sums), list(statistics.named)
@@ -560,10 +421,7 @@ class InterruptibleLearning:
         per_epoch, limit = self.args.num_mini_batches, self.args.kl_stop
         if limit is None or not statistics.watches_kl or learned.num_minibatches % per_epoch:
             return False
-        num_epochs = learned.num_minibatches // per_epoch
-        statistics.num_epochs = min(num_epochs, self.args.num_ppo_epochs)
-        if num_epochs > self.args.num_ppo_epochs:
-            return False  # the policy has not moved in this epoch
+        statistics.num_epochs = learned.num_minibatches // per_epoch
         kl = statistics.mean_kl(learned.epoch_start, self.run.sum_over_ranks)
         learned.epoch_start = len(statistics.sums)
         return kl > limit

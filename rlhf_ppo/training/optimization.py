@@ -219,7 +219,7 @@ class Optimization:
 
         Under DeepSpeed, which flattens each group, a value model that learns alone needs separate groups too.
         """
-        is_held = self._is_deepspeed and args.critic_learns_alone
+        is_held = self._is_deepspeed and args.critic_warmup_steps > 0
         if is_held or args.critic_learning_rate is not None:
             optimizer = with_critic_groups(optimizer, model, args.critic_learning_rate)
         if is_held:

@@ -186,7 +186,7 @@ class LanguageModeling:
         Returns:
             The loss as the step sums it; 0 where only the value model learns.
         """
-        if self.critic_only.freezes_policy:
+        if self.critic_only.warms_up:
             return 0.0
         run, coef = self.run, self.run.args.ptx_coef
         rows = self._rows()
@@ -209,7 +209,7 @@ class LanguageModeling:
 
     def count_step(self) -> None:
         """Count the rows of a completed step; an interrupted step uses the same rows again."""
-        if not self.critic_only.freezes_policy:
+        if not self.critic_only.warms_up:
             self.num_drawn += self.run.sizes.mini_batch_size
 
     def _rows(self) -> Responses:

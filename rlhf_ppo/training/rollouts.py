@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
-from rlhf_ppo.algorithm.masked import ScoreMoments, masked_mean
+from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.generation.sampling import join_responses, naming_the_model
 from rlhf_ppo.generation.transformers_engine import sampling_config
-from rlhf_ppo.models.heads import of_own_heads
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, gathered
@@ -192,15 +191,12 @@ def _with_unsharded(model: Any, state: Any, function: Callable[[nn.Module], T]) 
 
 
 def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Responses) -> PolicyAndValueOutput:
-    """Compute log-probabilities and values of responses, without entropies and logits of bins."""
+    """Compute log-probabilities and values of responses, without entropies."""
 
     def forward(*batch: Tensor, places: Any) -> tuple[Tensor, ...]:
-        output = PolicyAndValueOutput(*model(*batch, with_entropy=False, places=places))
-        return *output[:4], *(() if output.head_values is None else output.head_values.unbind(-1))
+        return model(*batch, with_entropy=False, places=places)
 
-    outputs = _forward(run, responses, forward, run.unwrapped(model).packs_rows)
-    of_heads = torch.stack(outputs[4:], dim=-1) if len(outputs) > 4 else None
-    return PolicyAndValueOutput(*outputs[:4], head_values=of_heads)
+    return PolicyAndValueOutput(*_forward(run, responses, forward, run.unwrapped(model).packs_rows))
 
 
 def reference_logprobs(
@@ -230,26 +226,16 @@ def rollout_of(
     output: PolicyAndValueOutput,
     ref_logprobs: Tensor | None,
     scores: Scores,
-    rank: int,
 ) -> Rollout:
     """Combine responses, model outputs and scores.
-
-    With several value heads each response trains one head, in turn over the rows of all ranks: the heads share the
-    responses to a prompt evenly.
 
     Args:
         responses: `B` responses.
         ended: Whether each ended by itself, bool `(B,)`.
-        output: Log-probabilities and values, and those of all heads.
+        output: Log-probabilities and values.
         ref_logprobs: Of the reference, `(B, T)`, or None.
         scores: Of the responses.
-        rank: Number of this process.
     """
-    of_heads: dict[str, Tensor] = {}
-    if (values := output.head_values) is not None:
-        own = (rank * len(responses) + torch.arange(len(responses), device=values.device)) % values.shape[-1]
-        spread = values.std(dim=-1, correction=0)
-        of_heads = {"own_heads": own, "own_values": of_own_heads(values, own), "value_spread": spread}
     return Rollout(
         query_responses=responses.query_responses,
         attention_mask=responses.attention_mask,
@@ -264,7 +250,6 @@ def rollout_of(
         scores=scores.final,
         token_scores=scores.per_token,
         scores_by_source=scores.by_source,
-        **of_heads,
     )
 
 
@@ -323,8 +308,6 @@ class RolloutMetrics:
         run.metrics |= metrics.rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
         run.metrics |= metrics.critic_metrics(rollout.values, returns, valued, run.sum_over_ranks, run.gather)
         run.metrics |= metrics.sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
-        if rollout.value_spread is not None:
-            run.metrics["val/spread"] = float(masked_mean(rollout.value_spread, valued, run.sum_over_ranks))
         if not isinstance(kl_controller, FixedKLController):
             run.metrics["objective/kl_coef"] = float(kl_controller.coef)
         self.num_response_tokens = int(columns["length"].sum())

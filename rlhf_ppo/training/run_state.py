@@ -49,7 +49,6 @@ class LoopState:
         epoch: The current pass over the data.
         num_skipped: Batches of that pass that an earlier run has used.
         updates_per_epoch: Updates of a pass.
-        trial: The trial of a hyperparameter search.
         ignore_keys: For evaluations.
         num_episodes_before: Episodes of the earlier run.
         schedule_follows_metric: Whether the schedule steps after evaluations instead of after updates.
@@ -65,7 +64,6 @@ class LoopState:
     epoch: int
     num_skipped: int
     updates_per_epoch: int
-    trial: Any
     ignore_keys: list[str] | None
     num_episodes_before: int
     schedule_follows_metric: bool

@@ -26,9 +26,8 @@ from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.models.adapters import load_adapter_weights
-from rlhf_ppo.models.heads import ValueHead, load_value_range, value_head_of
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
+from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model
 from rlhf_ppo.processes.distributed import get_logger, is_fsdp, is_sharding, raise_on_all_ranks, zero_stage
 from rlhf_ppo.reporting.completion_files import write_completions
 from rlhf_ppo.reporting.metrics import MetricWindow
@@ -65,8 +64,6 @@ def save_models(
         adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
         with hide_model_bars():
             cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
-        if adapters and value_head_of(part) != ValueHead():
-            transformers_model(part).config.save_pretrained(part_directory)
 
 
 def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn.Module], None]) -> None:
@@ -92,12 +89,6 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
         else:
             with hide_library_warnings():
                 load(directory, part)
-
-
-def load_range(value_model: nn.Module, checkpoint: str | None, args: PPOConfig) -> None:
-    """Take over the range of the value model's bins from the checkpoint of its weights, if there is one."""
-    if checkpoint is not None:
-        load_value_range(value_model, os.path.join(checkpoint, VALUE_MODEL_DIR), args.value_range is not None)
 
 
 @contextmanager

@@ -657,22 +657,6 @@ def give_an_optimizer(output_dir: str, models: str) -> None:
     make_trainer(output_dir, models, given=given)
 
 
-def search(output_dir: str, models: str) -> dict[str, Any]:
-    """Search with three trials, of which the second is pruned at its first evaluation."""
-    import optuna
-
-    class PruneTheSecond(optuna.pruners.BasePruner):
-        def prune(self, study: Any, trial: Any) -> bool:
-            return trial.number == 1
-
-    def space(trial: Any) -> dict[str, Any]:
-        return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2)}
-
-    trainer = make_trainer(output_dir, models, max_steps=2, num_ppo_epochs=1, eval_strategy="steps", eval_steps=1)
-    best: Any = trainer.hyperparameter_search(space, n_trials=3, pruner=PruneTheSecond())
-    return {**launched_as(trainer), "best": best and (best.run_id, best.objective, best.hyperparameters)}
-
-
 def first_update_in_bf16(
     output_dir: str, models: str, adapters: bool = False, local_batch_size: int = 4
 ) -> dict[str, Any]:
