@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.chat_template_utils import get_json_schema
 from trl.chat_template_utils import get_training_chat_template
 
@@ -162,23 +162,9 @@ def imitate(
             optimizer.step()
 
 
-class Curve(TrainerCallback):
-    """Keeps accuracy and calls per episode of each update."""
-
-    def __init__(self) -> None:
-        self.right: list[float] = []
-        self.calls: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep an update's figures."""
-        if logs and "rewards/right/mean" in logs:
-            self.right.append(logs["rewards/right/mean"])
-            self.calls.append(logs["tools/call_frequency"])
-
-
 def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, model: Any) -> dict[str, Any]:
     """Train; return accuracy and calls per episode on held-out problems, before and after."""
-    start, curve = time.process_time(), Curve()
+    start = time.process_time()
     easy, hard, held_out = problems(0)
     pairs, tested = (easy, easy * 4) if options.price else (hard[400:], held_out)
     args = PPOConfig(
@@ -200,7 +186,6 @@ def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, model
         num_mini_batches=2,
         gradient_checkpointing=False,
         num_sample_generations=0,
-        num_completions_to_keep=16,
         save_strategy="no",
         logging_steps=1,
         report_to="none",
@@ -216,15 +201,16 @@ def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, model
         train_dataset=[row_of(pair) for pair in pairs],
         eval_dataset=[row_of(pair) for pair in tested],
         reward_funcs=[right],
-        callbacks=[curve],
         environment_factory=partial(Calculator, options.price),
     )
     before = figures(trainer)
     trainer.train()
+    logs = [log for log in trainer.state.log_history if "rewards/right/mean" in log]
     return {
         **{"seed": options.seed, "price": options.price, "before": before, "after": figures(trainer)},
         "cpu_seconds": round(time.process_time() - start),
-        **{"curve": [round(value, 2) for value in curve.right], "calls": [round(value, 2) for value in curve.calls]},
+        "curve": [round(log["rewards/right/mean"], 2) for log in logs],
+        "calls": [round(log["tools/call_frequency"], 2) for log in logs],
     }
 
 

@@ -2,7 +2,6 @@
 
     pip install rlhf-ppo gymnasium
     python examples/agent_frozen_lake.py
-    python examples/agent_frozen_lake.py --credit episode  # without a critic: the same credit for all tokens
     python examples/agent_frozen_lake.py --size 8 --moves 40 --updates 23 --progress  # rewards of turns
 
 The model is made here: it first learns the format (a word and a stop token) from random play, then PPO trains it with
@@ -15,17 +14,15 @@ import argparse
 import json
 import random
 import time
+from functools import partial
 from typing import Any
 
 import gymnasium
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.environments.tools import text_environment
 
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}
 WORDS = ["<pad>", "</s>", *MOVES, "what", "?", *map(str, range(64))]
@@ -64,67 +61,54 @@ def make_player(tokenizer: PreTrainedTokenizerFast, size: int, seed: int, steps:
     return model
 
 
-class Progress(gymnasium.Wrapper):
-    """Pays each step towards the goal, 0.6 for the whole way; a fall costs nothing."""
+class Lake:
+    """Gymnasium's FrozenLake through text: each message of the policy is a move, and each answer is a field's number.
 
-    def step(self, action: Any) -> Any:
-        """Step, and add the progress to the reward."""
-        before = self._progress()
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        gain = 0.0 if terminated and not has_won(self) else self._progress() - before
-        return observation, float(reward) + 0.6 * gain, terminated, truncated, info
+    Args:
+        options: `size`, `moves` (the limit), `slippery` with `rate`, and `progress`: whether each step to the goal
+            is paid, 0.6 for the whole way; a fall costs nothing.
+    """
 
-    def _progress(self) -> float:
-        game: Any = self.unwrapped
-        return sum(divmod(int(game.s), game.ncol)) / (2 * game.ncol - 2)
+    takes_messages = True
 
+    def __init__(self, options: argparse.Namespace) -> None:
+        slips: dict[str, Any] = {"success_rate": options.rate} if options.slippery else {}
+        how = {"is_slippery": options.slippery, "max_episode_steps": options.moves, **slips}
+        self.game: Any = gymnasium.make("FrozenLake-v1", map_name=f"{options.size}x{options.size}", **how)
+        self.last, self.pay = options.size - 1, 0.6 if options.progress else 0.0
 
-def has_won(environment: Any) -> bool:
-    """Return whether the player is at the goal."""
-    game = environment.unwrapped
-    return int(game.s) == game.ncol * game.nrow - 1
+    def reset(self, seed: int, **row: Any) -> str:
+        """Begin a game."""
+        self.turn_rewards: list[float] = []
+        self.done = self.truncated = False
+        self.field, _ = self.game.reset(seed=seed)
+        return str(self.field)
 
+    def respond(self, text: str) -> str:
+        """Make a move, or ask again."""
+        if text.strip() not in MOVES:
+            return f"what ? {self.field}"
+        before = self.progress
+        self.field, reward, self.done, self.truncated, _ = self.game.step(MOVES[text.strip()])
+        has_fallen = self.done and self.progress < 1
+        self.turn_rewards.append(float(reward) + self.pay * (0.0 if has_fallen else self.progress - before))
+        return str(self.field)
 
-def make_lake(size: int, moves: int, slippery: bool, rate: float, progress: bool) -> Any:
-    """Make the game, which Gymnasium cuts after so many moves."""
-    slips: dict[str, Any] = {"success_rate": rate} if slippery else {}
-    name = f"{size}x{size}"
-    lake = gymnasium.make("FrozenLake-v1", map_name=name, is_slippery=slippery, max_episode_steps=moves, **slips)
-    return Progress(lake) if progress else lake
+    @property
+    def progress(self) -> float:
+        """Share of the way, 1 at the goal."""
+        return sum(divmod(int(self.field), self.last + 1)) / (2 * self.last)
 
 
 def won(environments: list[Any], **columns: Any) -> list[float]:
     """Score 1 for a game that was won."""
-    return [float(has_won(environment.inner)) for environment in environments]
-
-
-class OneCredit(PPOTrainer):
-    """Without a critic: each token gets what is paid from there on, less the mean of the batch."""
-
-    def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the credit as advantages, and returns that nothing learns from."""
-        rewards = rewards * rollout.loss_mask
-        to_come = rewards.flip(1).cumsum(dim=1).flip(1)
-        return (to_come - rewards.sum(dim=1).mean()) * rollout.loss_mask, torch.zeros_like(rewards)
-
-
-class Curve(TrainerCallback):
-    """Keeps the share of won episodes of each update."""
-
-    def __init__(self) -> None:
-        self.won: list[float] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep an update's share."""
-        if logs and "rewards/won/mean" in logs:
-            self.won.append(logs["rewards/won/mean"])
+    return [float(environment.progress == 1) for environment in environments]
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Train a player; return the curve and the share of held-out episodes that it wins."""
     torch.set_num_threads(1)
-    tokenizer, curve = make_tokenizer(), Curve()
-    given = (options.size, options.moves, options.slippery, options.rate, options.progress)
+    tokenizer = make_tokenizer()
     share = 1.0 if options.gae == "turn" else 0.5  # of a turn: a word and the stop token
     settings = dict[str, Any](
         overwrite_output_dir=True,
@@ -142,12 +126,11 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         kl_coef=0.01,
-        vf_coef=0.0 if options.credit == "episode" else 0.5,
+        vf_coef=0.5,
         num_ppo_epochs=2,
         num_mini_batches=4,
         gradient_checkpointing=False,
         num_sample_generations=0,
-        num_completions_to_keep=0,
         save_strategy="no",
         logging_steps=1,
         report_to="none",
@@ -157,24 +140,24 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         disable_tqdm=True,
     )
     args = PPOConfig(options.output_dir, **(settings | json.loads(options.options)))
-    trainer = (OneCredit if options.credit == "episode" else PPOTrainer)(
+    trainer = PPOTrainer(
         args,
         tokenizer,
         make_player(tokenizer, options.size, options.seed),
         eval_dataset=[{"prompt": ""}] * options.held_out,
-        callbacks=[curve],
         reward_funcs=[won],
-        environment_factory=text_environment(lambda: make_lake(*given), actions=MOVES, invalid="what ? {observation}"),
+        environment_factory=partial(Lake, options),
     )
     start = time.process_time()
     trainer.train()
     seconds = time.process_time() - start
     held_out = trainer.evaluate()["eval_rewards/won/mean"]
-    reached = next((index + 1 for index, won in enumerate(curve.won) if won >= 0.9), None)
+    curve = [log["rewards/won/mean"] for log in trainer.state.log_history if "rewards/won/mean" in log]
+    reached = next((index + 1 for index, share in enumerate(curve) if share >= 0.9), None)
     return {
-        **{"seed": options.seed, "credit": options.credit, "gae_level": options.gae, "held_out": round(held_out, 3)},
+        **{"seed": options.seed, "gae_level": options.gae, "held_out": round(held_out, 3)},
         **{"episodes_to_0.9": None if reached is None else reached * 128, "cpu_seconds": round(seconds)},
-        "curve": [round(won, 2) for won in curve.won],
+        "curve": [round(share, 2) for share in curve],
     }
 
 
@@ -189,7 +172,6 @@ def command_line(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1 / 3, help="success_rate with --slippery")
     parser.add_argument("--progress", action="store_true", help="pay each step towards the goal")
     parser.add_argument("--gae", default="turn", choices=("turn", "token"))
-    parser.add_argument("--credit", default="turn", choices=("turn", "episode"))
     parser.add_argument("--held_out", type=int, default=500, help="episodes of the last evaluation")
     parser.add_argument("--options", default="{}", help="further options of PPOConfig, as JSON")
     parser.add_argument("--output_dir", default="frozen_lake")

@@ -89,11 +89,7 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
 
     agents = (resolve_tools(script_args.tools), resolve_environments(script_args.environment))
     episodes = EpisodeRollouts.of(args, *agents, rollout_func=None)
-    try:
-        prompt_length, num_prompts = prompts_of(args, policy, load, episodes)
-    finally:
-        if episodes is not None:
-            episodes.environments.close()
+    prompt_length, num_prompts = prompts_of(args, policy, load, episodes)
     sizes = args.fill_derived(devices.count, num_prompts)
     found = estimate_run(
         args, sizes, policy, value_model, frozen, prompt_length, devices.sharding, mixed_precision_dtype(args),
@@ -102,11 +98,6 @@ def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: Model
     rates = (script_args.device_flops, script_args.device_bandwidth)
     dtype = multiplied_dtype(args, policy)
     show(found, args, sizes, devices, prompt_length, rates, dtype, script_args.device_memory)
-    if episodes is not None and args.tool_isolation == "process":
-        print_text(
-            f"Beside each device, in the machine's memory: {sizes.local_batch_size} processes of environments, about "
-            "3 MB each, and what an environment itself takes."
-        )
     return found
 
 

@@ -121,7 +121,6 @@ class HealthThresholds:
         critic_gain: Smallest lower end of the interval of `critic/gain_over_prompt`.
         failed_calls: Largest `tools/failure_frequency`.
         cut_episodes: Largest share of episodes that a limit cuts.
-        invalid_turns: Largest `episode/invalid_turns_frac`.
         no_calls: Smallest `tools/call_frequency`, as a share of the first one logged.
     """
 
@@ -148,7 +147,6 @@ class HealthThresholds:
     critic_gain: float | None = 0.0
     failed_calls: float | None = 0.5
     cut_episodes: float | None = 0.5
-    invalid_turns: float | None = 0.5
     no_calls: float | None = 0.05
 
 
@@ -347,10 +345,7 @@ def check_recipes(args: RecipeArguments, kl_coef: float) -> None:
 
 # Tools and environments
 
-EPISODE_OPTIONS = (
-    *("max_tool_calling_iterations", "tool_timeout", "tool_isolation", "tool_memory_limit"),
-    "max_tool_response_length",
-)
+EPISODE_OPTIONS = ("max_tool_calling_iterations", "tool_timeout")
 """Options that only tools and environments read."""
 
 
@@ -365,17 +360,6 @@ class AgentArguments:
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
         60.0, "Seconds that a call of a tool or an environment may take; then its answer is an error. None: no limit."
-    )
-    tool_isolation: Literal["thread", "process"] = _option(
-        "thread",
-        "Where tools and environments run: 'thread', in threads, which cannot be stopped; 'process', each environment "
-        "in its own process, which is killed at a time limit and replaced.",
-    )
-    tool_memory_limit: AtLeastOne | None = _option(
-        None, "With tool_isolation='process': megabytes that a process may take beside what it starts with."
-    )
-    max_tool_response_length: AtLeastOne | None = _option(
-        None, "Characters of a tool's answer; a longer one is shortened, with a mark. None: no limit."
     )
     chat_template_kwargs: dict[str, Any] | str | None = _option(
         None,

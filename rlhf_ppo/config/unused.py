@@ -138,8 +138,6 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool]
      "push_to_hub is False, so training uploads nothing", "set push_to_hub=True, or call push_to_hub() yourself"),
     (EPISODE_OPTIONS, lambda _, run: not run.has_episodes,
      "there are no tools and no environments", "pass tools or environment_factory"),
-    (("tool_memory_limit",), lambda args, _: args.tool_isolation == "thread",
-     "threads have no memory of their own", "set tool_isolation='process'"),
     (("exp_name",), lambda args, _: args.user_value("run_name") is not None, "run_name is set", "leave run_name None"),
 )
 # fmt: on

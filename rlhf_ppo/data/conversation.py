@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +82,7 @@ class Conversations:
         if tokenizer.chat_template is None:
             raise ValueError(
                 "tools need a chat template, and processing_class has none: set processing_class.chat_template, or "
-                "wrap the environment in text_environment, where each message of the policy is an action"
+                "set takes_messages = True on the environment's class and define respond(text)"
             )
         if not supports_tool_calling(tokenizer):
             raise ValueError(
@@ -230,16 +230,6 @@ class Conversations:
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
 
-    @functools.cached_property
-    def _longest_token(self) -> int:
-        tokenizer: Any = self.tokenizer
-        return max(map(len, tokenizer.get_vocab()))
-
-    def cannot_fit(self, answers: Messages, room: int) -> bool:
-        """Return, without tokenizing, whether answers surely need more than `room` tokens."""
-        characters = sum(len(text_of_content(answer["content"])) for answer in answers)
-        return characters > room * self._longest_token
-
 
 def with_observation(prompt: Prompt, observation: Any) -> Prompt:
     """Return a new prompt whose last message ends with the unchanged result of `reset`.
@@ -291,14 +281,12 @@ class EpisodeEncoder(PromptEncoder):
         schemas: The tools of each environment by its name; by None if no column names environments.
         is_mixed: Whether the column `environment` names the environment of each row.
         needs_chat: Names of the environments whose prompts must be conversations.
-        misfits: For each environment, returns why it cannot take a row; empty if it can.
     """
 
     conversations: Conversations = field(kw_only=True)
     schemas: Mapping[str | None, list[dict[str, Any]] | None] = field(kw_only=True)
     is_mixed: bool = field(kw_only=True)
     needs_chat: frozenset[str | None] = field(kw_only=True)
-    misfits: Mapping[str | None, Callable[[Mapping[str, Any]], str]] = field(kw_only=True)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise a `ValueError` if a column holds token ids, to which no observation can be appended."""
@@ -315,15 +303,10 @@ class EpisodeEncoder(PromptEncoder):
         if name not in self.schemas:
             fix = f"write one of {list(self.schemas)} into the column `environment`, or add it to environment_factory"
             self._fail(index, f"has environment={name!r}, which environment_factory does not have", fix)
-        if misfit := self.misfits[name](row):
-            self._fail(index, f"does not fit {misfit}", "change the columns, or let the parameters end in **row")
         prompt = row["prompt"] if row.get("prompt") is not None else self.conversations.default_prompt()
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"
             self._fail(index, f"has a prompt that is not a conversation ({prompt!r:.60}), which tools need", fix)
-        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
-            fix = "set tokenizer.chat_template, or give the prompt as text"
-            self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
         conversations = self.conversations.of_row(row, f"row {index} of {self.name}")
         ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation

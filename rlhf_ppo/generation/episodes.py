@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, with_observation
 from rlhf_ppo.data.prompts import PositionLimit, Prompts, is_conversation
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.environments.pool import Episode, Round, answer_calls, answer_texts
+from rlhf_ppo.environments.pool import Episode, EpisodeError, Round, answer_turns
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, stop_tokens
 from rlhf_ppo.generation.sampling import StopStrings
 
@@ -112,7 +112,7 @@ class EpisodeRecord:
 
         `end` is the reason of a cut, `done` if the environment ended the episode, or `answer` if the policy did.
         """
-        by_policy = not self.episode.kind.is_text and self.messages[-1]["role"] == "assistant"
+        by_policy = not self.episode.kind.takes_messages and self.messages[-1]["role"] == "assistant"
         end = self.cut or ("answer" if by_policy else "done")
         return {"messages": self.messages, "turn_reward": self.turn_rewards, "end": end}
 
@@ -162,7 +162,7 @@ class EpisodePlayer:
             episodes: Their environments, after `reset`.
 
         Raises:
-            ValueError: A prompt is empty, or leaves no room for a token.
+            EpisodeError: A prompt is empty, or leaves no room for a token.
         """
         names = [name for name in ("prompt", "chat_template_kwargs") if name in prompts.columns]
         rows = [{name: prompts.columns[name][number] for name in names} for number in range(len(prompts))]
@@ -202,19 +202,13 @@ class EpisodePlayer:
                 ids = ids + conversations.text_ids(episode.observation, is_first=not ids)
         else:
             ids = conversations.prompt_ids(whole, episode.kind.schemas)
-        if not ids:
-            raise ValueError(
-                f"{episode.kind.description} gave no text for row {episode.row}, whose prompt is empty: return a text "
-                "from reset, or give the row a prompt"
-            )
-        room, limit = self.limits.response_length, self.limits.longest_sequence
-        if limit is not None:
-            room = min(room, limit.tokens - len(ids))
-            if room < 1:
-                raise ValueError(
-                    f"the prompt of row {episode.row} takes {len(ids)} tokens with the text of reset of "
-                    f"{episode.kind.description}, but {limit.reason}: shorten the text, or {limit.remedy}"
-                )
+        limit = self.limits.longest_sequence
+        room = (
+            self.limits.response_length if limit is None else min(self.limits.response_length, limit.tokens - len(ids))
+        )
+        if not ids or room < 1:
+            reason = "is empty" if limit is None or not ids else f"takes {len(ids)} tokens, but {limit.reason}"
+            raise EpisodeError(f"{episode.description}: the prompt with the text of reset {reason}")
         return EpisodeRecord(episode, whole, ids, room, conversations)
 
     # ---- Turns ----
@@ -262,46 +256,35 @@ class EpisodePlayer:
 
     def _answer(self, running: Sequence[EpisodeRecord]) -> None:
         """Call tools and environments for finished turns."""
-        calling: list[tuple[EpisodeRecord, list[dict[str, Any]]]] = []
-        acting: list[tuple[EpisodeRecord, str]] = []
+        acting: list[EpisodeRecord] = []
+        acts: list[str | list[dict[str, Any]]] = []
         for record in running:
             stopped = self._has_stopped(record)
             if not stopped and record.left > 0:
                 continue  # the turn is unfinished
-            turn = record.ids[record.turn_start :]
+            turn, schemas = record.ids[record.turn_start :], record.episode.kind.schemas
             record.turn_ends.append(len(record.ids))
             record.turn_rewards.append(0.0)
-            if record.episode.kind.is_text:
-                text = self.conversations.text_of(turn)
-                record.messages.append({"role": "assistant", "content": text})
-                if not stopped:
-                    record.cut = "length"
-                elif self._may_act(record):
-                    acting.append((record, text))
-                continue
-            before = record.prompt_ids + record.ids[: record.turn_start]
-            message = self.conversations.parse(turn, before, record.episode.kind.schemas)
-            record.messages.append(message)
-            if not (calls := message.get("tool_calls")):
-                record.ended, record.cut = stopped, "" if stopped else "length"
-            elif self._may_act(record):
-                calling.append((record, calls))
-        self._ask(calling, acting)
-
-    def _may_act(self, record: EpisodeRecord) -> bool:
-        if self.limits.max_rounds is not None and record.rounds >= self.limits.max_rounds:
-            record.cut = "calls"
-        return not record.cut
-
-    def _ask(
-        self, calling: list[tuple[EpisodeRecord, list[dict[str, Any]]]], acting: list[tuple[EpisodeRecord, str]]
-    ) -> None:
+            if record.episode.kind.takes_messages:
+                act = self.conversations.text_of(turn) if stopped else None
+                record.messages.append({"role": "assistant", "content": self.conversations.text_of(turn)})
+            else:
+                before = record.prompt_ids + record.ids[: record.turn_start]
+                message = self.conversations.parse(turn, before, schemas)
+                record.messages.append(message)
+                act = message.get("tool_calls") or None
+                record.ended = act is None and stopped
+            if act is None:
+                record.cut = "" if record.ended else "length"
+            elif self.limits.max_rounds is not None and record.rounds >= self.limits.max_rounds:
+                record.cut = "calls"
+            else:
+                acting.append(record)
+                acts.append(act)
         start = time.perf_counter()
-        called = [record.episode for record, _ in calling]
-        answers = answer_calls(called, [calls for _, calls in calling]) if calling else []
-        texts = answer_texts([record.episode for record, _ in acting], [text for _, text in acting]) if acting else []
+        rounds = answer_turns([record.episode for record in acting], acts)
         self.seconds += time.perf_counter() - start
-        for (record, _), given in zip([*calling, *acting], [*answers, *texts], strict=True):
+        for record, given in zip(acting, rounds, strict=True):
             self._take(record, given)
 
     def _take(self, record: EpisodeRecord, given: Round) -> None:
@@ -310,14 +293,14 @@ class EpisodePlayer:
         record.turn_rewards[-1] += given.turn_reward
         record.calls += [(answer.name, answer.failed, answer.seconds) for answer in given.answers]
         messages = [answer.message for answer in given.answers]
-        if record.episode.kind.is_text:
-            messages = [{"role": "user", "content": given.observation}] if given.observation else []
+        if record.episode.kind.takes_messages:
+            messages = [{"role": "user", "content": answer.content} for answer in given.answers if answer.content]
         if given.done:
             record.messages += messages
             record.ended = True
             return
         if given.lost or given.truncated:
-            record.cut = "time" if given.lost == "time" else "environment"
+            record.cut = "time" if given.lost else "environment"
         ids = self._answer_ids(record, messages, is_last=bool(record.cut))
         if ids is None:
             record.cut = record.cut or "length"
@@ -329,17 +312,12 @@ class EpisodePlayer:
 
     def _answer_ids(self, record: EpisodeRecord, messages: list[dict[str, Any]], is_last: bool) -> list[int] | None:
         """Return the tokens between two turns, or None if they do not fit."""
-        if self.conversations.cannot_fit(messages, record.left):
-            return None
         if is_conversation(record.prompt):
             ids = record.conversations.answer_ids(messages) if messages else []
         else:
             ids = [token for message in messages for token in self.conversations.defused_ids(str(message["content"]))]
         if not ids and not is_last:
-            raise ValueError(
-                f"{record.episode.kind.description} answered row {record.episode.row} with a text of no tokens; "
-                "an answer needs at least one"
-            )
+            raise EpisodeError(f"{record.episode.description}: an answer has no tokens; return some text")
         return ids if len(ids) <= record.left else None
 
 
@@ -381,27 +359,13 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
         pad: Id of the padding.
 
     Raises:
-        TypeError: It is no dict.
         ValueError: A key is missing, or something has another number of rows or tokens.
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
-    if not isinstance(returned, Mapping):
-        raise TypeError(f"rollout_func returned a {type(returned).__name__}: return a dict with {list(needed)}")
     if missing := [key for key in needed if key not in returned]:
         raise ValueError(f"rollout_func must return keys {missing} in its output dict.")
     own = {key: returned[key] for key in (*needed, "env_mask") if returned.get(key) is not None}
     rows = {key: [_plain_row(row) for row in values] for key, values in own.items()}
-    for key, values in rows.items():
-        if len(values) != num_rows:
-            raise ValueError(f"rollout_func returned {len(values)} rows of {key} for {num_rows} prompts")
-    for key, values in rows.items():
-        for row, (ids, found) in enumerate(zip(rows["completion_ids"], values, strict=True)):
-            if key != "prompt_ids" and len(found) != len(ids):
-                raise ValueError(
-                    f"rollout_func returned {len(found)} values of {key} for the {len(ids)} tokens of row {row}"
-                )
-            if not found:
-                raise ValueError(f"rollout_func returned no tokens in {key} of row {row}: each row needs one")
     masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
     extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}
     columns = dict(prompts.columns) | {
@@ -410,12 +374,15 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
     }
     given = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
     records: list[Any] = []
-    logprobs = rows.get("logprobs", masks)
-    for ids, written, of_row in zip(rows["completion_ids"], masks, logprobs, strict=True):
+    for _, ids, written, of_row in zip(
+        range(num_rows), rows["completion_ids"], masks, rows.get("logprobs", masks), strict=True
+    ):
         # vLLM's NaN may be None; values of tokens that the policy did not write are ignored.
-        own = [math.nan if number is None else number for number in of_row]
-        own = [number if is_own else 0.0 for number, is_own in zip(own, written, strict=True)]
-        records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=own, ended=False))
+        logprobs = [
+            0.0 if not is_own else math.nan if number is None else number
+            for _, number, is_own in zip(ids, of_row, written, strict=True)
+        ]
+        records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=logprobs, ended=False))
     return replace(responses_of(given, records, pad, "logprobs" in rows), ended=None), given
 
 

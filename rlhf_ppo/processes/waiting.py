@@ -9,26 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import ctypes
 import functools
-import os
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
 T = TypeVar("T")
-
-SECONDS_UNTIL_BLOCKED = 0.2
-"""An event loop that does not turn for as long counts as blocked."""
-
-_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, int] = WeakKeyDictionary()
-"""The thread of each event loop that runs and that nobody has ended."""
-_ending = threading.Lock()
 
 
 def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
@@ -130,68 +119,14 @@ def abandon_event_loop() -> None:
     _event_loop.cache_clear()
 
 
-def abandon_blocked_event_loop() -> None:
-    """Leave the loop only if a coroutine blocks it, and end that coroutine if it runs Python code."""
-    loop, turned = _event_loop(), threading.Event()
-    loop.call_soon_threadsafe(turned.set)
-    if not turned.wait(SECONDS_UNTIL_BLOCKED):
-        abandon_event_loop()
-        with _ending:  # once, while it runs: another thread may get the number of one that has ended
-            if (thread := _threads.pop(loop, None)) is not None:
-                end_thread(thread)
-
-
-def end_thread(identifier: int) -> None:
-    """Raise `SystemExit` in a thread, before its next Python instruction.
-
-    It ends neither a thread that waits in C code nor code that catches `SystemExit`.
-
-    Args:
-        identifier: The thread's `ident`.
-    """
-    _raise_in(identifier, SystemExit)
-    time.sleep(0.005)  # a thread that runs Python takes it now
-    # Until a thread takes an exception, CPython 3.11 keeps a flag up, at which a program under a profiler or debugger
-    # loops for ever. An exception in this thread takes the flag down; the other one stays with its thread.
-    with contextlib.suppress(_TakenError):
-        _raise_in(threading.get_ident(), _TakenError)
-        for _ in range(1_000_000):
-            pass
-
-
-class _TakenError(BaseException):
-    """Raised and caught in the same thread."""
-
-
-def _raise_in(identifier: int, kind: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(identifier), ctypes.py_object(kind))
-
-
-def _end_copy() -> None:
-    """End a copy of this process that a coroutine forked as soon as the coroutine gives the loop back."""
-    for loop, thread in _threads.items():
-        if thread == threading.get_ident():
-            loop.call_soon(os._exit, 0)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_copy)
-
-
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_DaemonThreads())
 
     def run() -> None:
-        _threads[loop] = threading.get_ident()
         torch.set_grad_enabled(False)  # per thread; a context manager would leak between interleaved coroutines
-        try:
-            loop.run_forever()
-        finally:
-            loop.set_exception_handler(lambda *_: None)  # nobody waits for the task that was ended
-            with _ending:
-                _threads.pop(loop, None)
+        loop.run_forever()
 
     threading.Thread(target=run, name="rlhf_ppo-event-loop", daemon=True).start()
     return loop

@@ -568,17 +568,6 @@ def _cut_episodes(history: History, limits: HealthThresholds) -> str | None:
 
 
 @_check(
-    "invalid_turns",
-    "most turns are not valid actions",
-    "the policy has unlearned the format of the environment's actions, or never knew it",
-    ("raise kl_coef", "lower learning_rate", "start from a model that knows the format (sft_model_path)"),
-)
-def _invalid_turns(history: History, limits: HealthThresholds) -> str | None:
-    share = _share_above(history, limits.invalid_turns, ("episode/invalid_turns_frac",), limits.patience)
-    return None if share is None else f"{share:.0%} of the turns are not valid actions"
-
-
-@_check(
     "no_calls",
     "the policy no longer calls tools",
     "calls cost more than they bring: they fail, they take length, or the answer without them is paid as well",

@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.rollout import sent
-from rlhf_ppo.environments.pool import Kind, ask_rewards
+from rlhf_ppo.environments.pool import ask_rewards
+from rlhf_ppo.environments.tools import Kind
 from rlhf_ppo.processes.distributed import any_rank
 from rlhf_ppo.processes.signals import Stopped, can_be_ctrl_c, interruptible
 from rlhf_ppo.processes.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop, with_timeout
@@ -582,7 +583,7 @@ class EnvironmentReward(RewardSource):
     reads_columns = is_of_environment = True
 
     def __init__(self, kind: Kind) -> None:
-        self.name, self.class_key = kind.class_name, kind.class_key
+        self.cls, self.name = kind.cls, getattr(kind.cls, "__name__", "")
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Return the scores, float32 `(B,)`, NaN where `get_reward` returned None or the class is another one.
@@ -591,19 +592,18 @@ class EnvironmentReward(RewardSource):
             WrongRewardError: `get_reward` returned something other than a number or None.
         """
         episodes = [record.episode for record in batch.columns[EPISODE_COLUMN]]
-        own = [row for row, episode in enumerate(episodes) if episode.kind.class_key == self.class_key]
+        own = [row for row, episode in enumerate(episodes) if episode.kind.cls is self.cls]
         scores = torch.full((len(batch),), math.nan)
         for row, value in zip(own, ask_rewards([episodes[row] for row in own]), strict=True):
             scores[row] = math.nan if value is None else self._number(value, row)
         return scores
 
-    def _number(self, value: object, row: int) -> float:
-        try:
-            return float(value)  # pyright: ignore[reportArgumentType]
-        except (TypeError, ValueError, OverflowError):
+    def _number(self, value: float, row: int) -> float:
+        if not math.isfinite(value):
             raise WrongRewardError(
-                f"get_reward of {self.name} returned {value!r:.60} for row {row}: return a number or None"
-            ) from None
+                f"get_reward of {self.name} returned {value} for row {row}: return a number or None"
+            )
+        return float(value)
 
 
 class TurnRewards(RewardSource):
@@ -627,6 +627,6 @@ class TurnRewards(RewardSource):
 def rewards_of(kinds: Iterable[Kind]) -> list[RewardSource]:
     """Return the rewards of environments: one for each class with `get_reward`, and one for the rewards of turns."""
     kinds = list(kinds)
-    own = {kind.class_key: kind for kind in kinds if kind.has_reward}
+    own = {kind.cls: kind for kind in kinds if kind.has_reward}
     sources: list[RewardSource] = [EnvironmentReward(kind) for kind in own.values()]
     return sources + [TurnRewards()] * any(kind.has_turn_rewards for kind in kinds)

@@ -33,7 +33,6 @@ from rlhf_ppo.processes.distributed import derive_seed, num_processes, raise_on_
 from rlhf_ppo.reporting.critic_audit import check_audit
 from rlhf_ppo.rewards.functions import rewards_of
 from rlhf_ppo.rewards.scorer import RewardSource
-from rlhf_ppo.training.external_loop import check_ids, check_logprobs
 from rlhf_ppo.training.rollouts import Play
 from rlhf_ppo.training.run_state import RunState
 
@@ -68,19 +67,11 @@ class EpisodeRollouts:
         self.args, self.rollout_func = args, rollout_func
         if args.critic_audit_steps > 0:
             check_audit(args, has_episodes=True)
-        if rollout_func is not None:
-            _check_rollout_func(rollout_func, tools, environment_factory)
-        else:
+        if rollout_func is None:
             check_versions()
-            _check_waiting(args)
-        self.environments = Environments(
-            dict(environment_factory) if isinstance(environment_factory, Mapping) else environment_factory,
-            tools or (),
-            timeout=args.tool_timeout,
-            isolation=args.tool_isolation,
-            memory_limit=args.tool_memory_limit,
-            max_response_length=args.max_tool_response_length,
-        )
+        elif tools or environment_factory is not None:
+            raise ValueError("rollout_func makes whole rollouts: leave out tools and environment_factory")
+        self.environments = Environments(environment_factory, tools or (), args.tool_timeout)
         self.has_environments = environment_factory is not None
         kinds = self.environments.kinds.values() if self.has_environments else ()
         self.rewards: list[RewardSource] = rewards_of(kinds)
@@ -106,31 +97,6 @@ class EpisodeRollouts:
             )
         return list(self.rewards)
 
-    def _prompts(self, train_dataset: Any) -> Any:
-        """Return the training set, or rows without a question where an environment makes its own tasks.
-
-        Raises:
-            ValueError: There is no data set, and no environment that makes tasks, or no length of the run.
-        """
-        if train_dataset is not None:
-            return train_dataset
-        args = self.args
-        if not self.has_environments:
-            raise ValueError("train_dataset=None: pass prompts, or an environment_factory that makes tasks")
-        if self.environments.is_mixed:
-            raise ValueError(
-                "train_dataset=None, but environment_factory is a dict: pass rows with the column `environment` that "
-                "names one of them, or a single factory"
-            )
-        if args.user_value("max_steps") is None and args.user_value("total_episodes") is None:
-            raise ValueError(
-                "train_dataset=None has no length: set max_steps, or total_episodes, to the length of the run"
-            )
-        num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes(args)
-        row: dict[str, Any] = {"prompt": self.conversations.default_prompt()}
-        (kind,) = self.environments.kinds.values()
-        return [{} if kind.misfit(row) else row] * (num_rows // args.num_generations)
-
     def prepare(self, tokenizer: PreTrainedTokenizerBase, train_dataset: Any) -> Any:
         """Check that the tokenizer's template can show tools, and that something ends a turn.
 
@@ -140,17 +106,21 @@ class EpisodeRollouts:
         Raises:
             ValueError: It cannot, nothing does, or there is neither a data set nor an environment that makes tasks.
         """
-        args = self.args
-        kinds = self.environments.kinds.values()
+        args, kinds = self.args, self.environments.kinds.values()
         has_tools = self.rollout_func is None and any(kind.tools for kind in kinds)
         given: Any = args.chat_template_kwargs
         self.conversations = Conversations(tokenizer, has_tools, given)
         stops = (args.stop_token, args.stop_token_id, args.stop_strings)
         if self.rollout_func is None and not any(stop is not None for stop in stops):
-            raise ValueError(
-                "stop_token=None: nothing ends a turn; set stop_token='eos', stop_token_id or stop_strings"
-            )
-        return self._prompts(train_dataset)
+            raise ValueError("Nothing ends a turn: set stop_token='eos', stop_token_id or stop_strings")
+        if train_dataset is not None:
+            return train_dataset
+        if not self.has_environments or self.environments.is_mixed:
+            raise ValueError("train_dataset=None: pass prompts, or a single environment_factory that makes tasks")
+        if args.user_value("max_steps") is None and args.user_value("total_episodes") is None:
+            raise ValueError("train_dataset=None has no length: set max_steps or total_episodes")
+        num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes(args)
+        return [dict[str, Any]() for _ in range(num_rows // args.num_generations)]
 
     @property
     def columns(self) -> tuple[str, ...] | None:
@@ -175,7 +145,6 @@ class EpisodeRollouts:
             schemas={key: kind.schemas for key, kind in kinds.items()},
             is_mixed=self.environments.is_mixed,
             needs_chat=frozenset(key for key, kind in kinds.items() if kind.tools),
-            misfits={key: kind.misfit for key, kind in kinds.items()},
         )
 
     # ---- Rollouts ----
@@ -237,9 +206,8 @@ class EpisodeRollouts:
         )
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
         player = EpisodePlayer(sample, self.conversations, limits, ranks if self._needs_step(run, policy) else Ranks())
-        self.environments.release()
         columns = prompts.columns
-        rows = [{name: copy.copy(values[row]) for name, values in columns.items()} for row in range(len(prompts))]
+        rows = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
         with raise_on_all_ranks(run.accelerator):  # the first pass of a sharded policy waits for all ranks
             records = player.begin(prompts, self.environments.start(rows, self._seeds(run, len(rows))))
         with raise_on_all_ranks(run.accelerator):
@@ -263,29 +231,30 @@ class EpisodeRollouts:
     def _log(self, run: RunState, records: Sequence[EpisodeRecord], seconds: float) -> None:
         """Log what the episodes of all ranks were like."""
         names = sorted({name for kind in self.environments.kinds.values() for name in kind.tools})
-        acted = [call for record in records if record.episode.kind.is_text for call in record.calls]
-        calls = [call for record in records if not record.episode.kind.is_text for call in record.calls]
-        turns = sum(len(record.turn_ends) for record in records)
-        of_others = sum(record.written.count(False) for record in records)
-        cuts = [sum(record.cut == cut for record in records) for cut in CUTS]
-        by_tool = [sum(called == name for called, _, _ in calls) for name in names]
-        failed, waited = sum(failed for _, failed, _ in calls), sum(took for _, _, took in calls)
-        invalid = sum(failed for _, failed, _ in acted)
-        own = [len(records), len(calls), failed, waited, turns, of_others, len(acted), invalid, *cuts, *by_tool]
+        calls = [call for record in records if not record.episode.kind.takes_messages for call in record.calls]
+        own = [
+            len(records),
+            sum(len(record.turn_ends) for record in records),
+            sum(record.written.count(False) for record in records),
+            *(sum(record.cut == cut for record in records) for cut in CUTS),
+            len(calls),
+            sum(failed for _, failed, _ in calls),
+            sum(took for _, _, took in calls),
+            *(sum(called == name for called, _, _ in calls) for name in names),
+        ]
         summed = run.sum_over_ranks(torch.tensor(own, dtype=torch.float32, device=self.args.device)).tolist()
-        num, called, failures, latency, turns, others, actions, wrong, *more = summed
+        num, turns, others, *more = summed
+        cuts, (called, failed, took, *by_tool) = more[: len(CUTS)], more[len(CUTS) :]
         run.timer.move(seconds, "generate", "environment")
         logged = {"episode/turns_mean": turns / num, "environment/tokens_mean": others / num}
-        logged |= {f"episode/cut_by_{cut}_frac": more[place] / num for place, cut in enumerate(CUTS)}
-        if any(kind.is_text for kind in self.environments.kinds.values()):
-            logged["episode/invalid_turns_frac"] = wrong / max(actions, 1)
+        logged |= {f"episode/cut_by_{cut}_frac": count / num for cut, count in zip(CUTS, cuts, strict=True)}
+        of_calls: dict[str, float] = {}
         if names:
-            logged |= {"tools/call_frequency": called / num, "tools/failure_frequency": failures / max(called, 1)}
-            logged |= {"tools/latency_s": latency / max(called, 1)}
-            logged |= {f"tools/{name}/calls": more[len(CUTS) + place] / num for place, name in enumerate(names)}
-        weights = {"tools/failure_frequency": called, "tools/latency_s": called, "episode/invalid_turns_frac": actions}
-        for name, value in logged.items():
-            run.logged.log_metric(name, value, weights.get(name, num))
+            logged |= {"tools/call_frequency": called / num}
+            logged |= {f"tools/{name}/calls": count / num for name, count in zip(names, by_tool, strict=True)}
+            of_calls = {"tools/failure_frequency": failed / max(called, 1), "tools/latency_s": took / max(called, 1)}
+        for name, value in (logged | of_calls).items():
+            run.logged.log_metric(name, value, called if name in of_calls else num)
         run.logged.log_extra(EPISODE_COLUMN, [record.summary for record in records])
 
     def _roll_out(self, trainer: Trainer, run: RunState, *given: Any) -> tuple[Responses, Prompts]:
@@ -296,35 +265,8 @@ class EpisodeRollouts:
         if asked is None:
             asked = run.tokenizer.batch_decode(prompt_rows(prompts), skip_special_tokens=True)
         returned = self.rollout_func(copy.deepcopy(list(asked)), trainer)
-        responses, behind = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
-        for row, ids in enumerate(prompt_rows(behind)):
-            check_ids(f"rollout_func's prompt_ids[{row}]", torch.tensor(ids), run.vocabulary)
-        for row, (ids, real) in enumerate(zip(responses.responses, responses.episode_mask, strict=True)):
-            check_ids(f"rollout_func's completion_ids[{row}]", ids[real], run.vocabulary)
-        if responses.sampling_logprobs is not None:
-            check_logprobs("rollout_func's logprobs", responses.sampling_logprobs)
-        return responses, behind
+        return responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
 
 
 def _most_of_ranks(run: RunState, numbers: list[int]) -> list[int]:
     return run.gather(torch.tensor([numbers], device=run.args.device)).amax(dim=0).tolist()
-
-
-def _check_waiting(args: PPOConfig) -> None:
-    """Raise where tools may keep other processes waiting longer than these wait for each other."""
-    seconds, rounds = args.tool_timeout, args.max_tool_calling_iterations or 1
-    if num_processes(args) == 1 or (seconds is not None and seconds * rounds < args.ddp_timeout):
-        return
-    given = "None, any time" if seconds is None else f"{seconds:g} seconds, in {rounds} rounds"
-    raise ValueError(
-        f"tool_timeout={given}, may last longer than the other processes wait, ddp_timeout={args.ddp_timeout} "
-        "seconds: lower tool_timeout or max_tool_calling_iterations, or raise ddp_timeout"
-    )
-
-
-def _check_rollout_func(rollout_func: Any, tools: Any, environment_factory: Any) -> None:
-    if not callable(rollout_func):
-        raise TypeError(f"rollout_func={rollout_func!r:.60} cannot be called; pass a function of (prompts, trainer)")
-    for name, value in {"tools": tools, "environment_factory": environment_factory}.items():
-        if value:
-            raise ValueError(f"rollout_func makes whole rollouts, but {name} is given too: leave one of them None")

@@ -1,50 +1,57 @@
-"""A game in which a signal can be sent in each phase; worker processes import it from here."""
+"""A tiny model of words, and a game of whole messages that depends on its row alone."""
 
 from __future__ import annotations
 
-import os
 import random
-import time
-from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.environments.tools import TextEnvironment
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = ["<pad>", "</s>", "a", "b", "c", "d", *map(str, range(10))]
+LONGEST = {"board": 6, "wild": 30}
 
 
-def reached(phase: str) -> None:
-    """Send the signal that the environment variable KILL names when a phase is reached for the n-th time.
-
-    A file counts, because environments may run in other processes.
-    """
-    if os.environ.get("KILL", "").partition(" ")[0] != phase:
-        return
-    _, at, number, process, file = os.environ["KILL"].split(" ")
-    with Path(file).open("ab", buffering=0) as counter:
-        counter.write(b".")
-        if counter.tell() == int(at):
-            os.kill(int(process), int(number))
-            if phase not in ("generate", "learn"):
-                time.sleep(3600)
+def tokenizer_of_words() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")
 
 
-class Game:
-    """Depends on its seed and on the moves alone."""
-
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        reached("reset")
-        self.dice, self.moves = random.Random(seed), 0
-        return str(self.dice.randrange(10)), {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        reached("tool")
-        self.moves += 1
-        done = self.dice.random() < 0.3
-        return str(self.dice.randrange(10)), float("a" in action) + self.dice.random(), done, self.moves == 4, {}
+def player() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=512, **sizes, **ends))
 
 
-class Scored(TextEnvironment):
-    """A text environment that scores its episodes."""
+def sharp(model: Any) -> Any:
+    """Spread the logits, so that a wrong context shows, and let turns be short."""
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8.0)
+    return model
 
-    def get_reward(self) -> float:
-        reached("get_reward")
-        return sum(reward or 0.0 for reward in self.turn_rewards)
+
+class Talk:
+    """Answers with a text of 5 to 6 words, or of 1 to 30, so many times."""
+
+    takes_messages = True
+
+    def reset(self, seed: int, kind: str, moves: int, **row: Any) -> str:
+        self.kind, self.left, self.dice = kind, moves, random.Random(seed)
+        self.turn_rewards: list[float] = []
+        self.done = False
+        return self._words()
+
+    def _words(self) -> str:
+        longest = LONGEST[self.kind]
+        number = self.dice.randint(longest - 1 if longest == 6 else 1, longest)
+        return " ".join(str(self.dice.randrange(10)) for _ in range(number))
+
+    def respond(self, text: str) -> str:
+        self.left -= 1
+        words = self._words()
+        self.turn_rewards.append(self.dice.random())
+        self.done = self.left == 0
+        return words

@@ -15,10 +15,8 @@ from transformers import LlamaForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.environments.tools import text_environment
 from tests.agents.chat import ppo_config
-from tests.agents.test_kept_caches import Talk, sharp
-from tests.agents.test_resume import player, tokenizer_of_words
+from tests.agents.games import Talk, player, sharp, tokenizer_of_words
 from tests.runs import record_rollouts
 
 GAMMA, LAM, VF = 0.97, 0.9, 0.3
@@ -101,9 +99,15 @@ def test_gradients_of_both_models(tmp_path: Path, level: str, attention: str, lo
         for row in range(16)
     ]
     trainer: Any = PPOTrainer(
-        ppo_config(tmp_path, **RUN, gae_level=level), tokenizer_of_words(), policy, value_model=value_model,
-        train_dataset=rows, reward_funcs="length", environment_factory=text_environment(Talk), **given,
-    )  # fmt: skip
+        ppo_config(tmp_path, **RUN, gae_level=level),
+        tokenizer_of_words(),
+        policy,
+        value_model=value_model,
+        train_dataset=rows,
+        reward_funcs="length",
+        environment_factory=Talk,
+        **given,
+    )
     models = (trainer.policy_model, trainer.value_model)
     before = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     kept = copy.deepcopy(models)

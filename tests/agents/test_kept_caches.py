@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +10,12 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.environments.tools import text_environment
 from rlhf_ppo.generation.sampling import FiniteLogitsCheck
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.unwrapping import transformers_model
 from tests.agents.chat import ppo_config
-from tests.agents.test_resume import WORDS, player, tokenizer_of_words
+from tests.agents.games import LONGEST, WORDS, Talk, player, sharp, tokenizer_of_words
 from tests.runs import record_rollouts
-
-LONGEST = {"board": 6, "wild": 30}
-
-
-class Talk:
-    """Answers with a text of 5 to 6 words, or of 1 to 30."""
-
-    def __init__(self, extras: dict[str, Any] | None = None) -> None:
-        self.row, self.moves = extras or {}, 0
-
-    def reset(self) -> tuple[str, dict[str, Any]]:
-        self.dice = random.Random(self.row["seed"])
-        return self._words(), {}
-
-    def _words(self) -> str:
-        longest = LONGEST[self.row["kind"]]
-        number = self.dice.randint(longest - 1 if longest == 6 else 1, longest)
-        return " ".join(str(self.dice.randrange(10)) for _ in range(number))
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self.moves += 1
-        return self._words(), self.dice.random(), self.moves == self.row["moves"], False, {}
 
 
 def windowed() -> MistralForCausalLM:
@@ -50,13 +26,6 @@ def windowed() -> MistralForCausalLM:
     return MistralForCausalLM(config)
 
 
-def sharp(model: Any) -> Any:
-    """Spread the logits, so that a wrong context shows, and let turns be short."""
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8.0)
-    return model
-
-
 def played(
     directory: Path, model: Any, kind: str, engine: Any = None, **options: Any
 ) -> tuple[Any, dict[tuple[int, ...], torch.Tensor], int]:
@@ -64,9 +33,14 @@ def played(
     rows = [{"prompt": "a b", "seed": row, "kind": kind, "moves": 3 + row % 4} for row in range(16)]
     usual = {"response_length": 200, "per_device_train_batch_size": 16, "num_generations": 1, **options}
     trainer = PPOTrainer(
-        ppo_config(directory, **usual), tokenizer_of_words(), model, train_dataset=rows, engine=engine,
-        reward_funcs="length", environment_factory=text_environment(Talk),
-    )  # fmt: skip
+        ppo_config(directory, **usual),
+        tokenizer_of_words(),
+        model,
+        train_dataset=rows,
+        engine=engine,
+        reward_funcs="length",
+        environment_factory=Talk,
+    )
     read, seen, check = [0], {}, FiniteLogitsCheck.__call__
 
     def noting(self: Any, input_ids: Any, scores: Any) -> Any:
@@ -130,14 +104,3 @@ def test_each_token_of_a_game_is_read_once(tmp_path: Path) -> None:
     assert int(again.attention_mask.sum()) > 500
     assert read / int(rollout.attention_mask.sum()) < 1.05
     assert read_again / int(again.attention_mask.sum()) > 2.5
-
-
-def test_of_more_rows_than_share_a_call_those_of_one_call_are_kept(tmp_path: Path) -> None:
-    every, _, all_read = played(tmp_path / "all", sharp(player()), "board")
-    some, _, read = played(tmp_path / "some", sharp(player()), "board", local_rollout_forward_batch_size=6)
-    none, _, most = played(tmp_path / "none", sharp(player()), "board", ReadsAgain(lambda: 6))
-
-    per_token = [
-        read / int(rollout.attention_mask.sum()) for rollout, read in ((every, all_read), (some, read), (none, most))
-    ]
-    assert per_token[0] < per_token[1] < per_token[2]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.data.conversation import as_json, as_lines
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.reporting.evaluation import print_table
 from rlhf_ppo.reporting.report import report_data
@@ -59,16 +58,3 @@ def test_the_report_has_who_spoke_what_was_paid_and_the_end(trained: Any) -> Non
 
     assert episode == {"end": "answer", "turn_reward": [2.0, 2.0, 0.0], "speakers": ["add", "add", ""]}
     assert run["samples"][0]["rows"][0]["response"].splitlines()[1] == "add: got 2.0"
-
-
-def test_any_text_in_a_call_can_be_stored() -> None:
-    arguments = {"text": "\ud800 \x1b[31m \u00e9\n", "other": [None, 1.5]}
-    call = {"type": "function", "function": {"name": "say", "arguments": arguments}}
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "name": "say", "content": ""},
-    ]
-
-    stored = as_json(messages)
-    assert json.loads(stored.encode()) == messages and "\u00e9" in stored
-    assert len(as_lines(stored).splitlines()) == 2

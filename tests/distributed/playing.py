@@ -9,7 +9,6 @@ import torch
 from accelerate.utils import gather
 from datasets import Dataset
 
-from rlhf_ppo.environments.tools import text_environment
 from rlhf_ppo.generation.protocol import Sampled, prompt_rows
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests import conftest
@@ -19,23 +18,25 @@ EOS = 1
 
 
 class Walk:
-    """As many turns as the row says; step `hangs` never returns, and `fails` names what raises."""
+    """As many turns as the row says; answer `hangs` never returns, and `fails` names what fails."""
 
-    def __init__(self, extras: dict[str, Any] | None = None) -> None:
-        self.row, self.steps = extras or {}, 0
+    takes_messages = True
 
-    def reset(self) -> tuple[str, dict[str, Any]]:
-        if self.row.get("fails") == "reset":
+    def reset(self, turns: int, hangs: int, fails: str, **row: Any) -> str:
+        if fails == "reset":
             raise ValueError("no board")
-        return "w5", {}
+        self.turns, self.hangs, self.fails, self.steps = turns, hangs, fails, 0
+        self.turn_rewards: list[float] = []
+        self.done = False
+        return "w5"
 
-    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def respond(self, text: str) -> str:
         self.steps += 1
-        if self.steps == self.row.get("hangs"):
+        if self.steps == self.hangs:
             time.sleep(1e6)
-        observation = 7 if self.row.get("fails") == "step" and self.steps == 3 else "w8 w9 w10"[: 2 + self.steps]
-        wrong = object() if observation == 7 else observation
-        return wrong, self.steps / 10, self.steps >= self.row["turns"], False, {}
+        self.done = self.steps >= self.turns
+        self.turn_rewards.append(float("nan") if self.fails == "step" and self.steps == 3 else self.steps / 10)
+        return "w8 w9 w10"[: 2 + self.steps]
 
 
 class Speaking:
@@ -79,7 +80,7 @@ def play(
     rows = [{"hangs": 0, "fails": "", **row, **(changes or {}).get(number, {})} for number, row in enumerate(ROWS)]
     arguments = {
         "train_dataset": Dataset.from_list(rows), "eval_dataset": None, "engine": engine,
-        "environment_factory": text_environment(Walk), "reward_funcs": conftest.count_w4,
+        "environment_factory": Walk, "reward_funcs": conftest.count_w4,
     }  # fmt: skip
     trainer = make_trainer(
         output_dir, models, given=arguments | (given or {}),

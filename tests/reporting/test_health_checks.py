@@ -74,7 +74,6 @@ OF_METRICS: dict[str, tuple[str, list[float], list[float], str]] = {
     "gradient_spike": ("grad_norm", [1.0, 2.0, 3.0, 41.0], [1.0, 2.0, 3.0, 39.0], "is 41, where it was 2"),
     "no_gradient": ("grad_norm", [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1e-3], "is 0"),
     "failed_calls": ("tools/failure_frequency", [0.9, 0.6, 0.7], [0.9, 0.5, 0.9], "70% of the calls"),
-    "invalid_turns": ("episode/invalid_turns_frac", [0.6, 0.7, 0.8], [0.5, 0.5, 0.5], "80% of the turns"),
     "no_calls": ("tools/call_frequency", [2.0, 0.09, 0.0, 0.05], [2.0, 0.09, 0.1, 0.05], "from 2 to 0.05 per episode"),
 }  # fmt: skip
 

@@ -106,9 +106,6 @@ IDLE_ALONE: dict[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": False},
     "max_tool_calling_iterations": 2,
     "tool_timeout": 5.0,
-    "tool_isolation": "process",
-    "tool_memory_limit": 100,
-    "max_tool_response_length": 50,
     "vllm_mode": "server",
     "vllm_server_base_url": "http://localhost:1",
     "vllm_server_host": "here",
@@ -212,7 +209,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"offload_frozen": True}, {"has_frozen": False}, "no frozen model"),
     ({"reward_timeout": 5.0}, {"has_functions": False}, "there are no reward functions"),
     ({"health_judge": "x", "health_checks": False}, {"has_evaluation": True}, "health_checks is False"),
-    ({"tool_memory_limit": 9}, {"has_episodes": True}, "threads have no memory of their own"),
     ({"exp_name": "mine", "run_name": "other"}, {}, "run_name is set"),
     (
         {"importance_sampling_clip_max": 3.0, "importance_sampling_correction": False},

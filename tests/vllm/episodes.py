@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.environments.tools import text_environment
 from tests.vllm.training import EOS, NEAR, first_logs, make_vllm_trainer, policy_of
 
 STOP = 13
@@ -21,16 +20,20 @@ LENGTH = 40
 class Counter:
     """Says how many words a turn had, modulo 20: the vocabulary is small."""
 
+    takes_messages = True
+
     def __init__(self, most: int = 4) -> None:
         self.most = most
 
-    def reset(self) -> tuple[str, dict[str, Any]]:
-        self.turns = 0
-        return "w20", {}
+    def reset(self, **row: Any) -> str:
+        self.turn_rewards: list[float] = []
+        self.done = False
+        return "w20"
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        self.turns += 1
-        return f"w{len(action.split()) % 20} w21", 1.0, self.turns == self.most, False, {}
+    def respond(self, text: str) -> str:
+        self.turn_rewards.append(1.0)
+        self.done = len(self.turn_rewards) == self.most
+        return f"w{len(text.split()) % 20} w21"
 
 
 class Text:
@@ -59,7 +62,7 @@ def check_episodes(saved: Path, output_dir: Path, turns: int = 4, **given: Any) 
     rows = Dataset.from_list([{"prompt": f"w{row % 9} w{row % 7}"} for row in range(32)])
     trainer = make_vllm_trainer(
         saved, output_dir, train_dataset=rows, eval_dataset=None, response_length=LENGTH, stop_token=None,
-        stop_token_id=STOP, environment_factory=text_environment(lambda: Counter(turns)), **given,
+        stop_token_id=STOP, environment_factory=lambda: Counter(turns), **given,
     )  # fmt: skip
     calls, played = _recorded(trainer)
     trainer.train()
