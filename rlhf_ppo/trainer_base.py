@@ -37,7 +37,6 @@ from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
-from rlhf_ppo.models.capabilities import detecting_overflow
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding, drop_ignored_generation_settings
@@ -184,7 +183,7 @@ class TrainerBase(Trainer):
     @contextmanager
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        run, args = self._run, self.args
+        run = self._run
         check_kept(self)
         opened = self._directory.opened(output_directory(args), resume_from_checkpoint)
         with run.signals.listening(), opened as checkpoint:
@@ -192,8 +191,7 @@ class TrainerBase(Trainer):
             self.scorer.stop()  # a failed update may have left pending rewards and logged values
             run.logged.forget()
             self._estimate.announce()
-            with detecting_overflow(self.model, args):
-                yield checkpoint
+            yield checkpoint
 
     def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> LoopState:
         """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rlhf_ppo.models.fused import weight_gradient_dtype
-from rlhf_ppo.models.heads import Float32Linear, StoredLinear, is_in_float32
+from rlhf_ppo.models.heads import Float32Linear, is_in_float32
 from rlhf_ppo.models.policy_and_value import max_chunk_elements
 from rlhf_ppo.models.unwrapping import (
     CACHE,
@@ -303,17 +303,14 @@ class _UpdateCounter:
         return {*self.policy.parameters(), *self.value_model.parameters()}
 
     def host_bytes(self) -> int:
-        """Bytes of all models, with the float32 weights from which frozen layers were converted.
+        """Bytes of all models.
 
         FSDP2 shards each frozen model before the next one is loaded or made, so only the largest counts.
         """
         frozen = sorted(self.frozen, key=lambda model: stored_bytes(model.parameters()))
         kept = frozen[-1:] if self.sharding.is_fsdp else frozen
         modules = [module for model in (self.policy, self.value_model, *kept) for module in model.modules()]
-        converted = (value for each in modules if isinstance(each, StoredLinear) for value in each.parameters(False))
-        return stored_bytes(value for each in modules for value in each.parameters(False)) + stored_bytes(
-            converted, torch.float32
-        )
+        return stored_bytes(value for each in modules for value in each.parameters(False))
 
     @cached_property
     def learned(self) -> list[nn.Parameter]:

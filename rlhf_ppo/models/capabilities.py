@@ -7,16 +7,13 @@ padding or other rows. A few forward passes check this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerBase, TrainingArguments
-from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
 
 from rlhf_ppo.config.ppo_config import settings_of
 from rlhf_ppo.data.prompts import PositionLimit, smallest
@@ -253,29 +250,7 @@ def _check(what: str, alone: Tensor, first: Tensor, second: Tensor, evaluated: T
             raise ValueError(f"{what}, {fault.format(f'{error:.2g}')}")
 
 
-# ---- Non-finite weights and activations ----
-
-
-def check_finite(model: nn.Module, argument: str) -> None:
-    """Check that no weight of a model is NaN or infinite; of a sharded model, this rank's share.
-
-    Reads every weight once.
-
-    Args:
-        model: Any model; quantized weights are not checked.
-        argument: Name of the caller's argument, for the error message.
-
-    Raises:
-        ValueError: A weight is; names the first parameter.
-    """
-    if found := weights_not_finite(model):
-        name, count = next(iter(found.items()))
-        others = f" and in {len(found) - 1} other parameters" if len(found) > 1 else ""
-        raise ValueError(
-            f"{argument} has weights that are NaN or infinite ({count} in {name}{others}), so that nothing can be "
-            "computed with it; load an earlier or undamaged copy of the model; where 16-bit weights have overflowed, "
-            "convert it again from float32 weights"
-        )
+# ---- Non-finite weights ----
 
 
 def weights_not_finite(model: nn.Module) -> dict[str, float]:
@@ -302,61 +277,3 @@ def _is_finite(share: Tensor) -> Tensor:
     """Return whether all numbers are finite; `isfinite` takes 50 times as long on a CPU."""
     lowest, highest = share.aminmax()  # NaN if one number is
     return lowest.isfinite() & highest.isfinite()
-
-
-# ---- Activations: `debug="underflow_overflow"` ----
-
-
-class OverflowDetector(DebugUnderflowOverflow):
-    """transformers' hooks, which take the absolute value of all tensors, for models with boolean inputs.
-
-    Args:
-        model: The model to watch.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.handles: list[RemovableHandle] = []
-        super().__init__(model)
-
-    def create_frame(self, module: nn.Module, input: Any, output: Any) -> None:
-        """Record a module; of the whole model only its name, as its output may hold an entropy of NaN."""
-        if module is self.model:
-            self.save_frame(f"{self.prefix} {type(module).__name__}")
-        else:
-            super().create_frame(module, input, output)
-
-    def analyse_variable(self, var: Any, ctx: str) -> None:
-        """Check a parameter, input or output."""
-        has_numbers = not hasattr(var, "is_floating_point") or (var.is_floating_point() and var.numel() > 0)
-        if has_numbers:
-            super().analyse_variable(var, ctx)
-        else:
-            self.expand_frame(f"{'not numbers':>17} {ctx}")
-
-    def _register_forward_hook(self, module: nn.Module) -> None:
-        self.handles.append(module.register_forward_hook(self.forward_hook))
-
-
-@contextmanager
-def detecting_overflow(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Watch the model where `args.debug` asks for it, in place of Trainer's hooks, inside a context.
-
-    Args:
-        model: The model that is trained.
-        args: Gives `debug`, without `underflow_overflow` inside the context.
-
-    Raises:
-        ValueError: A parameter, an input or an output of a module is NaN or infinite; earlier modules are printed.
-    """
-    given: Any = args.debug
-    if DebugOption.UNDERFLOW_OVERFLOW not in given:
-        yield
-        return
-    detector = OverflowDetector(model)
-    args.debug = [option for option in given if option != DebugOption.UNDERFLOW_OVERFLOW]  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        args.debug = given
-        for handle in detector.handles:
-            handle.remove()

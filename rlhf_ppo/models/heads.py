@@ -219,17 +219,6 @@ def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
         return head(states).float()
 
 
-class StoredLinear(nn.Linear):
-    """A frozen linear layer with weights in 16 bits that computes in the type of its input outside autocast."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Multiply `(..., in_features)` by the weight."""
-        if input.dtype == self.weight.dtype or torch.is_autocast_enabled(input.device.type):
-            return super().forward(input)
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return nn.functional.linear(input, self.weight.to(input.dtype), bias)
-
-
 # ---- Float32 products ----
 
 
@@ -243,7 +232,7 @@ class Float32Linear(nn.Linear):
             return nn.functional.linear(input.float(), self.weight.float(), bias)
 
 
-LINEAR_KINDS = nn.Linear, StoredLinear, Float32Linear
+LINEAR_KINDS = nn.Linear, Float32Linear
 
 
 def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:

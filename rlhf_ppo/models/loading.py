@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
@@ -35,8 +33,6 @@ from rlhf_ppo.models.unwrapping import (
     in_eval_mode,
     is_peft_model,
     is_sharded,
-    load_once,
-    make_once,
     probe_ids,
     transformers_model,
 )
@@ -191,20 +187,17 @@ def make_value_model(original: nn.Module) -> nn.Module:
         return _without_adapters(copy_model(original), "value_model").float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original), "value_model") if is_peft_model(original) else original
 
-    def classifier() -> nn.Module:
-        value_model = empty_classifier(source)
-        if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
-            raise ValueError(
-                f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has "
-                f"for {type(source).__name__}, has another structure; pass value_model"
-            )
-        copy_weights(backbone(source), backbone(value_model))
-        head: Any = head_of_scorer(value_model).weight
-        with gathered([head], modify=True):
-            nn.init.zeros_(head)
-        return value_model
-
-    return make_once(classifier).to(next(source.parameters()).device).train()
+    value_model = empty_classifier(source)
+    if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
+        raise ValueError(
+            f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has "
+            f"for {type(source).__name__}, has another structure; pass value_model"
+        )
+    copy_weights(backbone(source), backbone(value_model))
+    head: Any = head_of_scorer(value_model).weight
+    with gathered([head], modify=True):
+        nn.init.zeros_(head)
+    return value_model.to(next(source.parameters()).device).train()
 
 
 def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
@@ -311,12 +304,9 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     try:
         settings = {"dtype": torch.float32, **kwargs}
         with hide_model_bars():
-            load = (
-                functools.partial(_language_model, given)
-                if auto_class is AutoModelForCausalLM
-                else auto_class.from_pretrained
-            )
-            return load_once(lambda dtype: load(path, **settings | {"dtype": dtype}), settings["dtype"])
+            if auto_class is AutoModelForCausalLM:
+                return _language_model(given, path, **settings)
+            return auto_class.from_pretrained(path, **settings)
     except torch.OutOfMemoryError:
         raise
     except OSError as error:
@@ -324,10 +314,6 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
             "it is neither a directory with a model nor a model that the hub gave"
         )  # fmt: skip
         raise ValueError(f"{given} could not be loaded: {reason}") from error
-    except SafetensorError as error:
-        raise ValueError(f"{given} could not be loaded: its weights are damaged ({error}); save it anew") from error
-    except ImportError as error:  # of a package that its quantization needs
-        raise ValueError(f"{given} needs a package that is not installed: {error}") from error
     except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
         if str(error).startswith(given):
             raise

@@ -58,12 +58,6 @@ def mixed_precision_dtype(source: Accelerator | TrainingArguments) -> torch.dtyp
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(source.mixed_precision)
 
 
-def autocast_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Return the dtype of autocast; None without autocast, as under DeepSpeed and FSDP, whose weights are 16-bit."""
-    has_16_bit_weights = zero_stage(accelerator) is not None or is_fsdp(accelerator)
-    return None if has_16_bit_weights else mixed_precision_dtype(accelerator)
-
-
 def zero_stage(accelerator: Accelerator) -> int | None:
     """Return the stage of DeepSpeed ZeRO, or None without DeepSpeed."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)

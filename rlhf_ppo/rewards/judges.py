@@ -26,7 +26,7 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.prompts import is_conversation
-from rlhf_ppo.models.capabilities import check_finite, positions
+from rlhf_ppo.models.capabilities import positions
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.heads import check_classifier
 from rlhf_ppo.models.loading import load_reward_model
@@ -129,7 +129,6 @@ class RewardModelJudge(ScoringJudge):
             ValueError: It cannot be loaded.
         """
         model = load_reward_model(self.path, "preference_model", None, trust_remote_code=self.trust_remote_code)
-        check_finite(model, "preference_model")
         check_classifier(model, "preference_model")
         scorer = FrozenScorer(model.to(PartialState().device))
         return RewardModel(scorer, self.batch_size, max_positions=positions(model))

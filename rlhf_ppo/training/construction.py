@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,7 +30,7 @@ from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
 from rlhf_ppo.models.policy_and_value import check_logits
-from rlhf_ppo.models.unwrapping import as_module, cast_once, is_peft_model
+from rlhf_ppo.models.unwrapping import as_module, is_peft_model
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
@@ -153,9 +153,9 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
     dtype = None if distributed.zero_stage(accelerator) is None else distributed.mixed_precision_dtype(accelerator)
     if dtype is not None:
         # Not buffers: rotary frequencies stay exact.
-        parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-        for parameter, stored in zip(parameters, cast_once([value.data for value in parameters], dtype), strict=True):
-            parameter.data = stored
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
     if offload and accelerator.device.type != "cpu":
         cast(Any, model).offload = frozen_models.Offload(model, accelerator.device)
         return model
@@ -324,8 +324,6 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
     for name, module in loaded.items():
         if module is not None:
             loading.check_runs_on(module, name, args.device)
-            with distributed.raise_on_all_ranks(PartialState()):  # each rank checks its shard
-                capabilities.check_finite(module, name)
             adapters.check_adapter(module, name)
             if name in ("model", "ref_model"):
                 capabilities.check_consistent(module, name, args if name == "model" else None)
@@ -431,7 +429,7 @@ def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLControl
 def store_and_place(
     models: Models, trained: nn.Module, accelerator: Accelerator, args: PPOConfig
 ) -> Sequence[nn.Module] | None:
-    """Convert frozen weights to the type of their matrix products, and place the reference.
+    """Place the reference.
 
     Args:
         models: The models; `make_scorer` places the reward models.
@@ -444,8 +442,6 @@ def store_and_place(
         them; None if one cannot be copied.
     """
     reference = models.frozen_reference
-    staying = [*[reward.scorer for reward in models.rewards], reference]
-    frozen_models.cast_frozen_weights([trained, *staying], distributed.autocast_dtype(accelerator))
     frozen = [reward.counted or reward.model for reward in models.rewards]
     frozen = [*([] if reference is None else [reference.policy]), *frozen]
     counted: Sequence[nn.Module] | None = frozen

@@ -11,7 +11,7 @@ import torch
 from benchmarks.scale import Shape, accelerator_of, compared, estimated, models_of, ranks, simulate
 from rlhf_ppo.estimate.run import describe_processes, largest_micro_batch
 from rlhf_ppo.estimate.update import Communication, Estimate, Sharding, Workload, estimate_update, stored_bytes
-from rlhf_ppo.models.frozen import FrozenPolicy, cast_frozen_weights
+from rlhf_ppo.models.frozen import FrozenPolicy
 from rlhf_ppo.training.construction import place_frozen
 
 WORKLOAD = Workload(
@@ -85,18 +85,6 @@ def test_what_engines_exchange_by_hand() -> None:
         engine = of_engine(stage, is_fsdp, 4)
         assert engine.host == 4 * (trained + policy)
         assert (engine.gathered_weights, engine.gathered_optimizer) == gathered
-
-
-def test_the_host_holds_frozen_weights_in_both_types_while_they_are_converted() -> None:
-    policy, value_model, reference = models_of(Shape(16, 2, 2, 1, 24, 50))
-
-    def host() -> int:
-        return estimate_update(policy, value_model, [reference], WORKLOAD, 8.0).host
-
-    before, frozen = host(), FrozenPolicy(reference, 1.0)
-    assert cast_frozen_weights([frozen], torch.bfloat16) > 0
-    halves = sum(value.nbytes for value in reference.parameters() if value.dtype == torch.bfloat16)
-    assert host() == before + halves
 
 
 def test_fsdp_has_one_whole_frozen_model_on_the_host() -> None:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from torch import nn
-from transformers.debug_utils import DebugOption
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import PositionLimit
-from rlhf_ppo.models.capabilities import check_consistent, position_limit, positions, weights_not_finite
-from rlhf_ppo.models.heads import reads_last_token
+from rlhf_ppo.models.capabilities import check_consistent, position_limit, positions
 from rlhf_ppo.models.packing import hidden_states
-from rlhf_ppo.models.policy_and_value import check_logits
-from rlhf_ppo.rewards.judges import RewardModelJudge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
-from tests.runs import QUICK, parameters, record_rollouts
+from tests.runs import QUICK, record_rollouts
 
 RECOMPUTING: Any = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs=None)
 
@@ -237,126 +230,3 @@ def test_a_model_with_another_tokenizer_limits_nothing(make_trainer: MakeTrainer
 def test_a_stop_token_that_is_never_sampled_is_an_error(make_trainer: MakeTrainer) -> None:
     with pytest.raises(ValueError, match=r"the stop token 36 lies outside reward_model's 35 ids.*set stop_token_id"):
         make_trainer(**family(), stop_token=None, stop_token_id=36)
-
-
-# ---- Non-finite weights ----
-
-
-BASE = "model.layers.0.mlp.up_proj.weight"
-HEADS = {"model": "lm_head.weight", "ref_model": "lm_head.weight"}
-MODELS = ["model", "ref_model", "value_model", "reward_model"]
-
-
-def with_adapter(model: nn.Module, task: str) -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type=task))
-
-
-def spoil(model: nn.Module, parameter: str, value: float) -> str:
-    """Set one number of the first parameter whose name ends so, and return its whole name."""
-    name, weight = next((name, weight) for name, weight in model.named_parameters() if name.endswith(parameter))
-    with torch.no_grad():
-        weight.view(-1)[-1] = value
-    return name
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("part", ["base", "head", "adapter"])
-@pytest.mark.parametrize("argument", MODELS)
-def test_a_model_with_one_weight_that_is_not_finite_is_refused(
-    argument: str, part: str, value: float, make_trainer: Callable[..., PPOTrainer]
-) -> None:
-    is_policy = argument in HEADS
-    model: nn.Module = tiny_policy(seed=3) if is_policy else tiny_scorer(seed=3)
-    parameter = {"base": BASE, "head": HEADS.get(argument, "score.weight"), "adapter": "lora_B.default.weight"}[part]
-    if part == "adapter":
-        model = with_adapter(model, "CAUSAL_LM" if is_policy else "SEQ_CLS")
-    name = spoil(model, parameter, value)
-    # Where none is given the value model is made from the policy.
-    given: dict[str, Any] = {"value_model": None} | {argument: model}
-
-    with pytest.raises(ValueError) as raised:
-        make_trainer(**given)
-    assert str(raised.value).startswith(f"{argument} has weights that are NaN or infinite (1 in {name})")
-    assert "load" in str(raised.value)
-
-
-def test_of_several_reward_models_the_bad_one_is_named(make_trainer: Callable[..., PPOTrainer]) -> None:
-    scorers = [tiny_scorer(seed=3), tiny_scorer(seed=4)]
-    spoil(scorers[1], BASE, math.nan)
-    spoil(scorers[1], "score.weight", math.nan)
-    with pytest.raises(ValueError, match=rf"^reward_model\[1\] has .* \(1 in {BASE} and in 1 other parameters\)"):
-        make_trainer(reward_model=scorers)
-
-
-def test_a_preference_model_is_checked_too(tmp_path: Path) -> None:
-    scorer = tiny_scorer()
-    spoil(scorer, "score.weight", math.nan)
-    scorer.save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"^preference_model has weights that are NaN or infinite"):
-        _ = RewardModelJudge(str(tmp_path)).model
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 17, -1])
-def test_one_number_of_any_type_and_place_is_found(dtype: torch.dtype, value: float, place: int) -> None:
-    layer = nn.Linear(1000, 3, dtype=dtype)
-    assert weights_not_finite(layer) == {}
-    with torch.no_grad():
-        layer.weight.view(-1)[place] = value
-    assert weights_not_finite(layer) == {"weight": 1}
-
-
-def test_what_holds_no_numbers_is_passed_over() -> None:
-    layer = nn.Linear(2, 2)
-    layer.empty = nn.Parameter(torch.zeros(0))
-    layer.quantized = nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False)
-    layer.elsewhere = nn.Parameter(torch.zeros(2, device="meta"))
-    assert weights_not_finite(layer) == {}
-
-
-def test_probes_do_not_mistake_numbers_that_overflow_for_another_architecture() -> None:
-    """NaN equals nothing, itself neither: that says nothing about where a head reads or about scaled logits."""
-    scorer, policy = tiny_scorer(), tiny_policy()
-    for model in (scorer, policy):
-        spoil(model, "embed_tokens.weight", 0.0)
-        with torch.no_grad():
-            model.model.norm.weight.fill_(3e38)
-    assert weights_not_finite(scorer) == {} == weights_not_finite(policy)
-    assert reads_last_token(scorer)
-    check_logits(policy)
-
-
-def test_a_label_of_several_that_is_not_finite_is_told_as_such(make_trainer: Callable[..., PPOTrainer]) -> None:
-    scorer = tiny_scorer(num_labels=2, id2label={0: "good", 1: "bad"})
-    spoil(scorer, "score.weight", math.nan)
-    with pytest.raises(ValueError, match=r"^reward_model has .* NaN or infinite \(1 in score.weight\)"):
-        make_trainer(reward_model=scorer, reward_head="bad")
-
-
-# ---- `debug="underflow_overflow"` ----
-
-
-def test_a_healthy_run_is_left_alone_and_ends_without_hooks(make_trainer: Callable[..., PPOTrainer]) -> None:
-    ends = []
-    for debug in ("", "underflow_overflow"):
-        trainer = make_trainer(**QUICK, debug=debug)
-        trainer.train()
-        ends.append(parameters(trainer))
-        assert not any(module._forward_hooks for module in trainer.model.modules())
-    assert trainer.args.debug == [DebugOption.UNDERFLOW_OVERFLOW]
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)  # hooks see modules called that are fused without them
-
-
-@pytest.mark.parametrize("part", ["policy", "value_model"])
-def test_an_infinite_number_is_found_and_its_module_named(
-    part: str, make_trainer: Callable[..., PPOTrainer], capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer: Any = make_trainer(**QUICK, debug="underflow_overflow", model=tiny_policy())
-    torch.nn.init.constant_(getattr(trainer.model, part).model.layers[1].mlp.up_proj.weight, torch.inf)
-    with pytest.raises(ValueError, match="inf/nan detected"):
-        trainer.train()
-    printed = capsys.readouterr().out
-    assert "weight has infs" in printed and f"{part}.model.layers.1.mlp.up_proj Linear" in printed

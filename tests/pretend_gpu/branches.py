@@ -18,9 +18,6 @@ NOT_EXECUTED: dict[str, str] = {
     "config/inherited.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
         "for a GPU without bfloat16; tests/config/test_ppo_config.py"
     ),
-    "models/unwrapping.py: type(value) is nn.Parameter and value.device.type == 'cpu'": (
-        "several processes of a node; tests/distributed/test_node_memory.py"
-    ),
     "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
     "generation/vllm.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
 }
