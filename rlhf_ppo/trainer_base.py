@@ -183,7 +183,7 @@ class TrainerBase(Trainer):
     @contextmanager
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        run = self._run
+        run, args = self._run, self.args
         check_kept(self)
         opened = self._directory.opened(output_directory(args), resume_from_checkpoint)
         with run.signals.listening(), opened as checkpoint:
