@@ -25,7 +25,6 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutpu
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.processes.signals import Stopped, raise_if_stopped
-from rlhf_ppo.reporting.evaluation import check_best_metric
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
@@ -189,7 +188,7 @@ class PPOTrainer(TrainerBase):
             generate=lambda *given: self.generate_responses(*given),
         )  # fmt: skip
         self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._critic_only, ptx_dataset)
-        self._check_columns = self._check_data(data_collator, has_callbacks=bool(callbacks))
+        self._check_columns = self._check_data(data_collator)
         self._warn_of_unused_options(models, has_engine=engine is not None)
 
     # ---- The loop ----
@@ -292,7 +291,7 @@ class PPOTrainer(TrainerBase):
             check_coefficient(self.kl_controller)  # before it is saved
         self._count_update()
         try:
-            self._sample_and_audit()
+            self._make_samples()
         except Stopped:  # by a signal: the resumed run repeats them
             self._run.progress.due.append("samples")
         self._report("on_step_end")
@@ -711,8 +710,8 @@ class PPOTrainer(TrainerBase):
         """The first reward model (TRL's attribute)."""
         return next(iter(self.reward_models), None)
 
-    def _check_data(self, data_collator: Callable[..., Any] | None, has_callbacks: bool) -> Callable[..., None]:
-        """Check that rewards find their columns, and that the metric for the best model exists."""
+    def _check_data(self, data_collator: Callable[..., Any] | None) -> Callable[..., None]:
+        """Check that rewards find their columns."""
         run, episodes = self._run, self._episodes
         collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
         check_data(run, self.train_dataset, self.eval_dataset, collate)
@@ -720,11 +719,6 @@ class PPOTrainer(TrainerBase):
         may_be_added_later = collate is not None or added is None
         check = column_check({} if may_be_added_later else self.scorer.sources, added or ())
         check(eval_dataset=self.eval_dataset)
-        if type(self).evaluation_loop is PPOTrainer.evaluation_loop:  # an overridden one may return other metrics
-            check_best_metric(
-                run.args, self.scorer.names, run.reward_funcs, self.eval_dataset, self.reference is not None,
-                callbacks_may_log=has_callbacks,
-            )  # fmt: skip
         return check
 
     def _warn_of_unused_options(self, models: construction.Models, has_engine: bool) -> None:

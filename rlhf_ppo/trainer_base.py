@@ -279,20 +279,16 @@ class TrainerBase(Trainer):
         run.streams.mark()
         due = run.progress.due
         if "samples" in due:
-            self._sample_and_audit()
+            self._make_samples()
         if "evaluation" in due and self._determine_best_metric(self._evaluate(None, None), None):
             self.state.best_model_checkpoint = run.guard.last_checkpoint
         due.clear()
 
-    def _sample_and_audit(self) -> None:
-        """Make a sample table and an audit of the value model, if they are due."""
-        num_tables, audit_steps = self.args.num_sample_generations, self.args.critic_audit_steps
+    def _make_samples(self) -> None:
+        """Make a sample table if it is due."""
+        num_tables = self.args.num_sample_generations
         if num_tables > 0 and evaluations.is_due(self.state.global_step, self.state.max_steps, num_tables):
             self.generate_completions(sampling=True)
-        if audit_steps > 0 and self.state.global_step % audit_steps == 0:
-            found = self.audit_critic()
-            self._run.window.add(found.metrics)
-            logger.info(str(found))
 
     def _take_update(self, collect: Callable[[], Rollout]) -> dict[str, float]:
         """Run one update of an external loop and return its metrics."""
@@ -609,23 +605,14 @@ class TrainerBase(Trainer):
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate during training, and step a schedule that follows a metric.
-
-        Raises:
-            ValueError: The metric for the best model is missing; the run is saved before.
-        """
+        """Evaluate during training, and step a schedule that follows a metric."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run.agree_on_control()
         with raise_on_all_ranks(self.accelerator), self._checkpoints.naming_full_log():
             self._directory.write_history(self.state.log_history)
-        if (missing := evaluations.missing_best_metric(self.args, metrics)) is not None:
-            if self.state.global_step > 0:
-                self.control.should_evaluate = True  # the resumed run repeats this evaluation
-                self._stop.save_where_it_stopped(as_module(self.model_wrapped))
-                missing += f"; continue with resume_from_checkpoint={self._run.guard.last_checkpoint!r}"
-            raise ValueError(missing)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
-            self.lr_scheduler.step(metrics[evaluations.evaluated_name(self.args.metric_for_best_model or "score")])
+            name = self.args.metric_for_best_model or "score"
+            self.lr_scheduler.step(metrics[f"eval_{name.removeprefix('eval_')}"])
         return metrics
 
     @torch.no_grad()
@@ -728,6 +715,8 @@ class TrainerBase(Trainer):
         run.timer.drain()
         run.logged.drain()
         result = audit(prefixes_of(torch.cat(rows)), self.args.seed)
+        if self.is_in_train:
+            run.window.add(result.metrics)  # in the next log
         if self.is_world_process_zero():
             result.save(output_directory(self.args))
         return result

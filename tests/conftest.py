@@ -202,7 +202,6 @@ QUIET: dict[str, Any] = {
     "bf16": False,
     "gradient_checkpointing": False,
     "num_sample_generations": 0,
-    "num_completions_to_keep": 0,
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,

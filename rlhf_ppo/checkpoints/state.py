@@ -181,7 +181,7 @@ _NOT_COMPARED = {
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "run_name", "logging_dir", "local_rank"),
     *("local_batch_size", "micro_batch_size", "batch_size", "local_mini_batch_size", "mini_batch_size"),
     *("num_total_batches", "total_episodes", "disable_tqdm", "log_level", "log_level_replica", "log_console"),
-    *("health_checks", "health_thresholds", "health_judge"),
+    "health_checks",
     *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
 }

@@ -1,7 +1,6 @@
 """Groups of arguments of `PPOConfig`: engine, logs and health checks, published recipes, tools and environments."""
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from rlhf_ppo.config.validation import (
@@ -15,9 +14,6 @@ from rlhf_ppo.config.validation import (
     Positive,
     PositiveShare,
     Share,
-    parse_object,
-    python_number,
-    told,
 )
 from rlhf_ppo.config.validation import option as _option
 
@@ -88,105 +84,6 @@ class EngineArguments:
             )
 
 
-@dataclass(frozen=True)
-class HealthThresholds:
-    """Thresholds of the health checks; None turns a check off.
-
-    A log is the mean over `logging_steps` updates. Noisy metrics must exceed their threshold in `patience` consecutive
-    logs.
-
-    Attributes:
-        patience: Number of consecutive logs.
-        first_logratio: Largest `val/first_logratio`, nats.
-        kl: Largest `objective/kl`, nats per response. None: no limit.
-        kl_per_token: Largest `objective/kl` per token of the mean response, nats.
-        kl_growth: Largest growth of the KL's increase, twice in a row. Compares the increases between four periods of
-            `patience` logs; each period must lie entirely above the previous one, and the KL must have doubled.
-        negative_kl: Largest size of a negative `objective/kl` per token, nats.
-        clip_fraction: Largest `policy/clipfrac_avg`.
-        explained_variance: Smallest `val/explained_variance`.
-        explained_variance_logs: Number of consecutive logs below it.
-        entropy: Smallest `policy/entropy_avg`, as a share of the first one logged.
-        length_limit: Largest `response/length_mean`, as a share of `response_length`, where responses were shorter
-            at first.
-        length_shrinks: Smallest `response/length_mean`, as a share of the first one logged.
-        ended: Smallest `response/ended_frac`, where responses can end.
-        reward_std: Smallest `rewards/<name>/std`, as a share of the largest one logged.
-        judge_falls: Number of consecutive decreases of the held-out judge while the score rises.
-        gradient_spike: Largest `grad_norm`, as a multiple of the median before; only above `max_grad_norm`.
-        no_gradient: Smallest `grad_norm`.
-        unique: Smallest `response/unique_frac`, where it was larger than twice that at first.
-        reward_accuracy: Smallest accuracy of the reward model on held-out pairs.
-        win_rate: Smallest upper end of the interval of the judge's win rate, after training.
-        critic_gain: Smallest lower end of the interval of `critic/gain_over_prompt`.
-        failed_calls: Largest `tools/failure_frequency`.
-        cut_episodes: Largest share of episodes that a limit cuts.
-        no_calls: Smallest `tools/call_frequency`, as a share of the first one logged.
-    """
-
-    patience: int = 3
-    first_logratio: float | None = 0.1
-    kl: float | None = None
-    kl_per_token: float | None = 1.0
-    kl_growth: float | None = 1.75
-    negative_kl: float | None = 0.1
-    clip_fraction: float | None = 0.4
-    explained_variance: float | None = 0.0
-    explained_variance_logs: int = 20
-    entropy: float | None = 0.1
-    length_limit: float | None = 0.95
-    length_shrinks: float | None = 0.2
-    ended: float | None = 0.05
-    reward_std: float | None = 0.05
-    judge_falls: int | None = 4
-    gradient_spike: float | None = 20.0
-    no_gradient: float | None = 1e-8
-    unique: float | None = 0.2
-    reward_accuracy: float | None = 0.6
-    win_rate: float | None = 0.5
-    critic_gain: float | None = 0.0
-    failed_calls: float | None = 0.5
-    cut_episodes: float | None = 0.5
-    no_calls: float | None = 0.05
-
-
-_COUNTS = {"patience", "explained_variance_logs", "judge_falls"}
-_REQUIRED = {"patience", "explained_variance_logs"}
-
-
-def parse_thresholds(given: Any) -> dict[str, float | None] | None:
-    """Parse and check thresholds from Python, YAML or a command line.
-
-    Args:
-        given: A dict of fields of `HealthThresholds`, its JSON text, or None for the defaults.
-
-    Raises:
-        TypeError: It has another type, or a value is not a number.
-        ValueError: A name is unknown, a number is not finite, or a count is not positive.
-    """
-    given = parse_object("health_thresholds", given, '{"kl": 30, "clip_fraction": null}; null turns a check off')
-    if given is None:
-        return None
-    names = [field.name for field in fields(HealthThresholds)]
-    if unknown := [name for name in given if name not in names]:
-        raise ValueError(f"health_thresholds has no {unknown[0]!r}; there are {', '.join(names)}")
-    return {name: _checked(name, python_number(value)) for name, value in given.items()}
-
-
-def _checked(name: str, value: Any) -> float | None:
-    shown = f"health_thresholds[{name!r}]={told(value)}"
-    off = "" if name in _REQUIRED else "; None turns the check off"
-    if value is None and off:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{shown} must be a number{off}")
-    if not Interval(-math.inf, math.inf).holds(value):
-        raise ValueError(f"{shown} must be finite{off}")
-    if name in _COUNTS and (value < 1 or value != int(value)):
-        raise ValueError(f"{shown} must be a whole number of at least 1")
-    return int(value) if name in _COUNTS else value
-
-
 def logging_interval(num_updates: int) -> int:
     """Return the default of `logging_steps`: 10, or less where a run would have fewer than 20 logs."""
     return min(10, max(1, num_updates // 20))
@@ -209,21 +106,6 @@ class LoggingArguments:
         "Check the logs for signs of failing training, warn once of each with the option to change, and log "
         "health/<check> (0 or 1).",
     )
-    health_thresholds: dict[str, float | None] | str | None = _option(
-        None,
-        "Thresholds of the health checks, by the names of HealthThresholds: a dict or its JSON text, such as "
-        """'{"kl": 30, "clip_fraction": null}'; null (None) turns a check off.""",
-    )
-    health_judge: str = _option(
-        "eval_score",
-        "Evaluation metric that training does not optimize, such as eval_rewards/judge/mean of a reward with weight "
-        "0. If it falls while the score rises, the policy is over-optimized. With several evaluation sets the default "
-        "is the score of the first.",
-    )
-
-    def given_thresholds(self) -> dict[str, Any]:
-        """Return the thresholds of the health checks that the user set, by name."""
-        return parse_thresholds(self.health_thresholds) or {}
 
 
 @dataclass(repr=False)
@@ -268,11 +150,6 @@ class RecipeArguments:
         "the policy does not change (arXiv 2503.01491, 2504.05118).",
     )
 
-    critic_audit_steps: Count = _option(
-        0,
-        "PPO updates between two audits of the value model, such as 50: it is compared with Monte Carlo returns of "
-        "prefixes of held-out responses (arXiv 2410.01679), 81 responses to each held-out prompt. 0: none.",
-    )
     save_critic: bool = _option(
         False,
         "Save the value model too, in the directory critic beside the policy, to load it with "

@@ -280,11 +280,6 @@ class PPOConfig(
         "one device.",
     )
     num_sample_generations: Count = _option(3, "Tables of samples to print, evenly over the run; 0: none.")
-    num_completions_to_keep: Count = _option(
-        32,
-        "Responses of each logged update to save in output_dir/completions, with value, advantage, KL and reward of "
-        "every token; 0: none.",
-    )
     hub_files: list[str] | None = _option(
         None, "Additional files that push_to_hub uploads: patterns of paths in output_dir, such as 'completions/*'."
     )
@@ -415,7 +410,6 @@ class PPOConfig(
         """
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
-        self.health_thresholds = arguments.parse_thresholds(self.health_thresholds)
         self.chat_template_kwargs = parse_template_kwargs(self.chat_template_kwargs)
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name, annotation in _checked_annotations().items():

@@ -24,8 +24,10 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.rewards.scorer import masked_kl
 
-COMPLETIONS_DIR = "completions"
-"""The directory of the responses in `output_dir`, named as TRL's."""
+COMPLETIONS_DIR = "_completions"
+"""The directory of the responses in `output_dir`; `push_to_hub` does not upload it."""
+NUM_KEPT_COMPLETIONS = 32
+"""Number of responses of each logged update that are kept."""
 
 TOKEN_VALUES = ("token_value", "token_advantage", "token_kl", "token_reward")
 """Values of each token that the policy wrote; null for others."""
@@ -85,14 +87,14 @@ class KeptCompletions:
     Keeping does not wait for the device and draws no random numbers. Only logged updates are decoded.
 
     Args:
-        args: Gives `num_completions_to_keep` and the KL estimator.
+        args: Gives the KL estimator.
         tokenizer: The policy's tokenizer.
         num_processes: Number of ranks, which share the responses.
     """
 
     def __init__(self, args: PPOConfig, tokenizer: PreTrainedTokenizerBase, num_processes: int) -> None:
         self.tokenizer, self.kl_estimator = tokenizer, args.kl_estimator
-        self._num_rows = -(-args.num_completions_to_keep // num_processes)
+        self._num_rows = -(-NUM_KEPT_COMPLETIONS // num_processes)
         self._noted: _Noted | None = None
         self._rows: list[dict[str, Any]] = []
 
@@ -116,8 +118,6 @@ class KeptCompletions:
             extra: Columns that reward functions logged, `B` values each.
         """
         number = min(self._num_rows, len(rollout))
-        if number == 0:
-            return
         of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
         if (kl := masked_kl(rollout, self.kl_estimator)) is not None:
             of_tokens["token_kl"] = kl

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +19,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from rlhf_ppo.checkpoints.files import write_text
-from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.reporting.console import beside_bars
-from rlhf_ppo.reporting.metrics import EVALUATED, gather_columns, warn_of_unscored
+from rlhf_ppo.reporting.metrics import gather_columns, warn_of_unscored
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
-from rlhf_ppo.rewards.functions import called_code, named_parameters, takes_any_argument
 from rlhf_ppo.terminal import cell, csv_cell, markdown, visible
 
 if TYPE_CHECKING:
@@ -118,91 +115,6 @@ def first_prompts(
     first = num_rows * accelerator.process_index
     batch = collate([rows[index] for index in range(first, first + num_rows)])
     return Prompts.from_collated(batch, device)
-
-
-# The metric that models are compared by
-
-_SPEED = ("runtime", "samples_per_second", "steps_per_second")
-
-
-def check_best_metric(
-    args: PPOConfig,
-    names: Sequence[str],
-    functions: Iterable[Callable[..., Any]],
-    eval_dataset: Any,
-    has_reference: bool = True,
-    callbacks_may_log: bool = False,
-) -> None:
-    """Check that `metric_for_best_model` and `health_judge` are metrics of evaluation, before training.
-
-    Reward functions may log metrics of any name. If a function names `log_metric`, in its signature or its code, the
-    metrics are known only after the first evaluation; `missing_best_metric` checks them then.
-
-    Args:
-        args: The arguments.
-        names: The names of the rewards.
-        functions: The reward functions.
-        eval_dataset: The evaluation set, or a dict of them, whose names are then part of the metrics' names.
-        has_reference: Whether there is a KL.
-        callbacks_may_log: Whether the user's callbacks may log their own judge.
-
-    Raises:
-        ValueError: Evaluation does not have the metric.
-    """
-    if any(map(_may_log, functions)):
-        return
-    parts = [f"{name}_" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else [""]
-    rewards = [f"rewards/{name}/{kind}" for name in names for kind in ("mean", "std")]
-    of_episodes = [name for name in EVALUATED.values() if has_reference or name != "kl"]
-    known = [f"{part}{name}" for part in parts for name in (*of_episodes, *rewards)]
-    evaluates, best = args.eval_strategy != "no" or args.eval_on_start, args.metric_for_best_model
-    with_speed = [*known, *(f"{part}{name}" for part in parts for name in _SPEED)]
-    if evaluates and best is not None and best.removeprefix("eval_") not in with_speed:
-        raise ValueError(
-            f"metric_for_best_model={best!r} is not a metric of evaluation, which gives {with_speed}; a reward "
-            "function that logs another one must name log_metric in its signature"
-        )
-    judges = [evaluated_name(name) for name in known]
-    is_known = args.health_judge in (PPOConfig.health_judge, *judges) or callbacks_may_log
-    if args.health_checks and not is_known:
-        raise ValueError(
-            f"health_judge={args.health_judge!r} is not a metric of evaluation: name one of {judges}, or set "
-            "health_checks=False; a reward function that logs another one must name log_metric in its signature, and "
-            "a callback that does must be in callbacks"
-        )
-
-
-def missing_best_metric(args: PPOConfig, metrics: Mapping[str, float]) -> str | None:
-    """Return an error message if an evaluation lacks `metric_for_best_model`.
-
-    Returns:
-        The message, or None if the metric exists or is not set.
-    """
-    wanted = args.metric_for_best_model
-    if wanted is None or evaluated_name(wanted) in metrics:
-        return None
-    known = [name.removeprefix("eval_") for name in metrics if name.startswith("eval_")]
-    return (
-        f"metric_for_best_model={wanted!r} is not a metric of this evaluation: {known}: name one of "
-        "them, or let a reward function log it, log_metric(name, value), in evaluations too"
-    )
-
-
-def evaluated_name(metric: str) -> str:
-    """Return a metric's name in an evaluation."""
-    return f"eval_{metric.removeprefix('eval_')}"
-
-
-def _may_log(function: Callable[..., Any]) -> bool:
-    if "log_metric" in named_parameters(function):
-        return True
-    code = called_code(function)
-    return takes_any_argument(function) and (code is None or _mentions_log_metric(code))
-
-
-def _mentions_log_metric(code: types.CodeType) -> bool:
-    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return "log_metric" in code.co_consts or any(map(_mentions_log_metric, inner))
 
 
 # Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers

@@ -1,159 +1,340 @@
-"""The callback that runs the health checks at each log of training and at each evaluation."""
+"""Health checks: signs in a run's logs that training goes wrong, likely causes, and options to change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.reporting.console import beside_bars, use_console
-from rlhf_ppo.reporting.health_checks import CHECKS, Check, History, Log, RunContext
 from rlhf_ppo.reporting.judgements import read_accuracy
 from rlhf_ppo.reporting.model_card import model_origin
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
 
+PATIENCE = 3
+"""Number of consecutive logs in which a noisy metric must be beyond its limit."""
 SILENT_LOGS = 10
 """Number of logs without a finding after which a check may warn again."""
 
+Log = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Properties of a run that its metrics are compared with.
+
+    Attributes:
+        num_episodes: Episodes of an update.
+        explained_variance_logs: Number of consecutive logs in which the explained variance must be below 0.
+        reward_accuracy: Accuracy of the reward model on held-out pairs, if it was measured.
+    """
+
+    num_episodes: int = 64
+    explained_variance_logs: int = 20
+    reward_accuracy: float | None = None
+
+
+class Check(NamedTuple):
+    """A health check.
+
+    Attributes:
+        name: Its name.
+        find: Takes the logs of training so far and the run's properties; returns the finding in words, or None.
+        symptom: The problem that it finds, in general.
+        cause: The likely cause.
+        options: Advice, each with the option of `PPOConfig` to change.
+    """
+
+    name: str
+    find: Callable[[Sequence[Log], RunContext], str | None]
+    symptom: str
+    cause: str
+    options: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Its key in the logs: 1 if it finds something, else 0."""
+        return f"health/{self.name}"
+
+    @property
+    def advice(self) -> str:
+        """The options to change, in words."""
+        return f"{', '.join(self.options[:-1])} or {self.options[-1]}"
+
+    def message(self, finding: str) -> str:
+        """Return the warning for a finding."""
+        return f"Health ({self.name}): {finding}. Likely cause: {self.cause}. What to do: {self.advice}."
+
+
+def _values(logs: Sequence[Log], key: str) -> list[float]:
+    found = (log.get(key) for log in logs)
+    return [value for value in found if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def _last(logs: Sequence[Log], key: str, count: int = PATIENCE) -> list[float]:
+    """Return a metric of the last `count` logs, or an empty list if a value is missing."""
+    values = _values(logs[-count:], key)
+    return values if len(values) == count else []
+
+
+def _first(logs: Sequence[Log], key: str) -> float:
+    """Return a metric of the first log that has it, or NaN."""
+    return next((value for log in logs for value in _values([log], key)), math.nan)
+
+
+def _kl(logs: Sequence[Log], run: RunContext) -> str | None:
+    kls, lengths = _last(logs, "objective/kl"), _last(logs, "response/length_mean")
+    per_token = [kl / length for kl, length in zip(kls, lengths, strict=False) if length > 0]
+    if not per_token or min(per_token) <= 1:
+        return None
+    return f"the KL to the reference is {kls[-1]:.3g} nats per response, {per_token[-1]:.3g} per token, above 1"
+
+
+def _kl_growth(logs: Sequence[Log], run: RunContext) -> str | None:
+    kls = _last(logs, "objective/kl", 4 * PATIENCE)
+    periods = [kls[start : start + PATIENCE] for start in range(0, len(kls), PATIENCE)]
+    overlap = any(min(after) <= max(before) for before, after in itertools.pairwise(periods))
+    if not periods or overlap:  # overlapping periods may differ by noise alone
+        return None
+    means = [statistics.fmean(each) for each in periods]
+    first, second, third = (after - before for before, after in itertools.pairwise(means))
+    # A first rise from a small KL is normal; small rises of a large KL are noise.
+    has_risen = means[-1] > max(0.1 * max(_first(logs, "response/length_mean"), 1), 2 * means[0])
+    if has_risen and second > 1.75 * first and third > 1.75 * second:
+        return f"the KL rises ever faster: by {first:.3g}, {second:.3g} and {third:.3g} nats in equal times"
+    return None
+
+
+def _entropy(logs: Sequence[Log], run: RunContext) -> str | None:
+    found, first = _last(logs, "policy/entropy_avg"), _first(logs, "policy/entropy_avg")
+    if not found or not max(found) < 0.1 * first:
+        return None
+    return f"the entropy has fallen from {first:.3g} to {found[-1]:.3g} nats per token"
+
+
+def _repeated(logs: Sequence[Log], run: RunContext) -> str | None:
+    found, first = _last(logs, "response/unique_frac"), _first(logs, "response/unique_frac")
+    if not found or max(found) >= 0.2 or first < 0.4:
+        return None
+    return f"only {found[-1]:.0%} of the responses differ, where {first:.0%} did at first"
+
+
+def _reward_variance(logs: Sequence[Log], run: RunContext) -> str | None:
+    keys = [key for key in logs[-1] if key.startswith("rewards/") and key.endswith("/std")]
+    found = {key: _last(logs, key) for key in keys}
+    constant = [stds and max(stds) <= 0.05 * max(_values(logs, key)) for key, stds in found.items()]
+    if run.num_episodes < 2 or not keys or not all(constant):
+        return None
+    names = ", ".join(key.removeprefix("rewards/").removesuffix("/std") for key in keys)
+    return f"nearly all responses have the same reward ({names}): its standard deviation is {found[keys[0]][-1]:.2g}"
+
+
+def _explained_variance(logs: Sequence[Log], run: RunContext) -> str | None:
+    found = _last(logs, "val/explained_variance", run.explained_variance_logs)
+    if not found or max(found) >= 0:
+        return None
+    return f"the explained variance has been below 0 for {len(found)} logs: {found[-1]:.3g}"
+
+
+def _reward_accuracy(logs: Sequence[Log], run: RunContext) -> str | None:
+    if run.reward_accuracy is None or run.reward_accuracy >= 0.6:
+        return None
+    return f"the reward model is right on {run.reward_accuracy:.1%} of held-out pairs, where guessing is right on 50%"
+
+
+def _critic(logs: Sequence[Log], run: RunContext) -> str | None:
+    gain, low = _last(logs, "critic/gain_over_prompt", 1), _last(logs, "critic/gain_over_prompt_low", 1)
+    if not gain or not low or low[0] > 0:
+        return None
+    return (
+        f"the values explain {gain[0]:+.3g} more of the Monte Carlo returns' variance than the prompt's mean does "
+        f"(95% interval from {low[0]:.3g})"
+    )
+
+
+def _failed_calls(logs: Sequence[Log], run: RunContext) -> str | None:
+    found = _last(logs, "tools/failure_frequency")
+    return f"{found[-1]:.0%} of the calls of tools fail" if found and min(found) > 0.5 else None
+
+
+def _cut_episodes(logs: Sequence[Log], run: RunContext) -> str | None:
+    cuts = [_last(logs, f"episode/cut_by_{cut}_frac") for cut in ("length", "calls", "time")]
+    if not all(cuts):
+        return None
+    shares = [sum(each) for each in zip(*cuts, strict=True)]
+    return f"{shares[-1]:.0%} of the episodes are cut by a limit" if min(shares) > 0.5 else None
+
+
+CHECKS = (
+    Check(
+        "kl",
+        _kl,
+        "the KL to the reference is beyond its budget",
+        "the policy has moved far from the reference, often towards responses that the reward overrates",
+        ("raise kl_coef", "lower learning_rate", "lower num_ppo_epochs", "stop earlier (total_episodes)"),
+    ),
+    Check(
+        "kl_growth",
+        _kl_growth,
+        "the KL to the reference rises ever faster",
+        "the penalty does not hold the policy: the reward outweighs it, or updates are too large",
+        ("raise kl_coef", "lower learning_rate", "bound the reward (score_clip)"),
+    ),
+    Check(
+        "entropy",
+        _entropy,
+        "the policy is nearly certain of every token",
+        "entropy collapse: a single way of answering has replaced all alternatives, so the policy no longer explores",
+        ("raise kl_coef", "lower learning_rate", "raise temperature", "lower num_ppo_epochs"),
+    ),
+    Check(
+        "repeated",
+        _repeated,
+        "most prompts get the same response",
+        "mode collapse: a single response scores well on every prompt",
+        ("raise kl_coef", "lower learning_rate", "add a reward that reads the prompt (reward_weights)"),
+    ),
+    Check(
+        "reward_variance",
+        _reward_variance,
+        "all responses have nearly the same reward",
+        "the reward is saturated or too sparse: without differences there is no advantage to learn from",
+        (
+            "raise score_clip",
+            "raise per_device_train_batch_size",
+            "raise temperature",
+            "stop earlier (total_episodes)",
+        ),
+    ),
+    Check(
+        "reward_accuracy",
+        _reward_accuracy,
+        "the reward model hardly knows the better response",
+        "the reward model has learned little: too few pairs, too few epochs, or labels that contradict each other",
+        ("raise num_train_epochs of `rlhf-ppo reward`", "take another reward_model_path"),
+    ),
+    Check(
+        "explained_variance",
+        _explained_variance,
+        "the values explain the returns worse than a constant would, for long",
+        "the value model does not keep up: it learns too slowly, or its targets move too fast",
+        ("raise vf_coef", "raise cliprange_value", "raise num_ppo_epochs", "scale the scores (score_scaling)"),
+    ),
+    Check(
+        "critic",
+        _critic,
+        "an audit finds the values no better than the mean return of the prompt",
+        "the value model has not learned to tell good beginnings from bad ones, or the audit has too few prompts",
+        ("raise critic_learning_rate", "raise critic_warmup_steps", "raise num_ppo_epochs"),
+    ),
+    Check(
+        "failed_calls",
+        _failed_calls,
+        "most calls of tools fail",
+        "the policy calls tools or arguments that do not exist, or a tool is broken or too slow",
+        ("raise tool_timeout", "start from a model that knows the tools (sft_model_path)"),
+    ),
+    Check(
+        "cut_episodes",
+        _cut_episodes,
+        "most episodes are cut",
+        "a limit is too low for the task, or the policy does not come to an end",
+        (
+            "raise response_length",
+            "raise max_tool_calling_iterations",
+            "raise tool_timeout",
+            "set missing_eos_penalty",
+        ),
+    ),
+)
+"""All checks, in the order of their messages."""
+
 
 class HealthCallback(TrainerCallback):
-    """Adds `health/<check>` (0 or 1) to each log that a check reads, and warns once of each finding.
+    """Adds `health/<check>` (0 or 1) to each log of training, and warns once of each finding.
 
     It must come before the callbacks that write logs elsewhere. Its whole state is in the log history, so a resumed
     run repeats and forgets nothing. After a warning, a check is silent until `SILENT_LOGS` logs had no finding.
 
     Args:
-        thresholds: The thresholds of the checks.
         run: Properties of the run.
     """
 
-    def __init__(self, thresholds: HealthThresholds | None = None, run: RunContext | None = None) -> None:
-        self.thresholds, self.run = thresholds or HealthThresholds(), run or RunContext()
-        self.checks = [
-            check for check in CHECKS if any(getattr(self.thresholds, name) is not None for name in check.thresholds)
-        ]
-        self._history: History | None = None  # None outside of training
+    def __init__(self, run: RunContext) -> None:
+        self.run = run
+        self._logs: list[Log] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the history of a resumed run."""
-        self._history = History(state.log_history, self.run)
+        self._logs = [log for log in state.log_history if "loss" in log]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Run the checks that read the new log."""
-        if not logs or not state.log_history or self._history is None:
+        """Run the checks on a log of training."""
+        if not logs or "loss" not in logs:
             return
         entry = state.log_history[-1]
-        self._history.add(entry)
-        for check in self.checks:
-            if not _reads(check, self._history, entry):
-                continue
-            finding = check.find(self._history, self.thresholds)
+        self._logs.append(entry)
+        for check in CHECKS:
+            finding = check.find(self._logs, self.run)
             entry[check.key] = logs[check.key] = float(finding is not None)
-            if finding is not None and state.is_world_process_zero and not _has_warned(check, self._history):
+            if finding is not None and state.is_world_process_zero and not _has_warned(check, self._logs):
                 with beside_bars():
                     logger.warning(check.message(finding))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ignore evaluations after training."""
-        self._history = None
+
+def _has_warned(check: Check, logs: Sequence[Log]) -> bool:
+    return any(log.get(check.key) for log in logs[-SILENT_LOGS - 1 : -1])
 
 
 def add_console_and_health(trainer: Trainer, args: PPOConfig, sizes: Sizes, reward_models: Sequence[Any]) -> None:
     """Print a trainer's logs as `log_console` says, and check its health before other callbacks get a log.
 
     Args:
-        trainer: A `PPOTrainer` with Trainer's callbacks; a `HealthCallback` of the user is kept.
+        trainer: A `PPOTrainer` with Trainer's callbacks.
         args: Its arguments.
         sizes: The sizes of the run.
         reward_models: The reward models, which may have their accuracy beside them.
     """
     use_console(trainer, args.log_console)
-    health = trainer.pop_callback(HealthCallback)
-    if health is None and args.health_checks:
-        context = _run_context(args, sizes.batch_size, trainer.eval_dataset, reward_models)
-        health = HealthCallback(scaled_thresholds(args, sizes.num_total_batches), context)
-    if health is not None:
-        trainer.callback_handler.callbacks.insert(0, health)
-
-
-def scaled_thresholds(args: PPOConfig, num_updates: int) -> HealthThresholds:
-    """Return a run's thresholds: windows that were not given shrink in a short run, so that each check can warn.
-
-    `explained_variance_logs` is at most half of the logs, but at least 10; `judge_falls` is at most half of the
-    evaluations, but at least 2.
-
-    Args:
-        args: The run's arguments, whose `logging_steps` and `eval_steps` are known.
-        num_updates: Number of updates.
-    """
-    standard, given = HealthThresholds(), args.given_thresholds()
-    num_logs = num_updates / args.logging_steps if args.logging_steps >= 1 else 1 / args.logging_steps
-    windows = {"explained_variance_logs": min(standard.explained_variance_logs, max(10, int(num_logs / 2)))}
-    every = args.eval_steps
-    if args.eval_strategy == "steps" and every and standard.judge_falls is not None:
-        num_evaluations = num_updates / every if every >= 1 else 1 / every
-        windows["judge_falls"] = min(standard.judge_falls, max(2, int(num_evaluations / 2)))
-    return HealthThresholds(**{**windows, **given})
+    if args.health_checks:
+        num_logs = sizes.num_total_batches / args.logging_steps if args.logging_steps >= 1 else 1 / args.logging_steps
+        accuracy = next(filter(None, map(read_accuracy, filter(None, map(model_origin, reward_models)))), None)
+        run = RunContext(
+            sizes.batch_size,
+            min(RunContext.explained_variance_logs, max(10, int(num_logs / 2))),  # a short run can be warned too
+            None if accuracy is None else accuracy.accuracy,
+        )
+        trainer.callback_handler.callbacks.insert(0, HealthCallback(run))
 
 
 def health_settings(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """Return the `thresholds` and the `run` of the health callback as JSON values; empty without one."""
-    found = (callback for callback in callbacks if isinstance(callback, HealthCallback))
-    return next(({"thresholds": asdict(each.thresholds), "run": asdict(each.run)} for each in found), {})
+    """Return the run's properties for `ppo_settings.json`; empty without health checks."""
+    return next((asdict(each.run) for each in callbacks if isinstance(each, HealthCallback)), {})
 
 
-def warnings_of(log: Sequence[Log], thresholds: HealthThresholds, run: RunContext) -> dict[str, list[tuple[int, str]]]:
-    """Return the warnings of a finished run.
+def warnings_of(log: Sequence[Log], run: RunContext) -> dict[str, list[tuple[int, str]]]:
+    """Return the warnings of a recorded run.
 
     Args:
         log: The run's log, with `health/<check>`.
-        thresholds: The run's thresholds.
         run: Properties of the run.
 
     Returns:
         For each check that warned, the updates and the findings.
     """
-    history, found = History((), run), dict[str, list[tuple[int, str]]]()
-    for entry in log:
-        history.add(entry)
+    logs, found = list[Log](), dict[str, list[tuple[int, str]]]()
+    for entry in filter(lambda entry: "loss" in entry, log):
+        logs.append(entry)
         for check in CHECKS:
-            if entry.get(check.key) and _reads(check, history, entry) and not _has_warned(check, history):
-                finding = check.find(history, thresholds)
-                found.setdefault(check.name, []).extend([] if finding is None else [(int(entry["step"]), finding)])
+            if entry.get(check.key) and not _has_warned(check, logs) and (finding := check.find(logs, run)):
+                found.setdefault(check.name, []).append((int(entry["step"]), finding))
     return found
-
-
-def _reads(check: Check, history: History, entry: Log) -> bool:
-    """Return whether a check reads the newest entry of a history."""
-    logs = check.logs(history)
-    return bool(logs) and logs[-1] is entry
-
-
-def _has_warned(check: Check, history: History) -> bool:
-    """Return whether a check is silent: it found something in one of the last logs before the newest."""
-    return any(log.get(check.key) for log in check.logs(history)[-SILENT_LOGS - 1 : -1])
-
-
-def _run_context(args: PPOConfig, num_episodes: int, eval_dataset: Any, models: Sequence[Any]) -> RunContext:
-    judge = args.health_judge
-    if isinstance(eval_dataset, Mapping) and eval_dataset and judge == PPOConfig.health_judge:
-        judge = f"eval_{next(iter(eval_dataset))}_score"  # with several evaluation sets no metric is "eval_score"
-    origins = filter(None, map(model_origin, models))
-    accuracy = next(filter(None, map(read_accuracy, origins)), None)
-    stops = (args.stop_token, args.stop_token_id, args.stop_strings)
-    return RunContext(
-        response_length=args.response_length,
-        max_grad_norm=args.max_grad_norm,
-        num_episodes=num_episodes,
-        can_end=any(stop is not None for stop in stops),
-        end_counts=args.missing_eos_penalty is not None or args.missing_eos_score is not None,
-        judge=judge,
-        reward_accuracy=None if accuracy is None else accuracy.accuracy,
-    )

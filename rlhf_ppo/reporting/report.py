@@ -27,17 +27,14 @@ from transformers import TrainingArguments
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.checkpoints.run import HISTORY_NAME, in_use
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.data.conversation import as_lines
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
-from rlhf_ppo.reporting.health import warnings_of
-from rlhf_ppo.reporting.health_checks import CHECKS, RunContext
+from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_log import (
     AUDIT_NAME,
     SAMPLES_DIR,
-    SETTINGS_NAME,
     Log,
     RecordedRun,
     grouped,
@@ -593,11 +590,4 @@ def health_warnings(run: RecordedRun) -> dict[str, list[tuple[int, str]]]:
     Raises:
         ValueError: Its settings are damaged.
     """
-    if not (health := run.settings.health):
-        return {}
-    try:
-        return warnings_of(run.log, HealthThresholds(**health["thresholds"]), RunContext(**health["run"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"the run {run.name} has a {SETTINGS_NAME} that is damaged, or of a newer rlhf_ppo: {error!r}"
-        ) from error
+    return warnings_of(run.log, RunContext(**run.settings.health)) if run.settings.health else {}

@@ -22,7 +22,6 @@ from transformers import TrainerState, TrainingArguments
 from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, write_json
 from rlhf_ppo.checkpoints.run import HISTORY_NAME, full_history, list_checkpoints
 from rlhf_ppo.checkpoints.state import PROGRESS_NAME, Progress
-from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.config.validation import Interval
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, found_judgements
@@ -181,7 +180,7 @@ class RunSettings:
         versions: Package to version.
         made_of: Origins or names of `policy`, another `reference`, `rewards` and `dataset`, and `reward_funcs`, the
             texts that named reward functions, None for other functions.
-        health: `thresholds` and `run` of the health checks; empty without them.
+        health: The run's properties for the health checks; empty without them.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -212,7 +211,6 @@ class RunSettings:
             made_of = values["made_of"]
             check_values(SETTINGS_NAME, made_of, {name: kind for name, kind in types.items() if name in made_of})
             health = values.setdefault("health", {})
-            check_values(SETTINGS_NAME, values, {"health": dict[str, dict]})
         except ValueError as error:
             raise ValueError(f"{output_dir} cannot be read: {error}") from error
         return cls(values["arguments"], values["versions"], made_of, health)
@@ -405,18 +403,17 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
     settings = RunSettings.load(root)
-    log = [*log, *_judged(root, log, settings)]
+    log = [*log, *_judged(root, log)]
     return RecordedRun(name, root, log, settings, completions, _samples(root, int(last)))
 
 
-def _judged(root: Path, log: Log, settings: RunSettings) -> Iterator[dict[str, float]]:
-    """Yield the judgements of a run's policy as entries of its log, with the health check that reads them."""
+def _judged(root: Path, log: Log) -> Iterator[dict[str, float]]:
+    """Yield the judgements of a run's policy as entries of its log."""
     where = {name: max(entry.get(name, 0) for entry in log) for name in ("step", "episode")}
-    limit = settings.health.get("thresholds", {}).get("win_rate", HealthThresholds.win_rate)
     for judgement in found_judgements(root):
         low, high = judgement.interval
         rates = {JUDGED_RATE: judgement.win_rate, f"{JUDGED_RATE}_low": low, f"{JUDGED_RATE}_high": high}
-        yield where | rates | ({} if limit is None else {"health/win_rate": float(high < limit)})
+        yield where | rates
 
 
 def _samples(root: Path, last: int) -> dict[int, Path]:

@@ -13,7 +13,6 @@ import inspect
 import itertools
 import math
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -323,13 +322,6 @@ def function_name(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
         function = function.func
     return visible(getattr(function, "__name__", type(function).__name__).strip("<>"), one_line=True)
-
-
-def called_code(function: Callable[..., Any]) -> types.CodeType | None:
-    """Return the code object that a call runs, or None if it is not Python code."""
-    function = unwrapped(function)
-    own = getattr(function, "__code__", None)
-    return own if own is not None else getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:

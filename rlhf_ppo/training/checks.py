@@ -27,9 +27,6 @@ from rlhf_ppo.config.unused import TrainerContext, unused_options
 from rlhf_ppo.data.prompts import NoPrompts, Prompts, columns_of, prompt_column
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.processes.distributed import get_logger, num_processes, preserve_rng, zero_stage
-from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
-from rlhf_ppo.reporting.critic_audit import check_audit
-from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.rewards.scorer import Scorer
 from rlhf_ppo.training.optimization import check_pair
 from rlhf_ppo.training.run_state import RunState, SpecialTokens
@@ -129,13 +126,7 @@ def check_output_dir(path: str | None) -> None:
     Raises:
         ValueError: It cannot.
     """
-    place = check_writable(path, "output_dir")
-    for name in (COMPLETIONS_DIR, SAMPLES_DIR):
-        if (folder := place / name).exists() and not folder.is_dir():
-            raise ValueError(
-                f"output_dir={path!r} cannot be written: {folder} is a file, and the run needs a directory there; "
-                "rename it, or choose another directory"
-            )
+    check_writable(path, "output_dir")
 
 
 def check_writable(path: str | None, argument: str) -> Path:
@@ -237,8 +228,6 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
             f"num_generations={args.num_generations} repeats the prompts of train_dataset, but there is none; leave "
             "it 1, and pass a query to step() as often as it has responses"
         )
-    if args.critic_audit_steps > 0:
-        check_audit(args)
     columns: Any = None if needs_prompts else list
     check_rows(train_dataset, "train_dataset", columns)
     _check_lengths_column(args, train_dataset)
@@ -246,7 +235,6 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
         evaluating = {
             f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}": args.eval_strategy != "no",
             "eval_on_start=True": args.eval_on_start,
-            f"critic_audit_steps={args.critic_audit_steps}": args.critic_audit_steps > 0,
         }
         if option := next((option for option, is_set in evaluating.items() if is_set), None):
             raise ValueError(f"{option} evaluates, but eval_dataset=None: pass the prompts to evaluate on")

@@ -249,10 +249,7 @@ class PromptPreparation:
         train_dataset = self.prepared(train_dataset, "train_dataset")
         if eval_dataset is None:
             return train_dataset, None
-        eval_dataset = self.prepared(eval_dataset, "eval_dataset")
-        if self.args.critic_audit_steps > 0:
-            _check_several_prompts(eval_dataset, self.args.critic_audit_steps)
-        return train_dataset, eval_dataset
+        return train_dataset, self.prepared(eval_dataset, "eval_dataset")
 
     def prepared(self, dataset: Any, name: str) -> Any:
         """Tokenize and check a data set, or each of a dict of data sets.
@@ -335,17 +332,3 @@ class PromptPreparation:
     def _check_lengths(self, rows: Any) -> None:
         if rows is not None and num_rows(rows) is not None:
             check_lengths(longest_prompt(rows), self.args.response_length, self.longest_sequence)
-
-
-def _check_several_prompts(eval_dataset: Any, audit_steps: int) -> None:
-    """Check that not all rows have the same prompt, which a critic audit could compare with no other."""
-    sets = list(eval_dataset.values()) if isinstance(eval_dataset, Mapping) else [eval_dataset]
-    if any(num_rows(rows) is None for rows in sets):
-        return
-    prompts = (list(row["input_ids"]) for rows in sets for row in rows)
-    first = next(prompts, None)
-    if all(ids == first for ids in prompts):
-        raise ValueError(
-            f"critic_audit_steps={audit_steps} compares prompts, but all rows of eval_dataset have the same one; add "
-            "others, or leave critic_audit_steps out"
-        )

@@ -30,7 +30,6 @@ from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
 from rlhf_ppo.processes.distributed import derive_seed, num_processes, raise_on_all_ranks
-from rlhf_ppo.reporting.critic_audit import check_audit
 from rlhf_ppo.rewards.functions import rewards_of
 from rlhf_ppo.rewards.scorer import RewardSource
 from rlhf_ppo.training.rollouts import Play
@@ -65,8 +64,6 @@ class EpisodeRollouts:
         rollout_func: Callable[..., Any] | None,
     ) -> None:
         self.args, self.rollout_func = args, rollout_func
-        if args.critic_audit_steps > 0:
-            check_audit(args, has_episodes=True)
         if rollout_func is None:
             check_versions()
         elif tools or environment_factory is not None:

@@ -269,14 +269,13 @@ class RolloutMetrics:
     """Metrics, counts and first responses of the current update's rollout.
 
     Attributes:
-        completions: Responses of the latest update; None if none are kept.
+        completions: Responses of the latest update.
         num_response_tokens: Tokens of the responses of all ranks.
     """
 
     def __init__(self, run: RunState) -> None:
-        self.run, self.num_response_tokens, self.completions = run, 0, None
-        if run.args.num_completions_to_keep > 0:
-            self.completions = KeptCompletions(run.args, run.tokenizer, run.accelerator.num_processes)
+        self.run, self.num_response_tokens = run, 0
+        self.completions = KeptCompletions(run.args, run.tokenizer, run.accelerator.num_processes)
 
     def record(
         self,
@@ -312,8 +311,7 @@ class RolloutMetrics:
             run.metrics["objective/kl_coef"] = float(kl_controller.coef)
         self.num_response_tokens = int(columns["length"].sum())
         self._count_input_tokens(rollout.attention_mask)
-        if self.completions is not None:
-            self.completions.note(run.state.global_step + 1, rollout, advantages, rewards, own, logged)
+        self.completions.note(run.state.global_step + 1, rollout, advantages, rewards, own, logged)
         return own["scores"]
 
     def _count_input_tokens(self, attention_mask: Tensor) -> None:
@@ -324,7 +322,7 @@ class RolloutMetrics:
 
     def kept_completions(self, step: int) -> list[dict[str, Any]]:
         """Return this rank's kept responses of an update."""
-        return [] if self.completions is None else self.completions.rows(step)
+        return self.completions.rows(step)
 
     def keep(self, learned: PartialUpdate) -> None:
         """Store the remaining state of an interrupted update in its partial update."""
@@ -340,8 +338,7 @@ class RolloutMetrics:
         run = self.run
         run.metrics, self.num_response_tokens = dict(learned.metrics), learned.num_response_tokens
         run.timer.seconds = dict(learned.seconds)
-        if self.completions is not None:
-            self.completions.take(learned.completions)
+        self.completions.take(learned.completions)
         run.guard.left_out, run.guard.num_steps = list(learned.left_out), learned.num_steps
         for name, value in learned.wishes.items():
             setattr(run.control, name, value)

@@ -29,7 +29,7 @@ from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model
 from rlhf_ppo.processes.distributed import get_logger, is_fsdp, is_sharding, raise_on_all_ranks, zero_stage
-from rlhf_ppo.reporting.completion_files import write_completions
+from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.functions import function_name
@@ -472,8 +472,7 @@ class RunDirectory:
             logged: Entries logged so far.
             rows: This rank's responses, from `KeptCompletions.rows`.
         """
-        kept = self.args.num_completions_to_keep
-        rows = gather_object(rows)[:kept] if kept > 0 else []
+        rows = gather_object(rows)[:NUM_KEPT_COMPLETIONS]
         with raise_on_all_ranks(self.accelerator):
             self.write_history(logged)
             if rows and self.args.process_index == 0:

@@ -19,7 +19,7 @@ CALL = [("add", {"x": 2.0})]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("seen")
-    options = {"num_sample_generations": 1, "num_completions_to_keep": 2}
+    options = {"num_sample_generations": 1}
     trainer = made(folder, CALL, CALL, DONE, options=options, eval_dataset=[{"prompt": ASKED}] * 2)
     trainer.train()
     return trainer

@@ -45,7 +45,6 @@ VALUES: dict[str, Any] = {
     "reward_head": ["helpful", "1"],
     "value_range": [-1.0, 2.0],
     "chat_template_kwargs": {"enable_thinking": False},
-    "health_thresholds": {"kl": 30.0},
 }
 """Valid values of options for which the type does not tell one."""
 

@@ -140,7 +140,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("hostile") / NAME
     settings = {
         **QUIET, **QUICK, "output_dir": str(folder), "total_episodes": 4, "num_sample_generations": 2,
-        "num_completions_to_keep": 2, "logging_steps": 1, "report_to": ["tensorboard"], "eval_strategy": "steps",
+        "logging_steps": 1, "report_to": ["tensorboard"], "eval_strategy": "steps",
         "eval_steps": 1, "log_console": "line", "disable_tqdm": True, "stop_token": "eos",
     }  # fmt: skip
     if request.param is episodes:

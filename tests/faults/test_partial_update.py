@@ -35,7 +35,7 @@ from tests.runs import DieAt, RunDied, assert_identical, end_of_run
 RUN: dict[str, Any] = {
     "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "num_ppo_epochs": 2, "num_mini_batches": 2,
     "total_episodes": 12, "include_num_input_tokens_seen": "all", "score_scaling": True, "on_divergence": "skip",
-    "lr_scheduler_type": "linear", "num_completions_to_keep": 3, "ptx_coef": 0.3,
+    "lr_scheduler_type": "linear", "ptx_coef": 0.3,
 }  # fmt: skip
 """Three updates, each with four optimizer steps of two micro-batches of responses and two of texts."""
 TEXTS = [{"text": " ".join(f"w{row + word}" for word in range(1 + row))} for row in range(5)]

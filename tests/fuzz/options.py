@@ -127,12 +127,10 @@ OPTIONS: dict[str, list[Any]] = {
     "adapter": ["lora"],
     "share_base_model": [True],
     # What changes no number
-    "critic_audit_steps": [1, 2],
     "gradient_checkpointing": [True],
     "lm_head_float32": [True],
     "on_divergence": ["skip"],
     "torch_empty_cache_steps": [1],
-    "num_completions_to_keep": [3],
     "num_sample_generations": [2],
     "logging_steps": [2, 3],
     "reward_timeout": [60.0],

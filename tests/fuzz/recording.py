@@ -328,7 +328,7 @@ def make(
         **given_models(objects),
         reward_funcs=REWARDS[objects["reward"]] or None,
         train_dataset=Dataset.from_list(prompt_rows(NUM_PROMPTS)),
-        eval_dataset=Dataset.from_list(prompt_rows(2, seed=3)) if options.get("critic_audit_steps") else None,
+        eval_dataset=None,
         ptx_dataset=TEXTS if options.get("ptx_coef") else None,
         callbacks=list(callbacks),
     )
@@ -342,7 +342,7 @@ def make(
 def make_stepped(configuration: Configuration, output_dir: Path) -> PPOTrainer:
     """Make the trainer of a configuration that is given responses and scores."""
     options, objects = split(configuration)
-    for name in ("reward_weights", "num_generations", "critic_audit_steps"):  # of rewards and prompts that it has not
+    for name in ("reward_weights", "num_generations"):  # of rewards and prompts that it has not
         options.pop(name, None)
     args = PPOConfig(**{**QUIET, "log_console": "none", **options, "output_dir": str(output_dir)})
     given = given_models(objects)

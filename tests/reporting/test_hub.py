@@ -73,7 +73,7 @@ def test_a_push_uploads_policy_card_and_curves_and_nothing_of_the_run(make_train
     """The rule of docs/usage.md, over a run's whole directory; every argument arrives."""
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "run" / "runs"))
     trainer = make_trainer(
-        **QUICK, num_completions_to_keep=2, num_sample_generations=1, save_strategy="steps", save_steps=2,
+        **QUICK, num_sample_generations=1, save_strategy="steps", save_steps=2,
         report_to="tensorboard", hub_model_id="some-org/tiny-ppo", hub_token="hf_secret", hub_private_repo=True,
     )  # fmt: skip
     trainer.train()
@@ -121,7 +121,7 @@ def test_a_push_uploads_policy_card_and_curves_and_nothing_of_the_run(make_train
 def test_checkpoints_are_pushed_in_the_background_with_a_card_of_that_moment(make_trainer, hub):
     trainer = make_trainer(
         **QUICK, save_strategy="steps", save_steps=2, push_to_hub=True, hub_always_push=True,
-        hub_strategy="checkpoint", num_completions_to_keep=2,
+        hub_strategy="checkpoint",
     )  # fmt: skip
 
     trainer.train()

@@ -24,7 +24,7 @@ from rlhf_ppo.reporting.completion_files import (
 from tests.conftest import count_w4, make_tokenizer
 from tests.runs import QUICK, DieAt, RunDied, assert_identical, end_of_run, record, record_rollouts
 
-KEEPS = {**QUICK, "num_completions_to_keep": 3, "logging_steps": 2, "missing_eos_penalty": 0.5}
+KEEPS = {**QUICK, "logging_steps": 2, "missing_eos_penalty": 0.5}
 
 
 def row(step: int = 1, **values: Any) -> dict[str, Any]:

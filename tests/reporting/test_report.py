@@ -29,7 +29,7 @@ from rlhf_ppo.cli.main import main
 from rlhf_ppo.reporting import judgements, report
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, CriticAudit, audit
-from rlhf_ppo.reporting.health_checks import CHECKS
+from rlhf_ppo.reporting.health import CHECKS
 from rlhf_ppo.reporting.report import SCRIPTS, watch_report, write_report
 from rlhf_ppo.rewards.judges import Compared
 from rlhf_ppo.terminal import visible
@@ -442,7 +442,7 @@ def test_what_a_run_writes_makes_a_report(
     make_trainer: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Without checkpoint or saved state, as of a run that goes on."""
-    trainer = make_trainer(**QUICK, num_completions_to_keep=1, num_sample_generations=2)
+    trainer = make_trainer(**QUICK, num_sample_generations=2)
     trainer.train()
     main(["report", str(trainer.args.output_dir), "--output", str(tmp_path / "a.html")])
     assert capsys.readouterr().out.splitlines()[-1] == f"The report is in {tmp_path / 'a.html'}."

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.config.arguments import HealthThresholds
-from rlhf_ppo.reporting.health import warnings_of
-from rlhf_ppo.reporting.health_checks import RunContext
 from rlhf_ppo.reporting.judgements import RewardAccuracy, read_accuracy
 from rlhf_ppo.reporting.run_log import RecordedRun
 from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
@@ -140,15 +137,6 @@ def test_the_newest_judgement_against_the_sft_model_counts(make_run: MakeRun) ->
         said = {**old, "win_rate": rate, "options": old["options"] | {"opponent": opponent}}
         (run.directory / f"judged/win_rate-{number}.json").write_text(json.dumps(said))
     assert verdict_of([run]).win_rate == 0.3
-
-
-def test_a_health_check_hears_the_judge(make_run: MakeRun) -> None:
-    def spoken(run: RecordedRun) -> list[tuple[int, str]]:
-        return warnings_of(run.log, HealthThresholds(), RunContext()).get("win_rate", [])
-
-    words = "the policy wins 44.0% of the judged prompts (95% interval 39.0 to 49.0%)"
-    assert spoken(make_run(0.44)) == [(100, words)]
-    assert spoken(make_run(0.46, seed=1)) == [] == spoken(make_run(seed=2))
 
 
 def test_the_accuracy_of_a_damaged_file_is_unknown(tmp_path: Path) -> None:

@@ -14,9 +14,7 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
-from rlhf_ppo.config.arguments import HealthThresholds
 from rlhf_ppo.data.rollout import Experience
-from rlhf_ppo.reporting.health_checks import CHECKS, History
 from rlhf_ppo.training import learning
 from rlhf_ppo.training.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
@@ -214,16 +212,6 @@ def test_deepspeed_holds_the_policys_groups_by_the_numbers_that_it_gives_them(ma
     held = {id(each) for index in optimization.policy_groups for each in kept[index]}
     assert held == {id(each) for each in trainer.policy_model.parameters() if each.requires_grad}
     assert len(kept) < len(groups)
-
-
-def test_the_gradient_that_comes_with_the_policy_is_no_spike() -> None:
-    norms = [(0.1, 1.0)] * 9 + [(40.0, 0.0)] * 4
-    logs = [{"loss": 0.0, "grad_norm": norm, "val/critic_warmup": warm} for norm, warm in norms]
-    (spikes,) = (check.find for check in CHECKS if check.name == "gradient_spike")
-    found = [spikes(History(logs[: end + 1]), HealthThresholds()) for end in range(len(logs))]
-    assert not any(found)
-    spike = History([*logs, *[logs[-1]] * 9, {**logs[-1], "grad_norm": 4e4}])
-    assert spikes(spike, HealthThresholds()) is not None
 
 
 @pytest.mark.parametrize(

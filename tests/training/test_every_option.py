@@ -82,7 +82,6 @@ CHANGES: dict[str, Any] = {
     "max_prompt_length": 2,
     "on_divergence": "skip",
     "health_checks": False,
-    "health_thresholds": {"clip_fraction": -1.0, "patience": 1},
 }
 """Values that change the weights or what is logged."""
 
@@ -101,7 +100,6 @@ IDLE_ALONE: dict[str, Any] = {
     "offload_frozen": True,
     "lm_head_float32": True,
     "ds3_gather_for_generation": False,
-    "health_judge": "eval_kl",
     "hub_files": ["completions/*"],
     "chat_template_kwargs": {"enable_thinking": False},
     "max_tool_calling_iterations": 2,
@@ -132,13 +130,12 @@ ELSEWHERE: dict[str, str] = {
         "how much is computed at once, not what",
     ),
     **dict.fromkeys(("max_tokens_per_micro_batch", "bf16"), "where and how, not what"),
-    **dict.fromkeys(("num_completions_to_keep", "log_console", "exp_name"), "files and lines"),
+    **dict.fromkeys(("log_console", "exp_name"), "files and lines"),
     "num_sample_generations": "tables, of training prompts without eval_dataset",
     "logging_steps": "a run of two updates logs the first and the last",
     "overwrite_output_dir": "of directories with checkpoints",
     "dataloader_drop_last": "False is an error",
     "save_critic": "it adds files; tests/test_decoding.py",
-    "critic_audit_steps": "an error without eval_dataset; tests/evaluation/test_critic_audit.py",
     "critic_warmup_explained_variance": "an error without critic_warmup_steps",
     "reward_head": "an error without a reward model",
     "ptx_coef": "an error without ptx_dataset",
@@ -208,7 +205,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"reward_weights": [2.0]}, {"is_stepped": True}, "responses and scores"),
     ({"offload_frozen": True}, {"has_frozen": False}, "no frozen model"),
     ({"reward_timeout": 5.0}, {"has_functions": False}, "there are no reward functions"),
-    ({"health_judge": "x", "health_checks": False}, {"has_evaluation": True}, "health_checks is False"),
     ({"exp_name": "mine", "run_name": "other"}, {}, "run_name is set"),
     (
         {"importance_sampling_clip_max": 3.0, "importance_sampling_correction": False},

@@ -37,7 +37,7 @@ def keys(trainer: PPOTrainer) -> set[str]:
 def test_nothing_is_made_held_or_run_and_the_policy_learns_the_same(
     make_trainer: MakeTrainer, adapter: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = {"peft_config": adapter, "num_completions_to_keep": 2}
+    how: dict[str, Any] = {"peft_config": adapter}
     compared = train(make_trainer, log_kl=True, output_dir=str(tmp_path / "compared"), **how)
     assert compared.reference is not None and "objective/kl" in keys(compared)
 

@@ -77,6 +77,6 @@
     show(audited[0]);
   } else {
     byId("critic-runs").hidden = true;
-    byId("critic-audit").append(note("No audit of these runs' critics. Set critic_audit_steps, or run rlhf-ppo critic RUN."));
+    byId("critic-audit").append(note("No audit of these runs' critics. Call trainer.audit_critic()."));
   }
 })();

@@ -249,6 +249,6 @@
     byId("responses-find").addEventListener("input", () => { now.all = false; found(); list(); inspect(null); });
     window.addEventListener("resize", histogram);
   } else {
-    without("responses", "These runs kept no responses. Set num_completions_to_keep to keep them.");
+    without("responses", "These runs kept no responses.");
   }
 })();
