@@ -183,10 +183,9 @@ class PPOTrainer(TrainerBase):
 
         # Make the parts that need Trainer's accelerator.
         run.guard.own_losses = learning.own_losses(type(self), PPOTrainer, self._policy_loss)
-        self._estimate, self._engine, self._preparation, self._rollouts, self.scorer = construction.make_parts(
-            self, run, models, preparation, episodes, engine, sequential_backward=self._sequential_backward,
-            generate=lambda *given: self.generate_responses(*given),
-        )  # fmt: skip
+        self._engine, self._preparation, self._rollouts, self.scorer = construction.make_parts(
+            self, run, models, preparation, episodes, engine, generate=lambda *given: self.generate_responses(*given)
+        )
         self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._critic_only, ptx_dataset)
         self._check_columns = self._check_data(data_collator)
         self._warn_of_unused_options(models, has_engine=engine is not None)

@@ -34,7 +34,6 @@ from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
 from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.estimate.run import RunEstimate
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -87,7 +86,6 @@ class TrainerBase(Trainer):
     _run: RunState
     _critic_only: CriticOnly
     _engine: GenerationEngine
-    _estimate: RunEstimate
     _rollouts: rollouts.Sampler
     _preparation: datasets.PromptPreparation
     _reward_funcs: Any
@@ -190,7 +188,6 @@ class TrainerBase(Trainer):
             run.guard.last_checkpoint = checkpoint
             self.scorer.stop()  # a failed update may have left pending rewards and logged values
             run.logged.forget()
-            self._estimate.announce()
             yield checkpoint
 
     def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> LoopState:

@@ -87,7 +87,6 @@ WHOLE_RUNS = {
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
     "data/test_train_data_forms.py",
-    "estimate/test_update.py",
     "faults/test_partial_update.py",
     "faults/test_something_else.py",
     "models/test_peft.py",
@@ -95,7 +94,6 @@ LONG_RUNS = {
     "training/test_checkpoints.py",
     "training/test_optimization.py",
     "cli/test_commands.py",
-    "cli/test_estimate.py",
     "cli/test_jobs.py",
     "examples/test_ppo_example.py",
     "generation/test_continuous.py",
@@ -334,11 +332,7 @@ def count_w4(prompts: Any, completions: Any, completion_ids: list[list[int]], **
 
 @pytest.fixture
 def plain_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of commands: no estimate and no curves, which take more than half of a tiny run.
-
-    `tests/estimate` and `tests/reporting` have those; `tests/examples/test_documented_commands.py` has both.
-    """
-    monkeypatch.setattr("rlhf_ppo.estimate.run.RunEstimate.announce", lambda self: None)
+    """For tests of commands: no curves, which take half of a tiny run; `tests/reporting` has those."""
     monkeypatch.setattr("rlhf_ppo.reporting.model_card._draw", lambda log, path: path.touch())
 
 

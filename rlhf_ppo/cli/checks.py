@@ -10,26 +10,20 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.trainer_utils import has_length
 from trl.trainer.model_config import ModelConfig
-from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.checkpoints.run import check_start
 from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOArgumentParser, PPOScriptArguments, check_columns
 from rlhf_ppo.cli.errors import USER_ERRORS, Problems
-from rlhf_ppo.cli.estimate import without_weights
-from rlhf_ppo.cli.init import num_tokens
 from rlhf_ppo.cli.judge import check_judge, check_responses, load_rows
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import (
     check_model,
     has_reward_model,
     load_tokenizer,
-    loading_settings,
     resumed_checkpoint,
     text_columns,
 )
@@ -37,11 +31,11 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
-from rlhf_ppo.models.adapters import is_adapter_directory, naming_adapter
+from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signature_in_file
-from rlhf_ppo.terminal import hide_data_bars, hide_library_warnings, hide_logs
+from rlhf_ppo.terminal import hide_data_bars, hide_logs
 from rlhf_ppo.training.checks import check_writable
 from rlhf_ppo.training.datasets import PromptPreparation
 
@@ -149,26 +143,6 @@ def _tokenizer_at(problems: Problems, base: str | None, argument: str, trusts: b
     return None
 
 
-def _empty_model(
-    problems: Problems, auto: Any, base: str | None, argument: str, trusts: bool, model_args: ModelConfig
-) -> Any:
-    """Return a model without weights, and check its adapter's options; None if it cannot be made."""
-    if base is None or is_adapter_directory(base):
-        return None
-    try:
-        model = without_weights(auto, base, argument, torch.device("cpu"), loading_settings(trusts, model_args))
-    except Exception:  # a model's own code may not run without weights
-        return None
-    with problems.collecting(), hide_library_warnings():
-        if (peft_config := get_peft_config(model_args)) is not None:
-            from peft import get_peft_model
-
-            names = model_args.lora_target_modules
-            with naming_adapter(f"the adapter of lora_r={model_args.lora_r} and lora_target_modules={names}", model):
-                get_peft_model(model, peft_config)
-    return model
-
-
 def _check_ppo(
     problems: Problems, script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig, origins: Origins
 ) -> tuple[Any, Any]:
@@ -176,7 +150,6 @@ def _check_ppo(
     base = _model_at(problems, args.sft_model_path, "sft_model_path", origins, trusts)
     named = model_args.model_name_or_path
     tokenizer = _tokenizer_at(problems, named or base, "model_name_or_path" if named else "sft_model_path", trusts)
-    policy = _empty_model(problems, AutoModelForCausalLM, base, "sft_model_path", trusts, model_args)
     if has_reward_model(script_args, args):
         _model_at(problems, args.reward_model_path, "reward_model_path", origins, trusts)
     if script_args.value_model_path is not None:
@@ -187,7 +160,7 @@ def _check_ppo(
         rows = train_and_eval_rows(script_args, always_evaluates=True)
         for name, dataset in zip(("train_dataset", "eval_dataset"), rows, strict=True):
             if dataset is not None and not script_args.environment:
-                _check_prompts(dataset, name, args, tokenizer, policy)
+                _check_prompts(dataset, name, args, tokenizer, None)
         if rows[0] is not None and has_length(rows[0]):
             args.count_sizes(1, len(rows[0]))  # more processes need more prompts
     _check_reward_columns(problems, script_args, rows[0])
@@ -285,9 +258,6 @@ def _check_trl(
                 "its base with PEFT's merge_and_unload(), save that with the tokenizer in another directory, and give "
                 "the directory"
             )
-        if model_args.use_peft:
-            auto = AutoModelForSequenceClassification if command == "reward" else AutoModelForCausalLM
-            _empty_model(problems, auto, base, "model_name_or_path", trusts, model_args)
     rows = (None, None)
     with problems.collecting():
         rows = train_and_eval_rows(script_args)
@@ -298,8 +268,6 @@ def _check_trl(
             if dataset is not None:
                 check_columns(dataset, alternatives)
                 _check_texts(script_args.dataset_name, dataset, alternatives, tokenizer)
-                if command == "reward" and tokenizer is not None:
-                    _check_pair_lengths(script_args.dataset_name, dataset, args.max_length, tokenizer)
     return rows
 
 
@@ -326,20 +294,6 @@ def first_null(dataset: Dataset, column: str) -> int | None:
     """Return the first row with nothing in a column, or None."""
     values: Any = dataset.with_format("arrow")[column][:]
     return int(np.argmax(values.is_null())) if values.null_count else None
-
-
-def _check_pair_lengths(name: str | None, dataset: Any, max_length: int | None, tokenizer: Any) -> None:
-    """Check that a pair is short enough for training; longer pairs are left out."""
-    if max_length is None or not isinstance(dataset, Dataset) or not 0 < len(dataset) <= MANY_ROWS:
-        return
-    prompts = num_tokens(dataset["prompt"], tokenizer) if "prompt" in dataset.column_names else [0] * len(dataset)
-    both = [num_tokens(dataset[column], tokenizer) for column in ("chosen", "rejected")]
-    shortest = min(prompt + max(pair) for prompt, *pair in zip(prompts, *both, strict=True))
-    if shortest > max_length:
-        raise ValueError(
-            f"dataset_name={name!r}: all pairs are longer than max_length={max_length} tokens and would be left out; "
-            f"the shortest has {shortest}: raise max_length"
-        )
 
 
 def _check_judge(problems: Problems, args: JudgeArguments, origins: Origins) -> None:

@@ -1,4 +1,4 @@
-"""The commands train, estimate, reward and sft."""
+"""The commands train, reward and sft."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,16 +11,14 @@ from rlhf_ppo.cli.arguments import (
     PPOScriptArguments,
     quantization_options,
 )
-from rlhf_ppo.cli.checks import check_step_options, parse, train_and_eval_rows
+from rlhf_ppo.cli.checks import check_step_options, parse
 from rlhf_ppo.cli.errors import Problems, program_name, user_errors
-from rlhf_ppo.cli.estimate import EstimateArguments, devices_of, models_without_weights, prompts_of, show
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
     measure_accuracy,
     measured_reward_trainer,
-    policy_tokenizer,
     running,
     scored_ppo_trainer,
     sft_trainer,
@@ -31,15 +29,9 @@ from rlhf_ppo.config.inherited import INHERITED_RANGES, check_inherited
 from rlhf_ppo.config.validation import (
     check_ranges,
 )
-from rlhf_ppo.estimate.run import estimate_run
-from rlhf_ppo.estimate.update import Estimate
-from rlhf_ppo.models.unwrapping import multiplied_dtype
-from rlhf_ppo.processes.distributed import mixed_precision_dtype
-from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.terminal import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
-from rlhf_ppo.training.episodes import EpisodeRollouts
 
 
 def train(argv: Sequence[str] | None = None) -> PPOTrainer:
@@ -56,49 +48,6 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
         SystemExit: An option, the data or a model is wrong; the message names it.
     """
     return _train("train", scored_ppo_trainer, argv)
-
-
-def estimate(argv: Sequence[str] | None = None) -> Estimate:
-    """Estimate memory, by purpose, and time of `train` with the same options, without loading weights.
-
-    Args:
-        argv: The options of `train`, and those of `EstimateArguments`. None takes the program's own.
-
-    Returns:
-        The estimate of one device and one update.
-
-    Raises:
-        SystemExit: There is no such model or data, they do not fit, or nothing says how many updates there are.
-    """
-    program = program_name("estimate", argv)
-    problems = Problems()
-    options = parse_options(program, "estimate", argv, problems)
-    problems.fail(program)
-    with user_errors(program):
-        return _estimate(*options)
-
-
-def _estimate(script_args: EstimateArguments, args: PPOConfig, model_args: ModelConfig) -> Estimate:
-    devices = devices_of(script_args, args)
-    policy, value_model, frozen = models_without_weights(script_args, args, model_args)
-
-    def load() -> tuple[Any, Any]:
-        return policy_tokenizer(script_args, args, model_args), train_and_eval_rows(
-            script_args, always_evaluates=True
-        )[0]
-
-    agents = (resolve_tools(script_args.tools), resolve_environments(script_args.environment))
-    episodes = EpisodeRollouts.of(args, *agents, rollout_func=None)
-    prompt_length, num_prompts = prompts_of(args, policy, load, episodes)
-    sizes = args.fill_derived(devices.count, num_prompts)
-    found = estimate_run(
-        args, sizes, policy, value_model, frozen, prompt_length, devices.sharding, mixed_precision_dtype(args),
-        sequential_backward=devices.engine == "" and not args.torch_compile,
-    )  # fmt: skip
-    rates = (script_args.device_flops, script_args.device_bandwidth)
-    dtype = multiplied_dtype(args, policy)
-    show(found, args, sizes, devices, prompt_length, rates, dtype, script_args.device_memory)
-    return found
 
 
 def reward(argv: Sequence[str] | None = None) -> Trainer:
@@ -154,7 +103,6 @@ OPTIONS = {
     "sft": (DryRunScriptArguments, SFTArguments),
     "reward": (DryRunScriptArguments, RewardArguments),
     "train": (PPOScriptArguments, PPOConfig),
-    "estimate": (EstimateArguments, PPOConfig),
 }
 """Option groups of each command that takes TRL's `ModelConfig` too."""
 

@@ -38,7 +38,7 @@ COMMANDS = {
     "train": ("rlhf_ppo.cli.commands", "Train a policy with PPO, with the options of TRL's script."),
     "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
     "reward": ("rlhf_ppo.cli.commands", "Train a reward model on preference pairs (TRL's RewardTrainer)."),
-    "estimate": ("rlhf_ppo.cli.commands", "Estimate memory and time of `train` with the same options."),
+    "estimate": ("rlhf_ppo.cli.estimate", "Estimate the memory of `train` with the same options."),
     "judge": ("rlhf_ppo.cli.judge", "Measure how often a judge prefers one model over another."),
     "eval": ("rlhf_ppo.cli.judge", "The same as judge."),
     "plot": ("rlhf_ppo.cli.main", "Draw the metrics of runs into a picture."),

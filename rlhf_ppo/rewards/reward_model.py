@@ -119,7 +119,6 @@ class LoadedRewardModel:
         offloads: Whether its weights stay on the CPU between uses.
         scorer: The module that computes its scores; None until all models are made, which may share its weights, or
             until an engine shards it.
-        counted: A copy without storage of a model that was sharded before the others were loaded.
     """
 
     argument: str
@@ -127,7 +126,6 @@ class LoadedRewardModel:
     tokenizer: PreTrainedTokenizerBase | None
     offloads: bool = False
     scorer: nn.Module | None = None
-    counted: nn.Module | None = None
 
     def made_scorer(self) -> nn.Module:
         """Return the module that computes its scores; raise a `ValueError` before it is made."""

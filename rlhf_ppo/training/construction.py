@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -22,8 +21,6 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLControlle
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.prompts import PositionLimit, smallest
-from rlhf_ppo.estimate.run import RunEstimate
-from rlhf_ppo.estimate.update import copy_without_storage
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
@@ -263,8 +260,6 @@ def _prepare_rewards(
             needs_critic = False
             critic = loading.make_value_model(reward.model) if heads.reads_last_token(reward.model) else None
         if accelerator is not None:
-            with suppress(Exception):  # training works without the estimate, which reads the copy
-                reward = replace(reward, counted=copy_without_storage(reward.model, ()))
             scorer = frozen_models.FrozenScorer(reward.model)
             reward = replace(reward, scorer=place_frozen(scorer, accelerator))
         rewards.append(reward)
@@ -426,36 +421,6 @@ def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLControl
     return AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
 
 
-def store_and_place(
-    models: Models, trained: nn.Module, accelerator: Accelerator, args: PPOConfig
-) -> Sequence[nn.Module] | None:
-    """Place the reference.
-
-    Args:
-        models: The models; `make_scorer` places the reward models.
-        trained: The `PolicyAndValue`.
-        accelerator: Places them.
-        args: Gives `offload_frozen`.
-
-    Returns:
-        Reference and reward models with separate weights, for the estimate: copies without storage if an engine shards
-        them; None if one cannot be copied.
-    """
-    reference = models.frozen_reference
-    frozen = [reward.counted or reward.model for reward in models.rewards]
-    frozen = [*([] if reference is None else [reference.policy]), *frozen]
-    counted: Sequence[nn.Module] | None = frozen
-    if distributed.is_sharding(accelerator):
-        try:
-            counted = [copy_without_storage(model, trained.parameters()) for model in frozen]
-        except Exception as error:  # training works without the estimate
-            logger.warning(f"No estimate of memory and time: {type(error).__name__}: {error}")
-            counted = None
-    if models.reference is not None and models.reference.model is not None:
-        models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
-    return counted
-
-
 def prompt_preparation(
     args: PPOConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -489,8 +454,7 @@ def make_parts(
     episodes: EpisodeRollouts | None,
     engine: GenerationEngine | None,
     generate: Generate,
-    sequential_backward: bool,
-) -> tuple[RunEstimate, GenerationEngine, PromptPreparation, Sampler, Scorer]:
+) -> tuple[GenerationEngine, PromptPreparation, Sampler, Scorer]:
     """Place the frozen models, and make engine, sampler and scorer.
 
     Args:
@@ -501,14 +465,10 @@ def make_parts(
         episodes: Rollouts of several turns, or None.
         engine: The engine to use; None makes that of the arguments.
         generate: The trainer's `generate_responses`.
-        sequential_backward: Whether each trained model has a backward pass of its own.
     """
     args, tokens, accelerator = run.args, run.tokens, run.accelerator
-    frozen = store_and_place(models, as_module(trainer.model), accelerator, args)
-    estimate = RunEstimate(
-        args, run.sizes, accelerator, trainer.train_dataset, models.policy, models.value_model, sequential_backward,
-        frozen,
-    )  # fmt: skip
+    if models.reference is not None and models.reference.model is not None:
+        models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
     if engine is None:
         engine = make_engine(
@@ -531,7 +491,7 @@ def make_parts(
         play,
         preparation.longest_sequence,
     )
-    return estimate, engine, preparation, sampler, make_scorer(run, models.rewards)
+    return engine, preparation, sampler, make_scorer(run, models.rewards)
 
 
 def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:

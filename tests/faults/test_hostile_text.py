@@ -146,7 +146,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     if request.param is episodes:
         settings |= {"response_length": 3000}
     with printed() as found, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf_ppo.estimate.run.RunEstimate.announce", lambda self: None)
         patch.setattr("rlhf_ppo.reporting.model_card._draw", lambda log, path: path.touch())
         trainer = PPOTrainer(
             args=PPOConfig(**settings), reward_funcs=[named(TEXT), named(f"{TEXT}2")], **request.param()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from rlhf_ppo.estimate.update import outside_blocks, stored_bytes
 from tests.distributed import scenarios
 from tests.gpu.conftest import small_policy
 
@@ -54,7 +53,9 @@ def train_with_checkpoints(**arguments: Any) -> dict[str, Any]:
 def shard_reference(**arguments: Any) -> dict[str, Any]:
     """Make a trainer with a reference of eight blocks; return the device's bytes after it and at most, and its own."""
     policy = small_policy(num_hidden_layers=8)
-    whole, outside = stored_bytes(policy.parameters()), stored_bytes(outside_blocks(policy))
+    blocks = {value for block in policy.model.layers for value in block.parameters()}
+    sizes = {value: value.numel() * value.element_size() for value in policy.parameters()}
+    whole, outside = sum(sizes.values()), sum(size for value, size in sizes.items() if value not in blocks)
     start = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     trainer = scenarios.make_trainer(given={"model": policy}, **arguments)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from peft import LoraConfig
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.training import SFTArguments, sft_trainer
-from rlhf_ppo.estimate import run as estimate_run
 from rlhf_ppo.evaluation.win_rate import Answering, respond
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
@@ -60,37 +57,6 @@ def test_a_run_that_died_and_was_resumed_ends_bit_for_bit_like_one_that_did_not(
             "cpu" if name.endswith("offloaded") else "cuda"
         }
         assert not all(map(torch.equal, weights, small_policy().parameters()))
-
-
-def test_all_rows_are_generated_at_once_unless_memory_is_small(
-    make_device_trainer: MakeTrainer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Elsewhere it is `local_rollout_forward_batch_size`."""
-    monkeypatch.setattr(estimate_run, "measure_rates", lambda *given: (1e12, 1e12))
-    given = {"local_rollout_forward_batch_size": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    first = make_device_trainer(**given)._estimate
-    assert first.generation_rows == 8
-    estimate = first.forecast()
-    assert estimate is not None
-    line = estimate_run.describe(estimate, torch.device("cuda"), torch.bfloat16, num_updates=2)
-    assert line.startswith("Estimate per device: ") and line.endswith(" in all.")
-    of_three = dataclasses.replace(estimate, rows_per_call=3).generation
-    memory = SimpleNamespace(total_memory=(estimate.resident - estimate.freed + of_three) / 0.9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *given: memory)
-    assert make_device_trainer(**given)._estimate.generation_rows == 2
-
-
-def test_a_device_is_waited_for_when_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product grows until it takes half a millisecond."""
-    done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: done.append("waited"))
-    assert estimate_run.best_seconds(lambda: done.append("computed"), torch.device("cuda")) > 0
-    assert done == ["computed", "waited"] * 4
-    seconds = iter([1e-4, 1e-3, 1.0])
-    monkeypatch.setattr(estimate_run, "best_seconds", lambda *given: next(seconds))
-    rates = estimate_run.measure_rates(torch.device("cuda"), torch.bfloat16)
-    assert rates == (2 * 1536**3 / 1e-3, 4 * 2**26)
 
 
 @pytest.mark.parametrize(
