@@ -27,7 +27,7 @@ from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
 from rlhf_ppo.models.policy_and_value import check_logits
-from rlhf_ppo.models.unwrapping import as_module, is_peft_model
+from rlhf_ppo.models.unwrapping import is_peft_model
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
