@@ -60,8 +60,7 @@ class Conversations:
         settings: Further arguments of the chat template.
 
     Raises:
-        ValueError: The template cannot render calls and their answers, or the responses of its format cannot be
-            parsed.
+        ValueError: The template cannot render calls and their answers, or TRL cannot parse its format.
     """
 
     def __init__(
@@ -79,34 +78,17 @@ class Conversations:
             supports_tool_calling,
         )
 
-        if tokenizer.chat_template is None:
+        if tokenizer.chat_template is None or not supports_tool_calling(tokenizer):
             raise ValueError(
-                "tools need a chat template, and processing_class has none: set processing_class.chat_template, or "
-                "set takes_messages = True on the environment's class and define respond(text)"
-            )
-        if not supports_tool_calling(tokenizer):
-            raise ValueError(
-                "tools need a chat template that renders user, assistant with tool_calls, and tool; that of "
-                "processing_class does not: set processing_class.chat_template to one that does"
+                "tools need a chat template that renders user, assistant with tool_calls, and tool: set "
+                "processing_class.chat_template; or set takes_messages = True on the environment's class and define "
+                "respond(text)"
             )
         self.tokenizer = copy.deepcopy(tokenizer)
-        known = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
-        if not known:
-            try:
-                add_response_schema(self.tokenizer)
-            except ValueError as error:
-                raise ValueError(
-                    "tools need a way to parse calls, and the chat template of processing_class is not known: set "
-                    f"processing_class.response_template ({error})"
-                ) from error
+        if not any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema")):
+            add_response_schema(self.tokenizer)
         if not is_chat_template_prefix_preserving(tokenizer):
-            try:
-                self.template = get_training_chat_template(tokenizer)
-            except ValueError as error:
-                raise ValueError(
-                    "tools need a chat template that renders messages the same, whether or not others follow; "
-                    f"set processing_class.chat_template to one that does ({error})"
-                ) from error
+            self.template = get_training_chat_template(tokenizer)
 
     def of_row(self, row: Mapping[str, Any], which: str) -> Conversations:
         """Return the same for a row, whose own arguments of the chat template win; see `template_settings`."""

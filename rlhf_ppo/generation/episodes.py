@@ -68,7 +68,6 @@ class EpisodeRecord:
         messages: Turns and answers as messages.
         turn_ends: Number of tokens up to the end of each turn.
         turn_rewards: The environment's reward for each turn.
-        rounds: Number of answers of tools or the environment.
         calls: Name of the tool, failure and seconds of each answered call.
         ended: Whether the episode ended by itself.
         cut: One of `CUTS`, or empty.
@@ -85,7 +84,6 @@ class EpisodeRecord:
     messages: list[dict[str, Any]] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
-    rounds: int = 0
     calls: list[tuple[str, bool, float]] = field(default_factory=list)
     ended: bool = False
     cut: str = ""
@@ -245,13 +243,6 @@ class EpisodePlayer:
             ids = ids if end is None else ids[: end - len(before)]
         return ids
 
-    def _has_stopped(self, record: EpisodeRecord) -> bool:
-        """Return whether the policy has ended its turn."""
-        strings = self.limits.stop_strings
-        if record.ids[-1] in self.limits.stops:
-            return True
-        return strings is not None and strings.is_completed(record.ids[record.turn_start :])
-
     # ---- Answers ----
 
     def _answer(self, running: Sequence[EpisodeRecord]) -> None:
@@ -259,10 +250,10 @@ class EpisodePlayer:
         acting: list[EpisodeRecord] = []
         acts: list[str | list[dict[str, Any]]] = []
         for record in running:
-            stopped = self._has_stopped(record)
+            turn, strings = record.ids[record.turn_start :], self.limits.stop_strings
+            stopped = turn[-1] in self.limits.stops or (strings is not None and strings.is_completed(turn))
             if not stopped and record.left > 0:
                 continue  # the turn is unfinished
-            turn, schemas = record.ids[record.turn_start :], record.episode.kind.schemas
             record.turn_ends.append(len(record.ids))
             record.turn_rewards.append(0.0)
             if record.episode.kind.takes_messages:
@@ -270,13 +261,13 @@ class EpisodePlayer:
                 record.messages.append({"role": "assistant", "content": self.conversations.text_of(turn)})
             else:
                 before = record.prompt_ids + record.ids[: record.turn_start]
-                message = self.conversations.parse(turn, before, schemas)
+                message = self.conversations.parse(turn, before, record.episode.kind.schemas)
                 record.messages.append(message)
                 act = message.get("tool_calls") or None
                 record.ended = act is None and stopped
             if act is None:
                 record.cut = "" if record.ended else "length"
-            elif self.limits.max_rounds is not None and record.rounds >= self.limits.max_rounds:
+            elif self.limits.max_rounds is not None and len(record.turn_ends) > self.limits.max_rounds:
                 record.cut = "calls"
             else:
                 acting.append(record)
@@ -289,7 +280,6 @@ class EpisodePlayer:
 
     def _take(self, record: EpisodeRecord, given: Round) -> None:
         """Add the turn's reward, and append the answers unless the episode is over or they do not fit."""
-        record.rounds += 1
         record.turn_rewards[-1] += given.turn_reward
         record.calls += [(answer.name, answer.failed, answer.seconds) for answer in given.answers]
         messages = [answer.message for answer in given.answers]

@@ -377,7 +377,10 @@ def reward_functions(
         ValueError: A name is unknown, or nothing scores the episodes.
     """
     functions = [ExternalScores()] if is_stepped else resolve_rewards(reward_funcs)
-    return functions + ([] if episodes is None else episodes.checked_rewards(bool(functions or reward_model)))
+    own = [] if episodes is None else episodes.rewards
+    if episodes is not None and not (functions or reward_model or own):
+        raise ValueError("No reward source: pass reward_funcs, a reward_model, or an environment with get_reward")
+    return functions + own
 
 
 def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:

@@ -31,7 +31,6 @@ from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
 from rlhf_ppo.processes.distributed import derive_seed, num_processes, raise_on_all_ranks
 from rlhf_ppo.rewards.functions import rewards_of
-from rlhf_ppo.rewards.scorer import RewardSource
 from rlhf_ppo.training.rollouts import Play
 from rlhf_ppo.training.run_state import RunState
 
@@ -50,8 +49,7 @@ class EpisodeRollouts:
         conversations: Renders prompts and answers; set by `prepare`.
 
     Raises:
-        TypeError: Something cannot be called.
-        ValueError: The arguments exclude each other, or an environment or a tool cannot be used.
+        ValueError: The arguments exclude each other.
     """
 
     conversations: Conversations
@@ -70,8 +68,7 @@ class EpisodeRollouts:
             raise ValueError("rollout_func makes whole rollouts: leave out tools and environment_factory")
         self.environments = Environments(environment_factory, tools or (), args.tool_timeout)
         self.has_environments = environment_factory is not None
-        kinds = self.environments.kinds.values() if self.has_environments else ()
-        self.rewards: list[RewardSource] = rewards_of(kinds)
+        self.rewards: list[Any] = rewards_of(self.environments.kinds.values())
 
     @classmethod
     def of(cls, args: PPOConfig, tools: Any, environment_factory: Any, rollout_func: Any) -> EpisodeRollouts | None:
@@ -80,19 +77,6 @@ class EpisodeRollouts:
         return None if all(each is None for each in given) else cls(args, *given)
 
     # ---- Construction ----
-
-    def checked_rewards(self, has_others: bool) -> list[Any]:
-        """Return the environments' rewards; check that something scores.
-
-        Raises:
-            ValueError: Nothing does.
-        """
-        if not self.rewards and not has_others:
-            raise ValueError(
-                "No reward source: pass reward_funcs or a reward_model, or an environment_factory whose environment "
-                "defines get_reward or turn_rewards"
-            )
-        return list(self.rewards)
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, train_dataset: Any) -> Any:
         """Check that the tokenizer's template can show tools, and that something ends a turn.
@@ -159,10 +143,7 @@ class EpisodeRollouts:
             ValueError: A reward function compares with another policy, which has no episodes.
         """
         if opponents:
-            raise ValueError(
-                f"reward_funcs compare with {list(opponents)}, but an opponent plays no episodes: leave out such "
-                "rewards, or tools, environment_factory and rollout_func"
-            )
+            raise ValueError(f"reward_funcs compare with {list(opponents)}, which plays no episodes: leave them out")
         run.logged.is_used = True
         if self.rollout_func is None:
             return partial(self._play, run, engine)

@@ -99,7 +99,7 @@ class ReadsAgain(TransformersEngine):
 def test_each_token_of_a_game_is_read_once(tmp_path: Path) -> None:
     options = {"response_length": 300}
     rollout, _, read = played(tmp_path / "kept", sharp(player()), "board", **options)
-    again, _, read_again = played(tmp_path / "again", sharp(player()), "board", ReadsAgain(lambda: 64), **options)
+    again, _, read_again = played(tmp_path / "again", sharp(player()), "board", ReadsAgain(64), **options)
 
     assert int(again.attention_mask.sum()) > 500
     assert read / int(rollout.attention_mask.sum()) < 1.05
