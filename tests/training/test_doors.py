@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,18 @@ from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
-from tests.estimate.test_update import peak_of_tensors
 from tests.runs import QUICK, history, logged, parameters
 
 MakeTrainer = Callable[..., Any]
+
+
+def peak_of_tensors(function: Callable[[], Any]) -> int:
+    """The most bytes that a call has allocated at a time and not freed."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    events: Any = profiler.profiler.kineto_results.events()
+    allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(itertools.accumulate(num_bytes for _, num_bytes in allocated))
 
 
 class Doubling:
