@@ -24,7 +24,6 @@ from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.processes import distributed
-from rlhf_ppo.processes.signals import Stopped, raise_if_stopped
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
@@ -182,7 +181,6 @@ class PPOTrainer(TrainerBase):
             )  # fmt: skip
 
         # Make the parts that need Trainer's accelerator.
-        run.guard.own_losses = learning.own_losses(type(self), PPOTrainer, self._policy_loss)
         self._engine, self._preparation, self._rollouts, self.scorer = construction.make_parts(
             self, run, models, preparation, episodes, engine, generate=lambda *given: self.generate_responses(*given)
         )
@@ -200,9 +198,8 @@ class PPOTrainer(TrainerBase):
     ) -> TrainOutput:
         """Run PPO.
 
-        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint. They interrupt sampling, rewards, evaluations and the
-        current mini-batch, but not a save. A checkpoint in the middle of an update holds the rollout; the resumed run
-        repeats the interrupted mini-batch. A second signal ends the process at once.
+        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint after the update that is running. A second signal ends
+        the process at once.
 
         Args:
             resume_from_checkpoint: A checkpoint directory; True for the newest complete checkpoint of `output_dir`;
@@ -236,19 +233,18 @@ class PPOTrainer(TrainerBase):
         if self._driver.is_beginning:
             return self._begin_external_loop(resume_from_checkpoint)
         loop = self._begin_run(resume_from_checkpoint, ignore_keys_for_eval)
-        with self._stop.saving(loop.model):
-            self._evaluate_on_start()
-            for epoch in itertools.count(loop.epoch):
-                for prompts in self._prompts(epoch):
-                    experience = self._next_experience(partial(self.collect_rollout, loop.model, prompts))
-                    loop.grad_norm = self.learn(loop.model, experience)
-                    self._end_update()
-                    if self.control.should_epoch_stop or self.control.should_training_stop:
-                        break
-                self._end_epoch(epoch)
-                if self.control.should_training_stop:
+        self._evaluate_on_start()
+        for epoch in itertools.count(loop.epoch):
+            for prompts in self._prompts(epoch):
+                experience = self._next_experience(partial(self.collect_rollout, loop.model, prompts))
+                loop.grad_norm = self.learn(loop.model, experience)
+                self._end_update()
+                if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
-            self._run.signals.raise_if_any_rank_stopped(self.args.device)
+            self._leave_if_stopped()
+            self._end_epoch(epoch)
+            if self.control.should_training_stop:
+                break
         return self._finish_run()
 
     def _prompts(self, epoch: int) -> Iterator[Prompts]:
@@ -271,16 +267,14 @@ class PPOTrainer(TrainerBase):
             self.control.should_training_stop = True
 
     def _next_experience(self, collect: Callable[[], Rollout]) -> Experience:
-        """Collect a rollout and estimate its advantages; a resumed run first finishes its partial update."""
+        """Collect a rollout and estimate its advantages."""
         run = self._run
-        if (learned := self._learning.partial) is not None:
-            self._rollout_metrics.restore(learned)
-            return learned.experience
         run.fire("on_step_begin")
-        check_coefficient(self.kl_controller)  # a checkpoint may have held another
-        with run.guard.explaining():
-            rollout = run.guard.checked_rollout(collect())
-        return run.guard.checked_experience(self.estimate_advantages(rollout))
+        rollout = collect()
+        run.guard.check_rollout(rollout)
+        experience = self.estimate_advantages(rollout)
+        run.guard.check_experience(experience)
+        return experience
 
     def _end_update(self) -> None:
         """Update the KL coefficient, count the update; log, evaluate and save if due."""
@@ -289,10 +283,7 @@ class PPOTrainer(TrainerBase):
             self.kl_controller.update(mean_kl, self.sizes.batch_size)
             check_coefficient(self.kl_controller)  # before it is saved
         self._count_update()
-        try:
-            self._make_samples()
-        except Stopped:  # by a signal: the resumed run repeats them
-            self._run.progress.due.append("samples")
+        self._make_samples()
         self._report("on_step_end")
 
     # ---- Rollout ----
@@ -373,9 +364,7 @@ class PPOTrainer(TrainerBase):
             The weighted sums, and the scores of each source.
         """
         with distributed.raise_on_all_ranks(self.accelerator), self._run.streams.rewards.in_use():
-            scores = self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
-            raise_if_stopped()
-        return scores
+            return self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
 
     # ---- Advantages ----
 
@@ -443,27 +432,29 @@ class PPOTrainer(TrainerBase):
     def learn(self, model: nn.Module, experience: Experience) -> float | Tensor:
         """Take `num_ppo_epochs * num_mini_batches` optimizer steps, with new mini-batches in every epoch.
 
-        A signal interrupts learning between two micro-batches; the resumed run takes the remaining steps.
-
         Args:
             model: The prepared `PolicyAndValue`.
-            experience: This rank's experience. A run that resumes in the middle of an update uses the experience of
-                the checkpoint instead.
+            experience: This rank's experience.
 
         Returns:
             Gradient norm of the last step, before clipping.
         """
-        run = self._run
+        run, args, grad_norm = self._run, self.args, 0.0
         model.train()
-        with self._learning.learning(model, experience) as (learned, statistics), run.timer.phase("learn"):
-            for minibatch in self._learning.minibatches(learned, statistics):
-                norm = self.update(model, minibatch, statistics)
-                if run.guard.is_update_cut:
-                    break
-                learned.grad_norm = norm
+        statistics = UpdateStatistics(watches_kl=args.kl_stop is not None, learns_ptx=args.ptx_coef > 0)
+        generator = distributed.minibatch_generator(args.seed, self.state.global_step, args.process_index)
+        with run.timer.phase("learn"):
+            for epoch in range(args.num_ppo_epochs):
+                num_parts = len(statistics.sums)
+                for minibatch in experience.shuffled_minibatches(args.num_mini_batches, generator):
+                    grad_norm = self.update(model, minibatch, statistics)
+                if args.kl_stop is not None:
+                    statistics.num_epochs = epoch + 1
+                    if statistics.mean_kl(num_parts, run.sum_over_ranks) > args.kl_stop:
+                        break
             run.metrics |= self._critic_only.metrics(statistics.metrics(run.sum_over_ranks, run.gather))
         self._engine.policy_changed()
-        return learned.grad_norm
+        return grad_norm
 
     def update(self, model: nn.Module, minibatch: Experience, statistics: UpdateStatistics) -> float | Tensor:
         """Take one optimizer step on a mini-batch, with gradients accumulated over micro-batches.
@@ -486,11 +477,14 @@ class PPOTrainer(TrainerBase):
         losses = list[Tensor]()
         ptx_loss = 0.0 if self._ptx is None else self._ptx.learn(model, statistics, self._forward_context)
         parts = learning.weighted_micro_batches(minibatch, num_tokens, run.unwrapped(model).packs_rows, run)
-        for part, is_last in self._learning.micro_batches(parts):
+        for index, part in enumerate(parts):
+            is_last = index == len(parts) - 1
             with learning.accumulate(self.accelerator, model, is_last, self.args):
                 loss, (output, policy, value) = self._backward(model, part, num_tokens)
             statistics.add(part, output, policy, value)
             losses.append(loss * self.accelerator.num_processes)
+            if not is_last:
+                run.fire("on_substep_end")
         losses[-1] = losses[-1] + ptx_loss
         grad_norm = self._optimizer_step(model, losses, statistics)
         if self._ptx is not None:
@@ -624,8 +618,7 @@ class PPOTrainer(TrainerBase):
         Each call is a full update, with logs, checkpoints, events and schedule. The trainer needs no data set and no
         rewards, but it needs `total_episodes` or `max_steps`. The first call starts the run, or resumes it from
         `args.resume_from_checkpoint`; `state.global_step` then counts the completed updates. The last call ends the
-        run. A signal ends the run with a checkpoint: during a call at once, between two calls at the next call. If it
-        interrupts an update, the first call of the resumed run finishes that update before its own.
+        run. A signal ends the run with a checkpoint after the update of the running or next call.
 
         Args:
             queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long

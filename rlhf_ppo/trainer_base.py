@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import os
+import signal
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -40,7 +41,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding, drop_ignored_generation_settings
 from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
-from rlhf_ppo.processes.signals import StopOnSignal, Stopped
+from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting import evaluation as evaluations
 from rlhf_ppo.reporting.critic_audit import CriticAudit, audit, check_audit, prefixes_of
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
@@ -52,8 +53,7 @@ from rlhf_ppo.training import datasets, rollouts, saving
 from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
 from rlhf_ppo.training.construction import set_up_engine
 from rlhf_ppo.training.external_loop import StepDriver
-from rlhf_ppo.training.guards import SignalStop, awaited
-from rlhf_ppo.training.learning import CriticOnly, InterruptibleLearning, gradient_norms, monte_carlo_returns
+from rlhf_ppo.training.learning import CriticOnly, gradient_norms, monte_carlo_returns
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
 from rlhf_ppo.training.run_state import LoopState, RunState
@@ -128,16 +128,12 @@ class TrainerBase(Trainer):
         run.connect(self.accelerator, self.callback_handler, self.model)
         use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
         self._directory = saving.RunDirectory(self.args, self.accelerator)
-        # Signal listeners are global; they must not keep the trainer alive.
-        pending = partial(TrainerBase._pending, weakref.proxy(self))
         reduce_sum: Any = partial(self.accelerator.reduce, reduction="sum")
-        run.signals = StopOnSignal(reduce_sum, pending, self.accelerator.num_processes)
+        run.signals = StopOnSignal(reduce_sum, self.accelerator.num_processes)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
-        self._learning = InterruptibleLearning(run, self._rollout_metrics.keep)
-        self._checkpoints = saving.CheckpointWriter(run, self._directory, self._learning, self.create_model_card)
-        self._stop = SignalStop(run, self._learning, self._save_checkpoint, lambda: self.scorer.stop())
+        self._checkpoints = saving.CheckpointWriter(run, self._directory, self.create_model_card)
         self._driver = StepDriver(
-            run, self._stop, self._open_external_run, self._take_update, self._leave_if_stopped, self._finish_run
+            run, self._open_external_run, self._take_update, self._leave_if_stopped, self._save_last, self._finish_run
         )
         self._printed = ""  # the latest sample table
         add_console_and_health(self, self.args, self.sizes, self.reward_models)
@@ -171,10 +167,6 @@ class TrainerBase(Trainer):
         """Create the accelerator; keep the one that `early_accelerator` created."""
         if "accelerator" not in vars(self):
             super().create_accelerator_and_postprocess()
-
-    def _pending(self) -> str:
-        run, is_partial = self._run, self._learning.partial is not None
-        return awaited(self.state.global_step, run.timer.running, run.is_saving, is_partial)
 
     # ---- The run around the updates ----
 
@@ -233,7 +225,7 @@ class TrainerBase(Trainer):
             saving.run_fingerprint, self._run, self._models, reference, self.reward_models, self.train_dataset
         )
         num_prompts = num_rows(self.train_dataset) or 0
-        saving.resume(self._run, checkpoint, self._learning, num_prompts, updates_per_epoch, fingerprint)
+        saving.resume(self._run, checkpoint, num_prompts, updates_per_epoch, fingerprint)
 
     def _note_run(self) -> None:
         """Write the run's identity, settings and parts into its directory."""
@@ -257,10 +249,9 @@ class TrainerBase(Trainer):
 
     def _begin_external_loop(self, checkpoint: str | None) -> TrainOutput:
         """Begin a run for `step`, in place of Trainer's loop."""
-        model = self._begin_run(checkpoint).model
-        with self._stop.saving(model):
-            self._evaluate_on_start()
-            self._begin_epoch()
+        self._begin_run(checkpoint)
+        self._evaluate_on_start()
+        self._begin_epoch()
         return TrainOutput(self.state.global_step, 0.0, {})
 
     def _evaluate_on_start(self) -> None:
@@ -269,17 +260,9 @@ class TrainerBase(Trainer):
             self._evaluate(None, loop.ignore_keys, skip_scheduler=True)
 
     def _begin_epoch(self) -> None:
-        """Restore the random numbers of a checkpoint, and repeat an interrupted sample table or evaluation."""
-        run = self._run
-        run.fire("on_epoch_begin")
-        self._load_rng_state(run.loop.checkpoint)
-        run.streams.mark()
-        due = run.progress.due
-        if "samples" in due:
-            self._make_samples()
-        if "evaluation" in due and self._determine_best_metric(self._evaluate(None, None), None):
-            self.state.best_model_checkpoint = run.guard.last_checkpoint
-        due.clear()
+        """Restore the random numbers of a checkpoint."""
+        self._run.fire("on_epoch_begin")
+        self._load_rng_state(self._run.loop.checkpoint)
 
     def _make_samples(self) -> None:
         """Make a sample table if it is due."""
@@ -298,9 +281,7 @@ class TrainerBase(Trainer):
     def _count_update(self) -> None:
         """Count an update, step the schedule, and keep the metrics for the next log."""
         run, args, state, loop = self._run, self.args, self.state, self._run.loop
-        self._learning.partial = None  # an overridden `learn` may have ignored it
         loop.learning_rate = self._get_learning_rate()
-        run.metrics |= run.guard.finish_update()
         if not loop.schedule_follows_metric:
             with hide_library_warnings() if state.global_step == 0 else nullcontext():  # torch warns in the first step
                 self.lr_scheduler.step()
@@ -331,17 +312,12 @@ class TrainerBase(Trainer):
         self._report("on_epoch_end")
 
     def _report(self, event: str) -> None:
-        """Fire an event at the end of an update or a pass; log, evaluate and save if due.
-
-        Raises:
-            Stopped: A signal ended the run; leave the loop.
-        """
-        self._stop.after_event(event)
+        """Fire an event at the end of an update or a pass; log, evaluate and save if due."""
+        self._run.fire(event)
+        self._run.agree_on_control()
         if self.state.global_step in (1, self.state.max_steps) and self._has_unlogged_updates():
             self.control.should_log = True  # the first and the last update, whatever `logging_steps` is
         self._log_save_evaluate()
-        if (number := self._run.signals.stopped) is not None:
-            raise Stopped(number)
 
     def _has_unlogged_updates(self) -> bool:
         return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
@@ -356,11 +332,26 @@ class TrainerBase(Trainer):
 
     def _leave_if_stopped(self) -> None:
         """Leave the run with `RunStopped` if a signal ended it."""
-        if (number := self._run.signals.stopped) is not None:
-            self._run.fire("on_train_end")
-            self._finish_current_push()
-            self.is_in_train = False
-            self._stop.end(number)
+        if (number := self._run.signals.stopped) is None:
+            return
+        self._save_last()  # save_strategy="best" saves after a best evaluation only
+        self._run.fire("on_train_end")
+        self._finish_current_push()
+        self.is_in_train = False
+        checkpoint, done, of = str(self._run.guard.last_checkpoint), self.state.global_step, self.state.max_steps
+        if self.args.process_index == 0:
+            say(
+                f"{signal.Signals(number).name}: the run has ended after update {done} of {of}, with the checkpoint "
+                f"{checkpoint}; resume_from_checkpoint=True (--resume_from_checkpoint True) continues from it."
+            )
+        raise RunStopped(number, checkpoint)
+
+    def _save_last(self) -> None:
+        """Write a checkpoint of the latest update, unless it has one."""
+        name = f"checkpoint-{self.state.global_step}"
+        if os.path.basename(self._run.guard.last_checkpoint or "") != name:
+            self._save_checkpoint(self._run.loop.model, None)
+            self._run.fire("on_save")
 
     def _finish_run(self) -> TrainOutput:
         """Log remaining updates and finish the run; after a signal, leave it."""
@@ -371,7 +362,6 @@ class TrainerBase(Trainer):
             self._log_save_evaluate()
         self._leave_if_stopped()
         self._run.guard.check_weights()
-        self._run.guard.log_skipped()
         num_episodes = self.state.max_steps * self.sizes.batch_size
         with self._checkpoints.finishing():
             return self._finalize_training(None, num_episodes, loop.start)
@@ -387,12 +377,12 @@ class TrainerBase(Trainer):
     def _optimizer_step(
         self, model: nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics
     ) -> float | Tensor:
-        """Clip the gradients, step and clear them; skip the step if a value is not finite.
+        """Clip the gradients, step and clear them.
 
         Args:
             model: The prepared model.
             losses: Losses of the step's micro-batches; Trainer logs their mean over the update's steps.
-            statistics: Statistics of these micro-batches, which a skipped step drops.
+            statistics: Statistics of these micro-batches.
 
         Returns:
             Gradient norm before clipping.
@@ -404,17 +394,13 @@ class TrainerBase(Trainer):
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
             grad_norm = math.inf  # it has stepped, or skipped an overflow
-        if run.guard.allows_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm):
-            statistics.add_grad_norms(norms)
-            run.fire("on_pre_optimizer_step")
-            self.optimizer.step()
-            run.fire("on_optimizer_step")
-            for loss in losses:
-                self._tr_loss += loss / self._learning.num_minibatches
-        else:
-            statistics.drop_last(len(losses))
-            if accelerator.scaler is not None:
-                accelerator.scaler.update()  # it expects a step after unscaling
+        run.guard.check_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm)
+        statistics.add_grad_norms(norms)
+        run.fire("on_pre_optimizer_step")
+        self.optimizer.step()
+        run.fire("on_optimizer_step")
+        for loss in losses:
+            self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
         model.zero_grad()
         return grad_norm
 
@@ -628,7 +614,8 @@ class TrainerBase(Trainer):
             self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
 
             def evaluate(prompts: Prompts) -> Mapping[str, Tensor]:
-                rollout = run.guard.checked_rollout(self.collect_rollout(model, prompts))
+                rollout = self.collect_rollout(model, prompts)
+                run.guard.check_rollout(rollout)
                 return evaluation_columns(rollout, self.args, self.kl_controller.coef)
 
             fire = partial(run.fire, "on_prediction_step")
@@ -820,7 +807,6 @@ class TrainerBase(Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         self._run.streams.save(output_dir)
-        self._learning.save(output_dir)
         super()._save_rng_state(output_dir)
 
     # ---- Logging ----

@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.checkpoints.files import find_damage, read_object
 from rlhf_ppo.checkpoints.run import RUN_NAME, Run, belongs_to_another, delete, list_checkpoints, run_of
-from rlhf_ppo.checkpoints.state import Progress, check_state, load_fingerprint, num_learned_minibatches
+from rlhf_ppo.checkpoints.state import Progress, check_state, load_fingerprint
 from rlhf_ppo.models.adapters import adapter_directory
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
 from rlhf_ppo.processes.distributed import get_logger, preserve_rng
@@ -81,7 +81,6 @@ def why_incomplete(directory: str) -> str | None:
         check_state(directory, Progress.load(directory))
         load_fingerprint(directory)
         Run.load(directory)
-        num_learned_minibatches(directory)
     except ValueError as error:
         return str(error)
     if not Path(directory, VALUE_MODEL_DIR).is_dir():

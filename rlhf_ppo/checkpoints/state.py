@@ -1,4 +1,4 @@
-"""Saved state of a run: its progress, a fingerprint of its ingredients, and a partial update."""
+"""Saved state of a run: its progress, a fingerprint of its ingredients."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, replacing, write_json
+from rlhf_ppo.checkpoints.files import check_values, read_object, replacing, write_json
 from rlhf_ppo.config.validation import Interval, check_range, check_type
 from rlhf_ppo.data.prompts import num_rows
-from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.processes.distributed import isolated_rng
 from rlhf_ppo.terminal import is_secret
 
 PROGRESS_NAME = "ppo_state.json"
 _COUNT = Interval(0, 2.0**63)
-_SKIPPED = frozenset({"rows", "updates", "in_a_row", "overflows_in_a_row"})
 
 
 class PPOTrainerState(TrainerState):
@@ -74,8 +69,6 @@ class Progress:
         num_processes: Number of processes of the run.
         num_generations: Responses to each prompt of an update.
         optimization: Settings of optimizer and scheduler, by name.
-        skipped: Fields of the `Skipped` that `on_divergence` counts.
-        due: "samples" or "evaluation" that a signal interrupted after the last update; a resumed run begins with them.
     """
 
     episode: int = 0
@@ -91,8 +84,6 @@ class Progress:
     num_processes: int = 0
     num_generations: int = 1
     optimization: dict[str, Any] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-    due: list[str] = field(default_factory=list)
 
     def keep_losses(self, losses: list[float]) -> None:
         """Keep each rank's sum of losses since the last log."""
@@ -118,9 +109,7 @@ class Progress:
         if unknown := values.keys() - known.keys():
             raise ValueError(f"its {PROGRESS_NAME} has {sorted(unknown)[0]}, which this version does not know")
         _check(PROGRESS_NAME, values, known)
-        skipped, optimization = values.get("skipped", {}), values.get("optimization", {})
-        if skipped.keys() - _SKIPPED or not all(map(_COUNT.holds, skipped.values())):
-            raise ValueError(f"its {PROGRESS_NAME} has skipped={skipped!r:.80}")
+        optimization = values.get("optimization", {})
         if "learning_rate" in optimization:
             check_values(f"{PROGRESS_NAME}: optimization", optimization, {"learning_rate": list[float]})
         return cls(**values)
@@ -301,138 +290,3 @@ def _difference(one: Any, other: Any) -> str:
         values = [f"{name} {one.get(name)!r} before, {other.get(name)!r} now" for name in names if name == "rows"]
         return f" ({', '.join(values or names)})"
     return ""
-
-
-_EXPERIENCE, _SUMS, _NORMS, _VALUES = "experience.", "sums", "grad_norms", "values"
-
-
-@dataclass
-class PartialUpdate:
-    """An update that a signal interrupted after some of its mini-batches, as each rank saves it.
-
-    Weights, optimizer and random numbers are in the checkpoint's other files, in their state before the first
-    mini-batch that is left. The resumed run finishes the update bit for bit.
-
-    Attributes:
-        experience: This rank's experience.
-        begun_with: Arguments that determine the mini-batches, by name; they must not change.
-        num_minibatches: Number of finished mini-batches.
-        num_micro_batches: Micro-batches of the next mini-batch whose `on_substep_end` was fired; they are repeated.
-        sums: Statistics of each finished micro-batch, float32 `(num_statistics,)`.
-        epoch_start: Number of these at the start of the current epoch.
-        named: Names of the statistics that the losses add to PPO's own.
-        grad_norm: Gradient norm of the last optimizer step.
-        grad_norms: Gradient norms of policy and value model at each step, float32 `(2,)`.
-        metrics: Metrics of the rollout.
-        num_response_tokens: Number of response tokens, of all ranks.
-        seconds: Seconds by phase.
-        completions: Rows of this rank's responses, which are written when the update is logged.
-        left_out: Reasons for which the divergence guard left out responses of this rank.
-        num_steps: Number of optimizer steps that the divergence guard allowed.
-        wishes: Requests of callbacks since the update began, such as "should_save".
-    """
-
-    experience: Experience
-    begun_with: dict[str, int]
-    num_minibatches: int = 0
-    num_micro_batches: int = 0
-    sums: list[Tensor] = field(default_factory=list)
-    epoch_start: int = 0
-    named: list[str] = field(default_factory=list)
-    grad_norm: float | Tensor = 0.0
-    grad_norms: list[Tensor] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    num_response_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    completions: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    num_steps: int = 0
-    wishes: dict[str, bool] = field(default_factory=dict)
-
-    def save(self, directory: str, rank: int) -> None:
-        """Write a rank's `partial_update_<rank>.safetensors`."""
-        names = [each.name for each in dataclasses.fields(self.experience)]
-        of_experience = {f"{_EXPERIENCE}{name}": getattr(self.experience, name) for name in names}
-        tensors = {name: value for name, value in of_experience.items() if isinstance(value, Tensor)}
-        if self.sums:
-            tensors[_SUMS] = torch.stack(self.sums)
-        if self.grad_norms:
-            tensors[_NORMS] = torch.stack(self.grad_norms)
-        values = {name: getattr(self, name) for name in _value_types()}
-        save_file(
-            {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()},
-            _file(directory, rank),
-            metadata={_VALUES: json.dumps(values)},
-        )
-
-    @classmethod
-    def load(cls, directory: str, rank: int, device: torch.device) -> Self:
-        """Read a rank's file.
-
-        Raises:
-            ValueError: It is missing or invalid.
-        """
-        with _read(_file(directory, rank)) as file:
-            tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}
-            sums, norms = (list(tensors.pop(name, torch.empty(0))) for name in (_SUMS, _NORMS))
-            experience = Experience(**{name.removeprefix(_EXPERIENCE): value for name, value in tensors.items()})
-            return cls(experience, sums=sums, grad_norms=norms, **_values(file))
-
-
-def num_learned_minibatches(directory: str) -> int | None:
-    """Return the number of finished mini-batches of the partial update in a checkpoint; None without one.
-
-    Raises:
-        ValueError: The file is invalid.
-    """
-    files = sorted(Path(directory).glob(_file("", "*")))
-    if not files:
-        return None
-    with _read(str(files[0])) as file:
-        return _values(file)["num_minibatches"]
-
-
-def check_same_update(before: Mapping[str, int], now: Mapping[str, int]) -> None:
-    """Check that a partial update can be finished.
-
-    Args:
-        before: Values that determined its mini-batches, by name.
-        now: The same values of this run.
-
-    Raises:
-        ValueError: One has changed.
-    """
-    names = [name for name in now if before.get(name) != now[name]]
-    if changed := [f"{name} was {before.get(name)} and is {now[name]} now" for name in names]:
-        raise ValueError(
-            "the checkpoint is from the middle of an update, which must end with the settings it began with, but "
-            f"{', '.join(changed)}: keep the old value until that update is learned, or resume from an earlier "
-            "checkpoint by its directory"
-        )
-
-
-def _file(directory: str, rank: int | str) -> str:
-    return str(Path(directory, f"partial_update_{rank}.safetensors"))
-
-
-@contextmanager
-def _read(path: str) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"its {Path(path).name} is missing, or holds something else: {error!r:.200}") from error
-
-
-def _values(file: Any) -> dict[str, Any]:
-    values, types = parse_json(file.metadata()[_VALUES]), _value_types()
-    if values.keys() != types.keys():
-        raise KeyError(f"{sorted(values)} instead of {sorted(types)}")
-    for name, value in values.items():
-        check_type(name, value, types[name], "")
-    return values
-
-
-def _value_types() -> dict[str, Any]:
-    types = get_type_hints(PartialUpdate)
-    return {name: types[name] for name in types.keys() - {"experience", "sums", "grad_norms"}}

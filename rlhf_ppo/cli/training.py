@@ -163,13 +163,8 @@ class _EndsTraining(StopOnSignal):
 
     def __init__(self, trainer: Trainer) -> None:
         accelerator = trainer.accelerator
-        super().__init__(lambda flags: accelerator.reduce(flags, "sum"), self._awaited, accelerator.num_processes)  # pyright: ignore[reportArgumentType]
+        super().__init__(lambda flags: accelerator.reduce(flags, "sum"), accelerator.num_processes)  # pyright: ignore[reportArgumentType]
         self.trainer = trainer
-
-    def _awaited(self) -> str:
-        if self.trainer.is_in_train:
-            return "the run ends with a checkpoint after the current step, and its evaluation if one is due"
-        return "the run ends when its model is saved"
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Ask again for the checkpoint, which `save_strategy="best"` writes only after a best evaluation."""
@@ -183,7 +178,6 @@ class _EndsTraining(StopOnSignal):
 
     def _end(self, number: int) -> NoReturn:
         trainer = self.trainer
-        self.wait_until_logged()
         trainer.accelerator.wait_for_everyone()  # every rank's files are there
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         trainer._finish_current_push()

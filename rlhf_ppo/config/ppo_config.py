@@ -341,12 +341,6 @@ class PPOConfig(
     gamma: Share = _option(1.0, "Discount factor per token.")
     lam: Share = _option(0.95, "Lambda of generalized advantage estimation.")
     vf_coef: NotNegative = _option(0.1, "Weight of the value loss.")
-    on_divergence: Literal["stop", "skip"] = _option(
-        "stop",
-        "Reaction to a score, log-probability, KL, value, loss or gradient that is not finite: 'stop' ends the run "
-        "with the cause and the last good checkpoint; 'skip' skips the response, or the rest of the update, counts it "
-        "in guard/*, and ends the run after five skipped updates in a row.",
-    )
 
     # --- Derived: the trainer's sizes under TRL's names ---
     world_size: int | None = _option(None, "Derived: processes.")

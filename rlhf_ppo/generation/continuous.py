@@ -21,7 +21,6 @@ from rlhf_ppo.generation.sampling import NonFiniteLogitsError, default_generatio
 from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.packing import unpacked
 from rlhf_ppo.models.unwrapping import in_eval_mode
-from rlhf_ppo.processes.signals import raise_if_stopped
 
 _MAX_PREFILL_TOKENS = 512
 """Prompt tokens of a forward pass; longer prompts take several. The attention mask grows with it."""
@@ -151,7 +150,6 @@ def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: Con
         manager.start()
         outputs: dict[str, Any] = {}
         while len(outputs) < len(rows):
-            raise_if_stopped()
             is_running = manager.is_running()  # before reading: its last results are read too
             output = manager.get_result(timeout=1)
             if output is not None:

@@ -8,8 +8,7 @@ out how a model must be called for that.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,7 +53,6 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
 )
 from rlhf_ppo.processes.distributed import preserve_rng
-from rlhf_ppo.processes.signals import raise_if_any_rank_stopped, raise_if_stopped
 
 
 @dataclass(frozen=True)
@@ -286,7 +284,6 @@ class CompactionCriterion(StoppingCriteria):
         stop_tokens: Tokens that end a row.
         stop_strings: Texts that also end a row, or None.
         most_left: Number of unfinished rows at which `generate` ends.
-        checks_signals: Raise `Stopped` after a token if a signal has arrived that ends the run.
     """
 
     def __init__(
@@ -295,37 +292,17 @@ class CompactionCriterion(StoppingCriteria):
         stop_tokens: Sequence[int],
         stop_strings: StopsAtStrings | None,
         most_left: int,
-        checks_signals: bool = True,
     ) -> None:
         self.finished, self.stop_tokens, self.stop_strings = finished, stop_tokens, stop_strings
-        self.most_left, self.checks_signals = most_left, checks_signals
+        self.most_left = most_left
 
     def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
         """Return the rows that `generate` need not continue, bool `(B,)`."""
-        if self.checks_signals:
-            raise_if_stopped()
         for token in self.stop_tokens:
             self.finished = self.finished | (input_ids[:, -1] == token)
         if self.stop_strings is not None:
             self.finished = self.finished | self.stop_strings(input_ids)
         return self.finished | ((~self.finished).sum() <= self.most_left)
-
-
-@contextmanager
-def raising_on_all_ranks_if_stopped(model: nn.Module) -> Iterator[None]:
-    """Raise `Stopped` on all ranks before the same token, for models whose forward passes all ranks run together.
-
-    On ranks that have finished, `generate` still calls the model, but no stopping criterion.
-    """
-
-    def ask(module: nn.Module, arguments: Any) -> None:
-        raise_if_any_rank_stopped(next(model.parameters()).device)
-
-    hook = model.register_forward_pre_hook(ask, prepend=True)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def generate_compacting(
@@ -358,7 +335,7 @@ def generate_compacting(
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
 
     Raises:
-        NonFiniteLogitsError, Stopped: Logits are NaN or infinite; a signal has arrived, at any rank if `synced_gpus`.
+        NonFiniteLogitsError: Logits are NaN or infinite.
     """
     prompt_length, (size, filling) = input_ids.shape[1], length_and_filling(config)
     result, longest = input_ids.new_full((len(input_ids), size), filling), prompt_length + size
@@ -372,12 +349,11 @@ def generate_compacting(
     while len(rows) and input_ids.shape[1] < longest:
         how.max_new_tokens = longest - input_ids.shape[1]
         most_left, none_yet = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows)), rows < 0
-        criterion = CompactionCriterion(none_yet, stop_tokens(config), strings, most_left, not synced_gpus)
+        criterion = CompactionCriterion(none_yet, stop_tokens(config), strings, most_left)
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": how, **cache}
         given["logits_processor"] = LogitsProcessorList([check, *processors])
-        with raising_on_all_ranks_if_stopped(model) if synced_gpus else nullcontext():
-            stopping = StoppingCriteriaList([criterion])
-            output = model.generate(**given, stopping_criteria=stopping, synced_gpus=synced_gpus)
+        stopping = StoppingCriteriaList([criterion])
+        output = model.generate(**given, stopping_criteria=stopping, synced_gpus=synced_gpus)
         finished, sampled = check.check_beside(criterion.finished), output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
         if kept is not None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urldefrag
 
@@ -26,15 +26,12 @@ from rlhf_ppo.processes.distributed import (
     isolated_rng,
     raise_on_all_ranks,
 )
-from rlhf_ppo.processes.signals import exit_despite_threads, interruptible, raise_if_stopped
 from rlhf_ppo.processes.waiting import in_daemon_thread
 from rlhf_ppo.terminal import hide_secrets, redact_url, redact_urls, secrets_of
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between health checks during a request."""
 
-SECONDS_BETWEEN_SIGNALS = 0.1
-"""Seconds between checks for a signal while a server samples ahead."""
 
 REFUSALS = 3
 """Failed health checks in a row after which a server counts as dead."""
@@ -116,7 +113,6 @@ class _Watch:
             elif now - start > self.seconds:
                 reason = f"it took longer than ddp_timeout={self.seconds:g} seconds; raise that if it is only slow"
             if reason is not None:
-                exit_despite_threads(1)
                 raise self.error(doing, reason)
 
         return look
@@ -286,8 +282,6 @@ class VLLMEngine:
 
     Args:
         vllm: TRL's `VLLMGeneration`.
-        can_be_left: Whether a signal may interrupt a call: only that of a single process to a server. A colocated
-            engine would keep unfinished requests, and several processes wait for the one that calls the server.
         longest_sequence: Longest prompt plus response that this vLLM accepts, or None if unknown.
     """
 
@@ -297,8 +291,8 @@ class VLLMEngine:
         "raise vllm_max_model_length, or the server's --max-model-len, to the sum of both, or lower response_length"
     )
 
-    def __init__(self, vllm: Any, can_be_left: bool = False, longest_sequence: PositionLimit | None = None) -> None:
-        self.vllm, self.can_be_left, self.longest_sequence = vllm, can_be_left, longest_sequence
+    def __init__(self, vllm: Any, longest_sequence: PositionLimit | None = None) -> None:
+        self.vllm, self.longest_sequence = vllm, longest_sequence
         self._is_current = False
         self._asked: Future[tuple[dict[str, Any], float]] | None = None
 
@@ -315,13 +309,11 @@ class VLLMEngine:
 
         Raises:
             ConnectionError: The server has died or hangs; on all ranks.
-            Stopped: A signal has arrived, and the call can be interrupted.
         """
         self.send_weights(policy)
         self._set_sampling(policy, config)
         with self._failing_together(), self._same_random_numbers():
-            with interruptible() if self.can_be_left else nullcontext():
-                _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
+            _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
         return _stacked(ids, logprobs, prompts, config)
 
     def send_weights(self, policy: nn.Module) -> None:
@@ -374,8 +366,8 @@ class VLLMEngine:
 
     def _wait(self) -> None:
         """Wait until the server has answered the request of `ask`."""
-        while self._asked is not None and not wait([self._asked], SECONDS_BETWEEN_SIGNALS).done:
-            raise_if_stopped()
+        if self._asked is not None:
+            wait([self._asked])
 
     def _set_sampling(self, policy: nn.Module, config: GenerationConfig) -> None:
         """Set the sampling distribution in TRL's adapter, which reads it at each call."""
@@ -505,7 +497,7 @@ def start_vllm(
         model = vllm.llm.llm_engine.vllm_config.model_config
         dtype, limit = model.dtype, longest_colocated(args, model.max_model_len)
     _say_precision(args, policy, accelerator, str(dtype).removeprefix("torch."))
-    return VLLMEngine(vllm, is_server and accelerator.num_processes == 1, limit)
+    return VLLMEngine(vllm, limit)
 
 
 def longest_colocated(args: PPOConfig, served: int | None = None) -> PositionLimit | None:

@@ -17,7 +17,6 @@ from accelerate.logging import MultiProcessAdapter
 from accelerate.utils import gather_object, reduce, set_seed
 from transformers import TrainerCallback, TrainingArguments
 
-from rlhf_ppo.processes.signals import Stopped
 from rlhf_ppo.terminal import visible_logger
 
 
@@ -97,18 +96,16 @@ def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None
         Exception: Another rank failed. An error of this package, such as `DivergenceError`, is the same on all ranks;
             a common built-in error keeps its type and names the rank; any other becomes a `RuntimeError` that names
             rank and type.
-        Stopped: No rank failed, and one of them was stopped by a signal.
     """
-    own: Exception | Stopped | None = None
+    own: Exception | None = None
     try:
         yield
-    except (Exception, Stopped) as error:
+    except Exception as error:
         own = error
     if accelerator.num_processes > 1 and any_rank(own is not None):
-        sent = _portable(own, accelerator.process_index) if isinstance(own, Exception) else own
+        sent = None if own is None else _portable(own, accelerator.process_index)
         raised = [error for error in gather_object([sent]) if error is not None]
-        if not isinstance(own, Exception):
-            own = min(raised, key=lambda error: isinstance(error, Stopped), default=own)
+        own = own or raised[0]
     if own is not None:
         raise own
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LATEST = frozenset({"episode", "eps", "lr", "guard/skipped_rows", "guard/skipped_updates"})
+LATEST = frozenset({"episode", "eps", "lr"})
 """Keys logged with their latest value; others are means (or minima, maxima) over the updates since the last log."""
 
 _HASH_BASE = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
@@ -343,8 +343,7 @@ class UpdateStatistics:
         if self.sums and tuple(figures) != self.named:
             raise ValueError(
                 f"the losses give the figures {list(figures)} and gave {list(self.named)} before; give the same ones "
-                "for every micro-batch; an update that a signal interrupted ends with the policy_loss and gae_level "
-                "that it began with"
+                "for every micro-batch"
             )
         for name, values in figures.items():
             if not isinstance(values, Tensor):
@@ -387,10 +386,6 @@ class UpdateStatistics:
             return ()
         norms = torch.stack(self.grad_norms).to(self.sums[0].device)  # on the CPU where FSDP2 offloads parameters
         return norms.where(norms.isfinite().all(dim=1, keepdim=True), math.nan).nanmean(dim=0)
-
-    def drop_last(self, count: int) -> None:
-        """Drop the last micro-batches, whose optimizer step was skipped."""
-        del self.sums[len(self.sums) - count :]
 
     def metrics(self, reduce_sum: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Average over all tokens of all ranks.

@@ -31,7 +31,6 @@ from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.environments.pool import ask_rewards
 from rlhf_ppo.environments.tools import Kind
 from rlhf_ppo.processes.distributed import any_rank
-from rlhf_ppo.processes.signals import Stopped, can_be_ctrl_c, interruptible
 from rlhf_ppo.processes.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop, with_timeout
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.reward_model import answers_of
@@ -126,12 +125,11 @@ class RewardFunction:
             RewardTimeoutError: The function took longer than `timeout`.
         """
         if self.is_async:
-            with interruptible():
-                return self.submit(batch).result()
+            return self.submit(batch).result()
         return self._score(batch, self.arguments(batch))
 
     def _score(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
-        with interruptible(), self._naming(len(batch), arguments), torch.no_grad():
+        with self._naming(len(batch), arguments), torch.no_grad():
             if self.timeout is None:
                 returned = _call(self.function, arguments, len(batch))
             else:
@@ -419,8 +417,7 @@ def naming_exits(name: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_ours = isinstance(error, Exception | Stopped | GeneratorExit | asyncio.CancelledError)
-        if is_ours or (isinstance(error, KeyboardInterrupt) and can_be_ctrl_c()):
+        if isinstance(error, Exception | GeneratorExit | KeyboardInterrupt | asyncio.CancelledError):
             raise
         raise RuntimeError(
             f"{name} raised {error!r}, which would end the program: raise an Exception, or return None for what it "

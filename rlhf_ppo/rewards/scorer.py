@@ -21,7 +21,6 @@ from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.config.validation import WEIGHTS, check_range, suggestion
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.processes.signals import interruptible
 from rlhf_ppo.terminal import visible
 
 if TYPE_CHECKING:
@@ -267,8 +266,7 @@ class Scorer:
         try:
             with _restore_cwd_and_dtype():
                 given = {name: source(batch) for name, source in self.sources.items() if name not in running}
-                with interruptible():
-                    given |= {name: future.result() for name, future in running.items()}
+                given |= {name: future.result() for name, future in running.items()}
         finally:
             _cancel(running)
         return self._weighted_sum({name: given[name] for name in self.names}, batch)

@@ -39,8 +39,8 @@ _PATH = (str, os.PathLike)
 KEPT = frozenset(
     """
     kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _reward_funcs
-    _check_columns _checkpoints _critic_only _directory _driver _engine _episodes _is_stepped _learning
-    _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run _stop
+    _check_columns _checkpoints _critic_only _directory _driver _engine _episodes _is_stepped
+    _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run
     """.split()
 )
 """Attributes of `PPOTrainer` that Trainer does not have."""

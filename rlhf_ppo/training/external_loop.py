@@ -16,7 +16,6 @@ from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.processes.distributed import preserve_rng
 from rlhf_ppo.rewards.scorer import MAX_SCORE, RewardSource, Scores, ScoringBatch
-from rlhf_ppo.training.guards import SignalStop
 from rlhf_ppo.training.run_state import RunState
 
 
@@ -43,10 +42,10 @@ class StepDriver:
 
     Args:
         run: The run.
-        stop: Ends the run after a signal.
         open_run: Opens the run in its block; gives the prepared model.
         update: Runs one update on the rollout of a function; returns its metrics.
         leave_if_stopped: Leaves the run if a signal ended it.
+        save_last: Saves the latest update, unless that is done.
         finish_run: Logs and saves the rest.
 
     Attributes:
@@ -56,14 +55,14 @@ class StepDriver:
     def __init__(
         self,
         run: RunState,
-        stop: SignalStop,
         open_run: Callable[[], AbstractContextManager[nn.Module]],
         update: Callable[[Callable[[], Rollout]], dict[str, float]],
         leave_if_stopped: Callable[[], None],
+        save_last: Callable[[], None],
         finish_run: Callable[[], Any],
     ) -> None:
-        self.run, self.stop, self.open_run = run, stop, open_run
-        self.update, self.leave_if_stopped, self.finish_run = update, leave_if_stopped, finish_run
+        self.run, self.open_run, self.update = run, open_run, update
+        self.leave_if_stopped, self.save_last, self.finish_run = leave_if_stopped, save_last, finish_run
         self.is_beginning = False
         self._stack = ExitStack()
         self._model: nn.Module | None = None
@@ -86,11 +85,11 @@ class StepDriver:
             raise RuntimeError(f"the run is over after {done} updates; raise total_episodes for more, or resume it")
         with self._closed_by_errors():
             model = self._set_up()
-            self._stop_between_steps(model)
             if run.state.global_step >= run.state.max_steps:  # resumed from the run's last checkpoint
                 self._finish()
                 raise RuntimeError(f"the run has had all its {run.state.max_steps} updates; raise total_episodes")
-            metrics = self._take_update(model, lambda: collect(model))
+            metrics = self.update(lambda: collect(model))
+            self.leave_if_stopped()
             if run.control.should_training_stop or run.state.global_step >= run.state.max_steps:
                 self._finish()
         return metrics
@@ -106,10 +105,10 @@ class StepDriver:
         self._is_closed = True
         with self._closed_by_errors():
             if saves:
-                self._stop_between_steps(self._model)
+                self.run.signals.agree(self.run.args.device)
                 if self.run.args.save_strategy != "no":
                     with preserve_rng():
-                        self.stop.save_where_it_stopped(self._model, None)
+                        self.save_last()
                 self.finish_run()
         self._release()
 
@@ -126,34 +125,14 @@ class StepDriver:
         self._stack.close()
 
     def _set_up(self) -> nn.Module:
-        """Set up the run in the first call, and finish the partial update of a resumed run."""
+        """Set up the run in the first call."""
         if self._model is None:
             self._model = self._stack.enter_context(self.open_run())
-            self.leave_if_stopped()
-            if self.stop.learning.partial is not None:
-                self._take_update(self._model, _no_rollout)
         return self._model
-
-    def _stop_between_steps(self, model: nn.Module) -> None:
-        """End the run if a signal has arrived since the last update."""
-        with self.stop.saving(model, None):
-            self.run.signals.raise_if_any_rank_stopped(self.run.args.device)
-        self.leave_if_stopped()
-
-    def _take_update(self, model: nn.Module, collect: Callable[[], Rollout]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        with self.stop.saving(model, None):
-            metrics = self.update(collect)
-        self.leave_if_stopped()
-        return metrics
 
     def _finish(self) -> None:
         self.finish_run()
         self._release()
-
-
-def _no_rollout() -> Rollout:
-    raise AssertionError("a partial update needs no rollout")
 
 
 def given_responses(

@@ -1,13 +1,11 @@
-"""Learning from a rollout: advantages, losses, critic warm-up, interruptible mini-batches, gradients."""
+"""Learning from a rollout: advantages, losses, critic warm-up, gradients."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,22 +14,15 @@ from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.advantages import gae, turn_gae, turn_starts
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, sequence_weights, token_mean
-from rlhf_ppo.checkpoints.complete import explaining_load_error
-from rlhf_ppo.checkpoints.state import PartialUpdate, Progress, check_same_update, num_learned_minibatches
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
-from rlhf_ppo.processes.distributed import get_logger, minibatch_generator, raise_on_all_ranks
-from rlhf_ppo.processes.signals import MicroBatchStopCheck, Stopped
-from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.functions import function_name
+from rlhf_ppo.processes.distributed import get_logger
 from rlhf_ppo.rewards.resolve import found_function
 from rlhf_ppo.training.run_state import RunState
 
 logger = get_logger(__name__)
-
-_PTX = "ptx_coef above 0 (1: yes)"
 
 
 def advantages_and_returns(
@@ -118,25 +109,6 @@ def resolve_policy_loss(given: str | PolicyLossFunction) -> PolicyLossFunction |
             f"policy_loss={given!r} is not a loss; write 'ppo', 'path/file.py:function' or 'package.module.function'"
         )
     return function
-
-
-def own_losses(trainer: type, base: type, policy_loss: PolicyLossFunction | None) -> dict[str, str]:
-    """Name the losses that are the user's, by the value of `DivergenceGuard` that each gives.
-
-    Args:
-        trainer: The trainer's class, which may override the methods of `base`.
-        base: `PPOTrainer`.
-        policy_loss: Result of `resolve_policy_loss`.
-    """
-    methods = {"the policy loss": "policy_loss", "the value loss": "value_loss", "the loss": "compute_loss"}
-    own = {
-        value: f"{trainer.__name__}.{method}()"
-        for value, method in methods.items()
-        if getattr(trainer, method) is not getattr(base, method)
-    }
-    if "the policy loss" not in own and policy_loss is not None:
-        own["the policy loss"] = f"policy_loss={function_name(policy_loss)}"
-    return own | ({"the importance ratios": own["the policy loss"]} if "the policy loss" in own else {})
 
 
 def weighted_micro_batches(
@@ -304,169 +276,6 @@ def no_policy_loss(logprobs: Tensor) -> PolicyLoss:
     """Return the policy loss of an unchanged policy: 0, with a ratio of 1."""
     nothing = torch.zeros_like(logprobs)
     return PolicyLoss(nothing, torch.ones_like(logprobs), nothing.bool())
-
-
-class InterruptibleLearning:
-    """Mini-batches of an update; a signal may interrupt them between two micro-batches.
-
-    A signal drops the gradients of one mini-batch and keeps the rollout and the earlier optimizer steps. A resumed run
-    repeats that mini-batch with the same random numbers.
-
-    Args:
-        run: The run.
-        keep: Saves the update's metrics in a `PartialUpdate` when learning is interrupted.
-
-    Attributes:
-        partial: The current update, from its first to its last mini-batch; None between updates. In a resumed run, the
-            update to finish.
-    """
-
-    def __init__(self, run: RunState, keep: Callable[[PartialUpdate], None]) -> None:
-        self.run, self.args, self.accelerator = run, run.args, run.accelerator
-        self.between = MicroBatchStopCheck(run.signals, self.accelerator.num_processes, self.args.device)
-        self.keep = keep
-        self.partial: PartialUpdate | None = None
-        self._num_prompts = 0
-
-    @property
-    def num_minibatches(self) -> int:
-        """Optimizer steps of a whole update."""
-        return self.args.num_ppo_epochs * self.args.num_mini_batches
-
-    def start(self, checkpoint: str | None, progress: Progress) -> None:
-        """Start a run; read the partial update of the checkpoint, if it has one.
-
-        Args:
-            checkpoint: The checkpoint's directory, or None.
-            progress: Progress of the run.
-
-        Raises:
-            ValueError: It cannot be read, or cannot be finished with this run's arguments.
-        """
-        self.partial, self._num_prompts = None, progress.num_prompts
-        if checkpoint is None or num_learned_minibatches(checkpoint) is None:
-            return
-        name = "the number of processes"
-        check_same_update({name: progress.num_processes}, {name: self.accelerator.num_processes})
-        with (
-            raise_on_all_ranks(self.accelerator),
-            explaining_load_error(checkpoint, "the update that it is in the middle of"),
-        ):
-            loaded = PartialUpdate.load(checkpoint, self.args.process_index, self.args.device)
-        check_same_update(loaded.begun_with, self._begun_with())
-        self.partial = loaded
-
-    def _begun_with(self) -> dict[str, int]:
-        learned_by = {name: getattr(self.args, name) for name in ("num_ppo_epochs", "num_mini_batches", "seed")}
-        return learned_by | {"the number of prompts": self._num_prompts, _PTX: int(self.args.ptx_coef > 0)}
-
-    @contextmanager
-    def learning(self, model: nn.Module, experience: Experience) -> Iterator[tuple[PartialUpdate, UpdateStatistics]]:
-        """Yield the partial update and its statistics; keep both if a signal interrupts learning.
-
-        Args:
-            model: The prepared model; an interrupt drops its gradients.
-            experience: This rank's experience; a resumed run continues with the saved one.
-        """
-        # The partial update keeps its own experience: an overridden `learn` may have changed this one.
-        learned = self.partial or PartialUpdate(experience, self._begun_with())
-        self.partial = learned if type(learned.experience) is Experience else None  # a subclass cannot be saved
-        # An update that has begun goes on with the figures that it has.
-        watches_kl = UpdateStatistics.KL in learned.named if learned.sums else self.args.kl_stop is not None
-        try:
-            statistics = UpdateStatistics(
-                list(learned.sums), tuple(learned.named), watches_kl=watches_kl, grad_norms=list(learned.grad_norms),
-                learns_ptx=self.args.ptx_coef > 0,
-            )  # fmt: skip
-            yield learned, statistics
-        except Stopped:
-            norm: Any = learned.grad_norm
-            learned.grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
-            self.keep(learned)
-            self.run.streams.mark_streams()  # the callbacks' events are not fired again
-            self._drop_gradients(model)
-            raise
-        self.partial = None
-
-    def minibatches(self, learned: PartialUpdate, statistics: UpdateStatistics) -> Iterator[Experience]:
-        """Yield the remaining mini-batches.
-
-        A mini-batch counts as learned when the caller asks for the next one. If a signal comes before, the resumed run
-        repeats it.
-
-        Args:
-            learned: The partial update.
-            statistics: Statistics of its micro-batches.
-        """
-        args, update = self.args, self.run.state.global_step
-        generator = minibatch_generator(args.seed, update, args.process_index)
-        shuffled, num_per_epoch = learned.experience.shuffled_minibatches, args.num_mini_batches
-        epochs = (shuffled(num_per_epoch, generator) for _ in range(args.num_ppo_epochs))
-        minibatches = itertools.chain.from_iterable(epochs)
-        for minibatch in itertools.islice(minibatches, learned.num_minibatches, None):
-            self.run.streams.mark()
-            if self.partial is not None:
-                self.between.check_before_minibatch()
-            start = time.monotonic()
-            yield minibatch
-            self.between.seconds = time.monotonic() - start
-            learned.num_minibatches, learned.num_micro_batches = learned.num_minibatches + 1, 0
-            learned.sums, learned.named = list(statistics.sums), list(statistics.named)
-            learned.grad_norms = list(statistics.grad_norms)
-            if self._moved_too_far(learned, statistics):
-                break
-
-    def _moved_too_far(self, learned: PartialUpdate, statistics: UpdateStatistics) -> bool:
-        """Return, the same on all ranks, whether an epoch has ended with a KL above `kl_stop`."""
-        per_epoch, limit = self.args.num_mini_batches, self.args.kl_stop
-        if limit is None or not statistics.watches_kl or learned.num_minibatches % per_epoch:
-            return False
-        statistics.num_epochs = learned.num_minibatches // per_epoch
-        kl = statistics.mean_kl(learned.epoch_start, self.run.sum_over_ranks)
-        learned.epoch_start = len(statistics.sums)
-        return kl > limit
-
-    def micro_batches(self, parts: Sequence[Experience]) -> Iterator[tuple[Experience, bool]]:
-        """Yield each micro-batch and whether it is the last; fire `on_substep_end` after all but the last.
-
-        A signal ends this before a micro-batch, on all ranks. Events of an earlier, interrupted run are not fired
-        again.
-        """
-        for index, part in enumerate(parts):
-            if self.partial is not None:
-                self.between.check_before_micro_batch(index)
-            is_last = index == len(parts) - 1
-            yield part, is_last
-            if not is_last:
-                self._end_micro_batch(index)
-
-    def _end_micro_batch(self, index: int) -> None:
-        if (learned := self.partial) is not None:
-            if index < learned.num_micro_batches:
-                return
-            learned.num_micro_batches = index + 1
-        self.run.fire("on_substep_end")
-
-    def _drop_gradients(self, model: nn.Module) -> None:
-        model.zero_grad()
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            cast(Any, model).optimizer.zero_grad()  # its own sums of micro-batches
-        self.accelerator.gradient_state._set_sync_gradients(True)
-
-    def checkpoint_name(self, num_updates: int) -> str:
-        """Return a checkpoint's name: completed updates, and mini-batches of a partial update."""
-        return f"checkpoint-{num_updates}" + ("" if self.partial is None else f"-{self.partial.num_minibatches}")
-
-    def save(self, checkpoint: str) -> None:
-        """Write this process's partial update into a checkpoint."""
-        if self.partial is not None:
-            self.partial.save(checkpoint, self.args.process_index)
-
-    def progress(self) -> str | None:
-        """Return the learned part of a partial update for the log; None between updates."""
-        if self.partial is None:
-            return None
-        return f"{self.partial.num_minibatches} of {self.num_minibatches} mini-batches learned"
 
 
 def accumulate(

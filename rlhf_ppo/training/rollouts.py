@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
-from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, forward_in_batches
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
@@ -25,7 +24,6 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutpu
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, gathered
 from rlhf_ppo.processes.distributed import isolated_rng, raise_on_all_ranks, zero_stage
-from rlhf_ppo.processes.signals import raise_if_stopped
 from rlhf_ppo.reporting import critic_audit as audits
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import KeptCompletions
@@ -131,7 +129,6 @@ class Sampler:
         naming = naming_the_model(policy, role, run.moment())
         with raise_on_all_ranks(run.accelerator), naming, run.accelerator.autocast():
             yield
-            raise_if_stopped()
 
 
 def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:
@@ -257,8 +254,6 @@ def _forward(
     run: RunState, responses: Responses, forward: Callable[..., tuple[Tensor, ...]], packs_rows: bool
 ) -> tuple[Tensor, ...]:
     def evaluate(part: Responses) -> tuple[Tensor, ...]:
-        if run.accelerator.num_processes == 1:
-            raise_if_stopped()
         with run.accelerator.autocast():
             return forward(*part.batch, places=part.places)
 
@@ -324,25 +319,6 @@ class RolloutMetrics:
         """Return this rank's kept responses of an update."""
         return self.completions.rows(step)
 
-    def keep(self, learned: PartialUpdate) -> None:
-        """Store the remaining state of an interrupted update in its partial update."""
-        run = self.run
-        learned.metrics, learned.num_response_tokens = run.metrics, self.num_response_tokens
-        learned.seconds = run.timer.seconds
-        learned.completions = self.kept_completions(run.state.global_step + 1)
-        learned.left_out, learned.num_steps = run.guard.left_out, run.guard.num_steps
-        learned.wishes = run.control.state()["args"]
-
-    def restore(self, learned: PartialUpdate) -> None:
-        """Continue with the partial update of an earlier run."""
-        run = self.run
-        run.metrics, self.num_response_tokens = dict(learned.metrics), learned.num_response_tokens
-        run.timer.seconds = dict(learned.seconds)
-        self.completions.take(learned.completions)
-        run.guard.left_out, run.guard.num_steps = list(learned.left_out), learned.num_steps
-        for name, value in learned.wishes.items():
-            setattr(run.control, name, value)
-
 
 @contextmanager
 def apart_from_training(run: RunState, model: Any) -> Iterator[nn.Module]:
@@ -359,7 +335,6 @@ def apart_from_training(run: RunState, model: Any) -> Iterator[nn.Module]:
             isolated_rng(args.seed),
             run.streams.rewards.reseeded(args.seed, args.process_index),
             runnable(as_module(model), args.device) as runs,
-            run.guard.apart_from_updates(),
         ):
             yield runs
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -34,8 +33,6 @@ from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.terminal import hide_library_warnings, hide_model_bars, print_text
-from rlhf_ppo.training.guards import Skipped
-from rlhf_ppo.training.learning import InterruptibleLearning
 from rlhf_ppo.training.optimization import Optimization
 from rlhf_ppo.training.run_state import RunState
 
@@ -150,15 +147,12 @@ class CheckpointWriter:
     Args:
         run: The run.
         directory: The run's directory.
-        learning: Holds the partial update.
         write_card: Writes the model card.
     """
 
-    def __init__(
-        self, run: RunState, directory: RunDirectory, learning: InterruptibleLearning, write_card: Callable[[], None]
-    ) -> None:
+    def __init__(self, run: RunState, directory: RunDirectory, write_card: Callable[[], None]) -> None:
         self.run, self.args, self.accelerator, self.guard = run, run.args, run.accelerator, run.guard
-        self.directory, self.learning, self.write_card = directory, learning, write_card
+        self.directory, self.write_card = directory, write_card
 
     def save(self, write: Callable[[str], None]) -> str:
         """Write a checkpoint and return its directory.
@@ -168,7 +162,7 @@ class CheckpointWriter:
         """
         self.guard.check_weights()
         run_directory, num_updates = output_directory(self.args), self.run.state.global_step
-        directory = os.path.join(run_directory, self.learning.checkpoint_name(num_updates))
+        directory = os.path.join(run_directory, f"checkpoint-{num_updates}")
         with files.explaining_full_disk(directory, lambda: self.guard.last_checkpoint):
             written = os.path.join(run_directory, f"checkpoint-{num_updates}")
             if written != directory:  # Trainer has one name per update, which another checkpoint may have already
@@ -213,7 +207,6 @@ class CheckpointWriter:
         progress.pending_metrics = run.window.updates
         progress.batch_size, progress.num_generations = run.sizes.batch_size, run.args.num_generations
         progress.num_processes = self.accelerator.num_processes
-        progress.skipped = dataclasses.asdict(self.guard.skipped)
         progress.num_logged = len(run.state.log_history)
         progress.save(directory)
         run.stateful.save(directory)
@@ -437,8 +430,7 @@ class RunDirectory:
         checkpoint = _complete_checkpoint(directory, wanted)
         complete.check_engine(checkpoint, zero_stage(self.accelerator) is not None, is_fsdp(self.accelerator))
         step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
-        learned = saved.num_learned_minibatches(checkpoint)
-        run, abandoned = runs.continue_run(directory, checkpoint, (step,) if learned is None else (step, learned))
+        run, abandoned = runs.continue_run(directory, checkpoint, (step,))
         if abandoned:
             self._given_up = (
                 f"Going on from {checkpoint}; what comes after it ({', '.join(abandoned)}) is not taken for this "
@@ -507,7 +499,6 @@ def _check_complete(directory: str) -> None:
 def resume(
     run: RunState,
     checkpoint: str | None,
-    learning: InterruptibleLearning,
     num_prompts: int,
     num_updates_per_epoch: int,
     fingerprint: Callable[[], dict[str, Any]],
@@ -517,7 +508,6 @@ def resume(
     Args:
         run: The run, with Trainer's state of the checkpoint.
         checkpoint: The checkpoint's directory, or None.
-        learning: Takes the partial update.
         num_prompts: Rows of the data; 0 if unknown.
         num_updates_per_epoch: Updates of a pass over the data.
         fingerprint: Describes the run, in the processes that save.
@@ -540,8 +530,6 @@ def resume(
         if checkpoint is not None and args.process_index == 0:
             compare_with(checkpoint, run.fingerprint)
     run.progress.num_prompts = num_prompts
-    run.guard.start(Skipped(**run.progress.skipped))
-    learning.start(checkpoint, run.progress)
     run.window = MetricWindow(run.progress.pending_metrics)
     run.state = PPOTrainerState.of(run.state, run.progress.episode)
 
@@ -612,7 +600,7 @@ def apply_own_optimization(
         learning_rate: Returns the current learning rate.
     """
     done = run.state.global_step
-    if is_fsdp(run.accelerator) and done == 0 and not saved.num_learned_minibatches(checkpoint):
+    if is_fsdp(run.accelerator) and done == 0:
         optimizer.state.clear()  # torch took an empty step to save it; Adam counts that step
     if (changed := optimization.put_in_force(run.progress.optimization, done)) is not None:
         logger.warning(
