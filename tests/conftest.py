@@ -87,7 +87,6 @@ WHOLE_RUNS = {
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
     "data/test_train_data_forms.py",
-    "faults/test_partial_update.py",
     "faults/test_something_else.py",
     "models/test_peft.py",
     "reporting/test_hub.py",

@@ -21,7 +21,6 @@ import rlhf_ppo.reporting.report
 import tests.distributed.scenarios
 import tests.faults.scenarios
 import tests.faults.train_until_killed
-import tests.faults.train_until_signalled
 
 gc.collect()
 gc.freeze()

@@ -80,7 +80,7 @@ class StopOnSignal(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        if not _listening:
+        if not _previous:
             numbers = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
             _previous.update({number: signal.signal(number, _handle) for number in numbers})
         _listening.append(self)

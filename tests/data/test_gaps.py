@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.checkpoints.state import PartialUpdate
 from rlhf_ppo.data import rollout as rollout_module
 from rlhf_ppo.data.prompts import PromptCollator, Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
@@ -291,16 +289,6 @@ def test_masks_are_read_and_checked_once_in_each_update(
     )
     make_trainer(RespondsInTurns, total_episodes=16).train()
     assert checked == [8, 8]
-
-
-def test_a_half_learned_update_keeps_its_gaps(tmp_path: Path) -> None:
-    written = torch.tensor([[True, False, True], [False, True, False]])
-    rollout = a_rollout(torch.ones(2, 3).bool(), written, seed=0)
-    figures = (rollout.values, rollout.values, rollout.values, rollout.values, written)
-    masks = rollout.query_responses, rollout.attention_mask, written
-    PartialUpdate(Experience(*masks, *figures), {}).save(str(tmp_path), 0)  # pyright: ignore[reportCallIssue]
-    loaded = PartialUpdate.load(str(tmp_path), 0, torch.device("cpu")).experience
-    assert torch.equal(loaded.response_mask, written) and loaded.masks.response.tolist() == written.tolist()
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def everything_on(output_dir: Path, measures: Measures) -> PPOTrainer:
     run = {
         "total_episodes": 2 * NUM_UPDATES, "save_steps": EVERY, "save_total_limit": 2, "logging_steps": 1,
         "eval_strategy": "steps", "eval_steps": EVERY, "num_sample_generations": NUM_UPDATES // EVERY,
-        "report_to": "tensorboard", "score_scaling": True, "whiten_rewards": True, "on_divergence": "skip",
+        "report_to": "tensorboard", "score_scaling": True, "whiten_rewards": True,
         "load_best_model_at_end": True, "metric_for_best_model": "score", "learning_rate": 1e-5,
     }  # fmt: skip
     given = {

@@ -129,7 +129,6 @@ OPTIONS: dict[str, list[Any]] = {
     # What changes no number
     "gradient_checkpointing": [True],
     "lm_head_float32": [True],
-    "on_divergence": ["skip"],
     "torch_empty_cache_steps": [1],
     "num_sample_generations": [2],
     "logging_steps": [2, 3],

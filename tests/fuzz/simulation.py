@@ -344,8 +344,6 @@ class Simulation:
         logged["lr"] = settings.learning_rate * settings.rate(self.update)
         self.episode += settings.batch_size
         logged["episode"] = self.episode
-        if settings.on_divergence == "skip":
-            logged |= {"guard/skipped_rows": 0.0, "guard/skipped_updates": 0.0}
         self.waiting.append(logged)
         if settings.kl_target is not None and not self.warms_up:
             distance = np.mean([row.sum() for row in known.kl])

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +28,6 @@ from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
-from rlhf_ppo.processes.signals import StopOnSignal, Stopped
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.ports import free_port
@@ -375,27 +371,6 @@ def test_a_server_gets_the_weights_then_the_prompts(make_vllm_args: MakeArgs, se
     expected = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_tokens": 6, "n": 1, "logprobs": 0}
     expected |= {"prompt": [[5, 9, 3], [20]], "ignore_eos": True, "stop_token_ids": [1], "repetition_penalty": 1.0}
     assert request.items() >= expected.items()
-
-
-def test_a_signal_breaks_off_a_request(make_vllm_args: MakeArgs, server: Any) -> None:
-    url, handler = server
-    given_up = threading.Event()
-
-    def never(self: Any) -> None:
-        self.received.append((self.path, None))
-        if self.path == "/v1/completions":
-            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
-            given_up.wait(20)
-
-    handler.do_POST = never
-    args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
-    engine = start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), rows=2)
-    engine.vllm.sync_weights = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-    before = time.monotonic()
-    with StopOnSignal(lambda flags: flags, pending=lambda: "it ends").listening(), pytest.raises(Stopped):
-        engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
-    given_up.set()
-    assert time.monotonic() - before < 5 and handler.received[-1][0] == "/v1/completions"
 
 
 def test_an_adapter_is_sent_merged_and_the_base_stays_bit_for_bit(make_vllm_args: MakeArgs, server: Any) -> None:

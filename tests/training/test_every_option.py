@@ -80,7 +80,6 @@ CHANGES: dict[str, Any] = {
     "lam": 0.3,
     "vf_coef": 1.0,
     "max_prompt_length": 2,
-    "on_divergence": "skip",
     "health_checks": False,
 }
 """Values that change the weights or what is logged."""

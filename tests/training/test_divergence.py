@@ -1,0 +1,120 @@
+"""Each value that the guard watches is made not finite once: the error names it, and the last checkpoint stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.training.guards import DivergenceError
+from tests.conftest import count_w4
+from tests.runs import QUICK
+
+RUN: dict[str, Any] = {**QUICK, "num_ppo_epochs": 2, "save_strategy": "steps", "save_steps": 1}
+AT = 2
+"""The update in which a value is not finite; 3 are made."""
+
+
+def second_reward_infinite(trainer_state: Any, **columns: Any) -> list[float]:
+    rewards = count_w4(**columns)
+    return [rewards[0], -math.inf] if trainer_state.global_step == AT - 1 else rewards
+
+
+class RolloutWith(PPOTrainer):
+    """A number of response 1 of one rollout is not finite."""
+
+    field, value = "logprobs", math.nan
+
+    def collect_rollout(self, *args: Any) -> Any:
+        rollout = super().collect_rollout(*args)
+        if self.state.global_step == AT - 1:
+            changed = getattr(rollout, self.field).clone()
+            changed.view(len(rollout), -1)[1, 0] = self.value
+            rollout = dataclasses.replace(rollout, **{self.field: changed})
+        return rollout
+
+
+class ExperienceWith(PPOTrainer):
+    """A return of response 1 is not finite."""
+
+    def estimate_advantages(self, *args: Any) -> Any:
+        experience = super().estimate_advantages(*args)
+        if self.state.global_step == AT - 1:
+            experience.returns[1, 0] = math.inf
+        return experience
+
+
+class LossWith(PPOTrainer):
+    """A loss of one update is not finite."""
+
+    def value_loss(self, *args: Any) -> Any:
+        value = super().value_loss(*args)
+        return value._replace(loss=value.loss * (math.inf if self.state.global_step == AT - 1 else 1))
+
+
+class Breaks(TrainerCallback):
+    """Breaks something of the model at an event of one update."""
+
+    def __init__(self, event: str, how: Callable[[Any], None]) -> None:
+        self.how = how
+        setattr(self, event, self._break)
+
+    def _break(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == AT - 1:
+            self.how(model)
+
+
+def nan_gradient(model: Any) -> None:
+    next(model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+
+
+def nan_weight(model: Any) -> None:
+    with torch.no_grad():
+        model.value_model.score.weight[0, 0] = math.nan
+
+
+def variant(base: type, **changes: Any) -> dict[str, Any]:
+    return {"trainer_class": type(base.__name__, (base,), changes)}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"reward_funcs": second_reward_infinite}, "returned -inf for row 1"),
+        (variant(RolloutWith), "the policy's log-probabilities of response 1"),
+        (variant(RolloutWith, field="ref_logprobs"), "the reference's log-probabilities of response 1"),
+        (variant(RolloutWith, field="values", value=math.inf), "the values of response 1"),
+        (variant(RolloutWith, field="scores", value=math.inf), "the score of response 1"),
+        (variant(ExperienceWith), "the returns of response 1"),
+        (variant(LossWith), "the value loss became not finite"),
+        ({"callbacks": [Breaks("on_step_begin", nan_gradient)]}, "the norm of the gradient became not finite"),
+        ({"callbacks": [Breaks("on_optimizer_step", nan_weight)]}, "the values of response 0|value loss|weights"),
+    ],
+)
+def test_the_run_stops_and_names_update_value_and_checkpoint(
+    given: dict[str, Any], named: str, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer(**{**RUN, **given}, output_dir=str(tmp_path))
+    with pytest.raises(DivergenceError, match=named) as error:
+        trainer.train()
+    assert f"update {AT}" in str(error.value) and f"checkpoint is {tmp_path}/checkpoint-1" in str(error.value)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_nan_is_no_score(make_trainer: Callable[..., Any]) -> None:
+    assert make_trainer(**variant(RolloutWith, field="scores"), **QUICK).train().global_step == 3
+
+
+def test_weights_that_are_not_finite_are_not_saved(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = make_trainer(**QUICK)
+    nan_weight(trainer.model)
+    with pytest.raises(DivergenceError, match=r"value_model\.score\.weight"):
+        trainer.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
