@@ -7,9 +7,8 @@ the defaults of options are read.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from rlhf_ppo import PPOConfig
 from tests.fuzz.options import Configuration
-from tests.oracles import Array, Episode, log_softmax
+from tests.oracles import Array, Episode
 
 Rows = list[Array]
 """One array of the policy's tokens per response."""
@@ -30,17 +29,13 @@ class Settings(SimpleNamespace):
 
     @classmethod
     def of(cls, options: Configuration) -> Settings:
-        off = {"score_clip": math.inf, "missing_eos_penalty": 0.0, "critic_warmup_explained_variance": math.inf}
-        off |= {"stop_strings": [], "lr_scheduler_kwargs": {}, "cliprange": None}  # which gspo has its own
+        off = {"score_clip": math.inf, "missing_eos_penalty": 0.0, "stop_strings": [], "lr_scheduler_kwargs": {}}
         return cls(**{each.name: each.default for each in fields(PPOConfig)} | off | options)
 
     @property
     def clips(self) -> tuple[float, float]:
         """How far the ratio may fall and rise."""
-        if self.policy_loss == "gspo" and self.cliprange is None and self.cliprange_high is None:
-            return 3e-4, 4e-4
-        low = 0.2 if self.cliprange is None else self.cliprange
-        return low, low if self.cliprange_high is None else self.cliprange_high
+        return self.cliprange, self.cliprange if self.cliprange_high is None else self.cliprange_high
 
     @property
     def batch_size(self) -> int:
@@ -71,49 +66,6 @@ class Settings(SimpleNamespace):
 def cut(flat: Array, like: Sequence[Episode]) -> Rows:
     """Cut figures of tokens that follow each other into rows."""
     return np.split(np.asarray(flat, dtype=float), np.cumsum([len(episode.own) for episode in like])[:-1])
-
-
-# ---- What a value model says ----
-
-
-def edges_of(low: float, high: float, num_bins: int) -> Array:
-    return np.linspace(low, high, num_bins + 1)
-
-
-def head_values(outputs: Array, edges: Array, settings: Settings) -> Array:
-    """The value of each head, `(N, num_heads)`, from what the heads say, `(N, num_heads * num_bins)`."""
-    by_head = outputs.reshape(len(outputs), settings.critic_ensemble, -1)
-    if settings.value_loss == "mse":
-        return by_head[..., 0]
-    return np.exp(log_softmax(by_head)) @ ((edges[1:] + edges[:-1]) / 2)
-
-
-def widened(low: float, high: float, returns: Array) -> tuple[float, float]:
-    """A range that covers all returns; where it grows, with a tenth of it as room."""
-    if len(returns) == 0 or (low < high and low <= returns.min() and returns.max() <= high):
-        return low, high
-    is_new = low == high
-    ends = (returns.min(), returns.max()) if is_new else (min(low, returns.min()), max(high, returns.max()))
-    room = max(0.1 * (ends[1] - ends[0]), 1e-3)
-    grows = (is_new or returns.min() < low, is_new or returns.max() > high)
-    return (ends[0] - room if grows[0] else low), (ends[1] + room if grows[1] else high)
-
-
-def hl_gauss(logits: Array, returns: Array, edges: Array) -> tuple[Array, Array]:
-    """Cross-entropies with Gaussians around the returns, cut off at the range, and their gradients in the logits."""
-    width = edges[1] - edges[0]
-    inside = np.clip(returns, edges[0], edges[-1])
-    below = np.vectorize(math.erf)((edges - inside[:, None]) / (0.75 * width * math.sqrt(2)))
-    mass = np.diff(below, axis=1) / (below[:, -1:] - below[:, :1])
-    log_probabilities = log_softmax(logits)
-    return -(mass * log_probabilities).sum(axis=1), np.exp(log_probabilities) - mass
-
-
-def lowest(spreads: Sequence[Array], counted: list[int], share: float) -> list[Array]:
-    """Which tokens are among the share with the smallest spread: not those that others equal across its border."""
-    ordered = np.sort(np.concatenate([spreads[row] for row in counted])) if counted else np.zeros(1)
-    border = ordered[math.floor(share * len(ordered))]
-    return [(row < border) & (number in counted) for number, row in enumerate(spreads)]
 
 
 # ---- An episode ----
@@ -196,13 +148,6 @@ class Known:
     weights: Rows
     says: Rows | None
     coef: float
-    own_values: Rows
-    value_spread: Rows
-    edges: Array
-    entropy_counts: Rows = field(default_factory=list)
-
-    def old_logprobs(self, settings: Settings) -> Rows:
-        return self.says if settings.old_logprobs == "sampling" and self.says is not None else self.logprobs
 
     @property
     def scored(self) -> list[int]:
@@ -244,10 +189,7 @@ def advantages_of(
     starts = learned_places(episode, settings)
     actions = np.add.reduceat(rewards, starts)
     both = []
-    adaptive = settings.length_adaptive_alpha
     of_policy = settings.lam if settings.lam_policy is None else settings.lam_policy
-    if adaptive is not None:
-        of_policy = max(0.0, 1 - 1 / (adaptive * len(starts)))
     of_critic = settings.lam if settings.lam_critic is None else settings.lam_critic
     for lam in (of_policy, 1.0 if warms_up else of_critic):
         both.append(discounted(actions, values[starts], end, settings.gamma, lam))
@@ -264,23 +206,20 @@ def advantages_of(
 class TokenLosses:
     """Figures of a mini-batch's tokens that count, `(N,)` each, and the gradients of the loss in them.
 
-    `value_*` and `out_of_range` are of the tokens at which the value model learns.
+    `value_*` are of the tokens at which the value model learns.
     """
 
     policy_loss: Array
     ratio: Array
     clipped: Array
     log_ratio: Array
-    logprobs: Array
     entropy: Array
-    positive: Array
     value_loss: Array
     value_clipped: Array
-    out_of_range: Array
     loss: float
     d_logprobs: Array
     d_entropy: Array
-    d_outputs: Array
+    d_values: Array
 
 
 def policy_figures(logprobs: Rows, old: Rows, advantages: Rows, settings: Settings) -> tuple[Rows, Rows, Rows, Rows]:
@@ -289,35 +228,21 @@ def policy_figures(logprobs: Rows, old: Rows, advantages: Rows, settings: Settin
     figures: list[tuple[Array, Array, Array, Array]] = []
     for new, before, advantage in zip(logprobs, old, advantages, strict=True):
         ratio = np.exp(new - before)
-        if settings.policy_loss == "cispo":
-            weight = np.minimum(ratio, 1 + high)
-            figures.append((-weight * advantage * new, ratio, np.zeros(len(new), dtype=bool), -weight * advantage))
-            continue
-        if settings.policy_loss == "dis":
-            inside = (ratio >= 1 - low) & (ratio <= 1 + high)
-            slope = np.where(inside, -ratio * advantage, 0.0)
-            figures.append((slope, ratio, ~inside, slope))
-            continue
         if settings.policy_loss.endswith("squared"):
             log_ratio = new - before
             loss = -advantage * ratio + log_ratio**2
             figures.append((loss, ratio, log_ratio > 0.1, -advantage * ratio + 2 * log_ratio))
             continue
-        if settings.policy_loss == "gspo":
-            ratio = np.full(len(new), np.exp((new - before).mean()))
         bounded = np.minimum(np.maximum(ratio, 1 - low), 1 + high)
         gain, safe = ratio * advantage, bounded * advantage
         loss, clipped = -np.minimum(gain, safe), safe < gain
-        if settings.dual_clip is not None:
-            beyond = (advantage < 0) & (loss > -settings.dual_clip * advantage)
-            loss, clipped = np.where(beyond, -settings.dual_clip * advantage, loss), clipped | beyond
         figures.append((loss, ratio, clipped, np.where(clipped, 0.0, -gain)))
     columns: Any = [list(column) for column in zip(*figures, strict=True)]
     return columns[0], columns[1], columns[2], columns[3]
 
 
 def losses_of(
-    known: Known, rows: list[int], logprobs: Rows, entropies: Rows, outputs: Rows, settings: Settings, alone: bool
+    known: Known, rows: list[int], logprobs: Rows, entropies: Rows, values: Rows, settings: Settings, alone: bool
 ) -> TokenLosses:
     """Losses of a mini-batch, of those of its rows that have a score.
 
@@ -326,95 +251,65 @@ def losses_of(
         rows: The mini-batch's rows that count.
         logprobs: Log-probabilities of their tokens now.
         entropies: Entropies now.
-        outputs: What the value model says now.
+        values: Values now.
         settings: The options.
         alone: Whether the value model learns alone.
     """
-    old, episodes = [known.old_logprobs(settings)[row] for row in rows], [known.episodes[row] for row in rows]
-    advantages = [known.advantages[row] for row in rows]
+    old, advantages = [known.logprobs[row] for row in rows], [known.advantages[row] for row in rows]
     loss, ratio, clipped, slope = policy_figures(logprobs, old, advantages, settings)
-    if settings.policy_loss != "tests.fuzz.recording.squared":
+    if settings.policy_loss == "ppo":
         loss = [part * known.weights[row] for part, row in zip(loss, rows, strict=True)]
         slope = [part * known.weights[row] for part, row in zip(slope, rows, strict=True)]
     lengths = [len(part) for part in logprobs]
     num_tokens = sum(lengths)
-    shares = {
-        "token": [1 / num_tokens for _ in rows],
-        "sequence": [1 / (len(rows) * length) for length in lengths],
-        "constant": [1 / (len(rows) * settings.response_length) for _ in rows],
-    }[settings.loss_aggregation]
-    is_positive = [known.scores[row] > settings.positive_nll_threshold for row in rows]
-    num_positive = sum(length for length, each in zip(lengths, is_positive, strict=True) if each)
-    imitated = [settings.positive_nll_coef * each / max(num_positive, 1) for each in is_positive]
+    by_row = settings.loss_aggregation == "sequence"
+    shares = [1 / (len(rows) * length) if by_row else 1 / num_tokens for length in lengths]
     total = sum(share * part.sum() for share, part in zip(shares, loss, strict=True))
-    counts = [known.entropy_counts[row] for row in rows]
-    in_bonus = sum((part * count).sum() for part, count in zip(entropies, counts, strict=True))
-    total -= settings.entropy_coef * in_bonus / num_tokens
-    total -= sum(weight * part.sum() for weight, part in zip(imitated, logprobs, strict=True))
-    of_values, value_clipped, d_outputs, out_of_range, num_values = [], [], [], [], 0
-    for row, episode, now in zip(rows, episodes, outputs, strict=True):
-        places = learned_places(episode, settings)
+    total -= settings.entropy_coef * sum(part.sum() for part in entropies) / num_tokens
+    of_values, value_clipped, d_values = [], [], []
+    for row, now in zip(rows, values, strict=True):
+        places = learned_places(known.episodes[row], settings)
         error, flat, slope_of_value = value_figures(known, row, now[places], places, settings)
         slopes = np.zeros(now.shape)
         slopes[places] = slope_of_value
         of_values.append(error)
         value_clipped.append(flat)
-        d_outputs.append(slopes)
-        target = known.returns[row][places]
-        out_of_range.append((target < known.edges[0]) | (target > known.edges[-1]))
-        num_values += len(places)
+        d_values.append(slopes)
+    num_values = sum(len(part) for part in of_values)
     of_value = settings.vf_coef * sum(part.sum() for part in of_values) / num_values
-    d_logprobs = [share * part - weight for share, part, weight in zip(shares, slope, imitated, strict=True)]
     return TokenLosses(
         policy_loss=np.concatenate(loss),
         ratio=np.concatenate(ratio),
         clipped=np.concatenate(clipped),
         log_ratio=np.concatenate([new - before for new, before in zip(logprobs, old, strict=True)]),
-        logprobs=np.concatenate(logprobs),
         entropy=np.concatenate(entropies),
-        positive=np.concatenate([np.full(n, each) for n, each in zip(lengths, is_positive, strict=True)]),
         value_loss=np.concatenate(of_values),
         value_clipped=np.concatenate(value_clipped),
-        out_of_range=np.concatenate(out_of_range),
         loss=float(of_value + (0 if alone else total)),
-        d_logprobs=np.concatenate(d_logprobs),
-        d_entropy=-settings.entropy_coef * np.concatenate(counts) / num_tokens,
-        d_outputs=settings.vf_coef * np.concatenate(d_outputs) / num_values,
+        d_logprobs=np.concatenate([share * part for share, part in zip(shares, slope, strict=True)]),
+        d_entropy=np.full(num_tokens, -settings.entropy_coef / num_tokens),
+        d_values=settings.vf_coef * np.concatenate(d_values) / num_values,
     )
 
 
 def value_figures(
-    known: Known, row: int, outputs: Array, places: list[int], settings: Settings
+    known: Known, row: int, values: Array, places: list[int], settings: Settings
 ) -> tuple[Array, Array, Array]:
-    """Loss, whether it is clipped, and gradient in all outputs, `(N, num_outputs)`, of a row's tokens.
-
-    Only the row's own head has a gradient: the heads take turns over the rows.
-    """
-    own, target = row % settings.critic_ensemble, known.returns[row][places]
-    slopes = np.zeros((len(places), settings.critic_ensemble, outputs.shape[1] // settings.critic_ensemble))
-    said = outputs.reshape(slopes.shape)[:, own]
-    flat = np.zeros(len(places), dtype=bool)
-    if settings.value_loss == "hl_gauss":
-        error, slopes[:, own] = hl_gauss(said, target, known.edges)
-        return error, flat, slopes.reshape(outputs.shape)
-    value, before = said[:, 0], known.own_values[row][places]
-    error = (value - target) ** 2 / 2
+    """Loss, whether it is clipped, and gradient in the values, `(N,)` each, of a row's tokens."""
+    target, before = known.returns[row][places], known.values[row][places]
+    error, flat = (values - target) ** 2 / 2, np.zeros(len(places), dtype=bool)
     if settings.cliprange_value is not None:
-        near = np.clip(value, before - settings.cliprange_value, before + settings.cliprange_value)
+        near = np.clip(values, before - settings.cliprange_value, before + settings.cliprange_value)
         worse = (near - target) ** 2 / 2
         error, flat = np.maximum(error, worse), worse > error
-    slopes[:, own, 0] = np.where(flat, 0.0, value - target)
-    return error, flat, slopes.reshape(outputs.shape)
+    return error, flat, np.where(flat, 0.0, values - target)
 
 
 # ---- The optimizer ----
 
 
-def frozen(name: str, critic_freeze: str) -> bool:
-    """Tell whether the value model does not learn a parameter."""
-    return critic_freeze != "none" and bool(
-        re.search({"attention": "self_attn"}.get(critic_freeze, critic_freeze), name)
-    )
+def norm_of(gradients: Iterable[Array]) -> float:
+    return math.sqrt(sum(float((each**2).sum()) for each in gradients))
 
 
 class Optimizer:
@@ -428,10 +323,7 @@ class Optimizer:
 
     def clipped(self, gradients: Mapping[str, Array]) -> tuple[dict[str, Array], float]:
         """The gradients with a norm of at most `max_grad_norm`, and their norm before."""
-        norm, limit = (
-            math.sqrt(sum(float((each**2).sum()) for each in gradients.values())),
-            self.settings.max_grad_norm,
-        )
+        norm, limit = norm_of(gradients.values()), self.settings.max_grad_norm
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         return {name: each * scale for name, each in gradients.items()}, norm
 

@@ -54,65 +54,46 @@ OPTIONS: dict[str, list[Any]] = {
     "engine": ["says log-probabilities"],
     "importance_sampling_correction": [False],
     "importance_sampling_clip_max": [0.5, 1.2],
-    "importance_sampling_mode": ["sequence", "masked"],
-    "old_logprobs": ["sampling"],
     # Rewards
     "reward": ["several", "tokens", "some None", "some None of one", "None in the second update", "model"],
     "reward_weights": [[0.5, -2.0, 3.0], {"length": 3.0, "reward_model": 0.5, "share": 0.0}],
     "score_clip": [0.3],
     "score_scaling": [True],
-    "score_normalization": [True],
     "missing_eos_penalty": [1.5],
     "missing_eos_score": [-1.5, 0.0],
     "bootstrap_truncated": [True],
     "whiten_rewards": [True],
     # The reference
     "kl_coef": [0.0, 0.01, 1.0],
-    "log_kl": [True],
     "kl_estimator": ["k3"],
     "kl_target": [0.5, 6.0],
     "kl_horizon": [20, 100],
     "kl_stop": [0.02, 0.3],
     "reference": ["the policy"],
-    "reference_ema": [0.5, 0.9],
     "offload_frozen": [True],
     # Advantages
     "gamma": [0.0, 0.5, 0.95],
     "lam": [0.0, 0.5, 1.0],
     "lam_policy": [0.0, 0.7],
     "lam_critic": [0.3, 1.0],
-    "length_adaptive_alpha": [0.2, 1.0],
     "gae_level": ["turn"],
     # Losses
-    "policy_loss": ["gspo", "cispo", "dis", "tests.fuzz.recording.squared"],
+    "policy_loss": ["tests.fuzz.recording.squared"],
     "cliprange": [0.05, 0.5],
     "cliprange_high": [0.02, 0.6],
-    "dual_clip": [1.25, 3.0],
     "cliprange_value": [None, 0.02, 0.7],
     "vf_coef": [0.0, 1.0],
     "entropy_coef": [0.05],
-    "positive_nll_coef": [0.5],
-    "positive_nll_threshold": [-1.0, 0.4],
     "ptx_coef": [0.5],
-    "loss_aggregation": ["sequence", "constant"],
+    "loss_aggregation": ["sequence"],
     "loss": ["at once"],
     # Optimization
     "num_ppo_epochs": [1, 3],
-    "num_critic_epochs": [3, 4],
     "num_mini_batches": [1, 4, 8],
     "max_tokens_per_micro_batch": [12, 40],
-    "value_loss": ["hl_gauss"],
-    "value_bins": [2, 7],
-    "value_range": [[-1.0, 2.0], [0.2, 0.6]],
-    "critic_ensemble": [2, 3],
-    "critic_agreement_mask": [0.3],
-    "critic_disagreement_mask": [0.4],
     "value_model": ["made"],
-    "value_head_init": ["normal"],
-    "critic_freeze": ["attention", r"embed|mlp\.|\.norm"],
     "critic_learning_rate": [0.01, 0.05],
     "critic_warmup_steps": [1, 2],
-    "critic_warmup_explained_variance": [0.0, 0.9],
     "learning_rate": [0.03, 0.8],
     "lr_scheduler_type": ["constant", "cosine", "constant_with_warmup"],
     "lr_scheduler_kwargs": [{"num_cycles": 1.0}],
@@ -132,7 +113,6 @@ OPTIONS: dict[str, list[Any]] = {
     "torch_empty_cache_steps": [1],
     "num_sample_generations": [2],
     "logging_steps": [2, 3],
-    "reward_timeout": [60.0],
 }
 """What is drawn, and the values that differ from `BASE` and `OBJECTS`."""
 
@@ -145,35 +125,17 @@ NEEDS: dict[str, Configuration] = {
     "optim": _ADAM,  # with a larger epsilon than usual: float32's noise in a gradient of 0 moves nothing
     "importance_sampling_clip_max": _SAYS,
     "importance_sampling_correction": _SAYS,
-    "importance_sampling_mode": _SAYS,
-    "old_logprobs": _SAYS,
     "stop_token_id": {"stop_token": None},
     "reward_weights": {"reward": "several"},
-    "log_kl": {"kl_coef": 0.0, "reference": "the policy"},
     "kl_horizon": {"kl_target": 0.5},
     "kl_target": {"kl_horizon": 30},
     "gae_level": {"responses": "turns"},
-    "positive_nll_threshold": {"positive_nll_coef": 0.5},
-    "value_head_init": {"value_model": "made"},
-    "value_bins": {"value_loss": "hl_gauss"},
-    "value_range": {"value_loss": "hl_gauss"},
-    "critic_agreement_mask": {"critic_ensemble": 2},
-    "critic_disagreement_mask": {"critic_ensemble": 3, "entropy_coef": 0.05},
-    "critic_warmup_explained_variance": {"critic_warmup_steps": 2},
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine"},
     "adapter": {"reference": "the policy"},
     "share_base_model": {"adapter": "lora", "reference": "the policy", "value_model": "made"},
     "generation_engine": {"temperature": 0.9},
 }
 """What an option does nothing, or is refused, without; what is drawn beside it wins."""
-
-
-PAIRS: list[Configuration] = [
-    {"score_clip": 0.3, "score_scaling": True},
-    {"critic_ensemble": 3, "critic_agreement_mask": 0.3, "critic_disagreement_mask": 0.4},
-    {"critic_ensemble": 2, "value_loss": "hl_gauss"},
-]
-"""What is drawn together in the first configurations, since 200 draws may miss it."""
 
 
 def draw(seed: int, number: int, attempt: int = 0) -> Configuration:
@@ -190,7 +152,7 @@ def draw(seed: int, number: int, attempt: int = 0) -> Configuration:
     values = [(name, value) for name in sorted(OPTIONS) for value in OPTIONS[name]]
     random.Random(f"turns {seed}").shuffle(values)
     random_ = random.Random(f"{seed} {number} {attempt}")
-    first = PAIRS[number] if number < len(PAIRS) else dict([values[number % len(values)]])
+    first = {"score_clip": 0.3, "score_scaling": True} if number == 0 else dict([values[number % len(values)]])
     others = random_.sample(
         [name for name in sorted(OPTIONS) if name not in first], random_.randint(1, 4 - len(first))
     )

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Experience, Responses, Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from tests.conftest import QUIET, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.episodes import RespondsInTurns
@@ -206,8 +206,6 @@ class Recorder(PPOTrainer):
         engine.is_kept = False
         seen: SeenUpdate = self.updates[-1]
         seen.rollout, seen.answers = rollout, engine.answers[-1] if engine.answers else None
-        if isinstance(seen.answers, Responses):  # of a worker
-            seen.answers = Sampled(seen.answers.responses, seen.answers.sampling_logprobs)
         seen.episodes = list(getattr(self, "episodes", ()))
         return rollout
 
@@ -216,10 +214,10 @@ class Recorder(PPOTrainer):
             self.updates[-1].steps.append(SeenStep(keys_of(minibatch)))
         return super().update(model, minibatch, statistics)
 
-    def value_loss(self, values: Tensor, experience: Experience, logits: Tensor | None = None) -> Any:
+    def value_loss(self, values: Tensor, experience: Experience) -> Any:
         if "updates" in vars(self):
             self.updates[-1].steps[-1].micro_batches.append(keys_of(experience))
-        return super().value_loss(values, experience, logits)
+        return super().value_loss(values, experience)
 
 
 class RecorderAtOnce(InOnePass, Recorder):
@@ -328,7 +326,6 @@ def make(
         **given_models(objects),
         reward_funcs=REWARDS[objects["reward"]] or None,
         train_dataset=Dataset.from_list(prompt_rows(NUM_PROMPTS)),
-        eval_dataset=None,
         ptx_dataset=TEXTS if options.get("ptx_coef") else None,
         callbacks=list(callbacks),
     )

@@ -7,7 +7,6 @@ tokens, gradients of weights, the step, and the log.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,20 +24,15 @@ from tests.fuzz.formulas import (
     advantages_of,
     allowed,
     cut,
-    edges_of,
     ended_in_turns,
     explained,
     far,
-    frozen,
-    head_values,
     kl_of,
-    learned_places,
     losses_of,
-    lowest,
+    norm_of,
     sampled_episode,
     valued,
     whitened,
-    widened,
 )
 from tests.fuzz.options import Configuration
 from tests.fuzz.recording import HAVE_MODEL, REWARDS, Key, SeenStep, SeenUpdate, split
@@ -67,14 +61,12 @@ class Simulation:
         self.twins = Twins(self.objects, settings.share_base_model)
         if self.objects["reference"] == "other":
             self.twins.reference = recording.stopping_policy(seed=5).double().eval()
-        self.has_reference = self.objects["reference"] == "other" or settings.kl_coef > 0 or settings.log_kl
-        self.coef, self.scores, self.warmup_over = settings.kl_coef, np.zeros(0), False
+        self.has_reference = self.objects["reference"] == "other" or settings.kl_coef > 0
+        self.coef, self.scores = settings.kl_coef, np.zeros(0)
         self.optimizer, self.update, self.episode = Optimizer(settings), 0, 0
         self.waiting: list[dict[str, float]] = []
         self.waiting_losses: list[float] = []
         self.grad_norm, self.raw_scores = 0.0, np.zeros(0)
-        low, high = settings.value_range or (0.0, 0.0)
-        self.range: tuple[float, float] = (low, high)
         self.sampled_with: dict[str, Array] = {}
         """Weights that sampled the latest rollout."""
 
@@ -109,12 +101,8 @@ class Simulation:
         if self.has_reference:
             flat = self.twins.logprobs(self.twins.reference, episodes, settings.temperature)[0]
             reference = cut(flat.numpy(), episodes)
-        flat, last = self.twins.outputs(episodes)
-        of_heads = [head_values(each, self.edges, settings) for each in (flat.numpy(), last)]
-        values, final = cut(of_heads[0].mean(axis=1), episodes), of_heads[1].mean(axis=1)
-        by_row = cut(of_heads[0], episodes)
-        own_values = [each[:, row % settings.critic_ensemble] for row, each in enumerate(by_row)]
-        spread = cut(of_heads[0].std(axis=1), episodes)
+        flat, final = self.twins.values(episodes)
+        values = cut(flat.numpy(), episodes)
         kl = [0 * row for row in logprobs]
         if reference is not None:
             kl = [kl_of(new, ref, settings.kl_estimator) for new, ref in zip(logprobs, reference, strict=True)]
@@ -129,56 +117,25 @@ class Simulation:
         scores = paid + np.array([part.sum() for part in of_tokens])
         says, weights = self._weights(seen, episodes, logprobs)
         known = Known(
-            episodes, logprobs, reference, values, final, by_source, scores, kl, [], [], weights, says, self.coef,
-            own_values, spread, self.edges,
-        )  # fmt: skip
+            episodes, logprobs, reference, values, final, by_source, scores, kl, [], [], weights, says, self.coef
+        )
         self._judge(known, rewards, counted)
-        if settings.value_loss == "hl_gauss" and settings.value_range is None:
-            self.range = widened(*self.range, valued(known, settings)[1])
-            known.edges = self.edges
-        self._mask(known, seen, counted)
         return known
 
-    @property
-    def edges(self) -> Array:
-        return edges_of(*self.range, self.settings.value_bins)
-
-    def _mask(self, known: Known, seen: SeenUpdate, counted: list[int]) -> None:
-        """Leave out the advantages of tokens on which the heads agree, and the entropy where they do not.
-
-        The order is that of the float32 spreads, which `check_known` compares: the same text has the same spread, up
-        to rounding.
-        """
-        known.entropy_counts = [np.ones(len(row)) for row in known.logprobs]
-        if self.settings.critic_ensemble == 1:
-            return
-        spreads = [
-            row[e.own].double().numpy() for row, e in zip(seen.rollout.value_spread, known.episodes, strict=True)
-        ]
-        agreed = lowest(spreads, counted, self.settings.critic_agreement_mask)
-        known.advantages = [np.where(out, 0.0, row) for out, row in zip(agreed, known.advantages, strict=True)]
-        disagreed = lowest([-row for row in spreads], counted, self.settings.critic_disagreement_mask)
-        known.entropy_counts = [1.0 - row for row in disagreed]
-
     def _judge(self, known: Known, rewards: Rows, counted: list[int]) -> None:
-        """Add advantages and returns; warm-up may end with them."""
-        for _ in range(2):
-            advantages, known.returns = [], []
-            for row, episode in enumerate(known.episodes):
-                end = 0.0 if episode.ended or not self.settings.bootstrap_truncated else known.final_values[row]
-                given = (episode, rewards[row], known.values[row], end, self.settings, self.warms_up)
-                advantage, returns = advantages_of(*given)
-                advantages.append(advantage)
-                known.returns.append(returns)
-            passed = explained(known, self.settings) >= self.settings.critic_warmup_explained_variance
-            if not (self.warms_up and passed):
-                break
-            self.warmup_over = True
+        """Add advantages and returns."""
+        advantages = []
+        for row, episode in enumerate(known.episodes):
+            end = 0.0 if episode.ended or not self.settings.bootstrap_truncated else known.final_values[row]
+            given = (episode, rewards[row], known.values[row], end, self.settings, self.warms_up)
+            advantage, returns = advantages_of(*given)
+            advantages.append(advantage)
+            known.returns.append(returns)
         known.advantages = whitened(advantages, counted, keeps_mean=False)
 
     @property
     def warms_up(self) -> bool:
-        return not self.warmup_over and self.update < self.settings.critic_warmup_steps
+        return self.update < self.settings.critic_warmup_steps
 
     def _given(self, episodes: Sequence[Episode]) -> tuple[dict[str, Array], Array, Rows]:
         """What each source gives in all, the weighted sum of those that gave something, and that of single tokens."""
@@ -207,14 +164,13 @@ class Simulation:
 
     def _paid(self, scores: Array, of_tokens: Rows, episodes: Sequence[Episode]) -> tuple[Array, Rows]:
         """The scores that are paid, and the rewards of single tokens."""
-        settings, std, mean = self.settings, 1.0, 0.0
-        if settings.score_scaling or settings.score_normalization:
+        settings, std = self.settings, 1.0
+        if settings.score_scaling:
             whole = self.raw_scores = scores + [row.sum() for row in of_tokens]
             self.scores = np.append(self.scores, whole[~np.isnan(whole)])
             std = self.scores.std(ddof=1) if len(self.scores) > 1 else 1.0
-            mean = self.scores.mean() if settings.score_normalization and len(self.scores) else 0.0
             std = std if std > 0 else 1.0
-        paid = np.clip((scores - mean) / std, -settings.score_clip, settings.score_clip)
+        paid = np.clip(scores / std, -settings.score_clip, settings.score_clip)
         for row, episode in enumerate(episodes):
             if not episode.ended and not np.isnan(paid[row]):
                 replaced = settings.missing_eos_score
@@ -230,77 +186,64 @@ class Simulation:
             row.double().numpy()[: len(episode.response)]
             for row, episode in zip(seen.answers.logprobs, episodes, strict=True)
         ]
-        if not self.settings.importance_sampling_correction or self.settings.old_logprobs == "sampling":
+        if not self.settings.importance_sampling_correction:
             return says, ones
         return says, self.weights_of(logprobs, says)
 
     def weights_of(self, logprobs: Rows, says: Rows) -> Rows:
-        most, mode = self.settings.importance_sampling_clip_max, self.settings.importance_sampling_mode
-        ratios = [np.exp(ours - theirs) for ours, theirs in zip(logprobs, says, strict=True)]
-        if mode == "masked":
-            return [row * ((row >= 1 / most) & (row <= most)) for row in ratios]
-        if mode == "sequence":
-            ratios = [np.full_like(row, np.prod(row)) for row in ratios]
-        return [np.minimum(row, most) for row in ratios]
+        most = self.settings.importance_sampling_clip_max
+        return [np.minimum(np.exp(ours - theirs), most) for ours, theirs in zip(logprobs, says, strict=True)]
 
     # ---- Learning ----
 
     def run(self, known: Known, seen: SeenUpdate) -> list[Step]:
         """Simulate the steps of an update, note what is logged of it, and go on to the next."""
-        figures, of_critic, steps, norms, micro_ratios, texts = [], [], [], [], [], []
+        figures, steps, norms, micro_ratios, texts = [], [], [], [], []
         rows_of = matched(known.episodes, seen.steps)
         per_epoch, settings, alone = self.settings.num_mini_batches, self.settings, self.warms_up
-        num_epochs, num_of_policy = settings.num_critic_epochs or settings.num_ppo_epochs, settings.num_ppo_epochs
+        num_epochs = settings.num_ppo_epochs
         for number, (step, rows) in enumerate(zip(seen.steps, rows_of, strict=True)):
             counted = [row for row in rows if row in known.scored]
-            is_of_critic = number >= num_of_policy * per_epoch
             self.grad_norm = 0.0  # of a mini-batch without a score, too
-            taken = self._step(known, step, counted, is_of_critic) if counted else None
+            taken = self._step(known, step, counted) if counted else None
             steps.append(Step({}, {}) if taken is None else taken[0])
-            if taken is not None and is_of_critic:
-                of_critic.append(taken[1])
-            elif taken is not None:
+            if taken is not None:
                 figures.append(taken[1])
                 norms.append(taken[2])
                 texts += taken[3]
                 micro_ratios += ratios_of_parts(known, step, taken[1], counted)
-            ends = (number + 1) % per_epoch == 0
-            if ends and settings.kl_stop is not None and not is_of_critic:
+            if (number + 1) % per_epoch == 0 and settings.kl_stop is not None:
                 epoch = figures[-per_epoch:] if counted or figures else []
                 if epoch and far(epoch) > settings.kl_stop:
-                    num_epochs = num_of_policy = (number + 1) // per_epoch
+                    num_epochs = (number + 1) // per_epoch
                     break
         assert len(seen.steps) == num_epochs * per_epoch, f"{len(seen.steps)} mini-batches, not {num_epochs} epochs"
         check_epochs(rows_of, per_epoch, len(known.episodes))
         logged = rollout_figures(known, self)
         if figures:
-            logged |= learned_figures(figures, of_critic, norms, micro_ratios, texts, num_of_policy, self)
-        if figures and settings.value_loss == "hl_gauss":
-            logged["val/out_of_range_frac"] = float(
-                np.mean(np.concatenate([s.out_of_range for s in figures + of_critic]))
-            )
+            logged |= learned_figures(figures, norms, micro_ratios, texts, num_epochs, self)
         if settings.critic_warmup_steps:
             logged["val/critic_warmup"] = float(alone)
         if settings.kl_target is not None:
             logged["objective/kl_coef"] = known.coef
-        self._end(known, seen, logged, figures + of_critic, texts)
+        self._end(known, logged, figures)
         return steps
 
     def _step(
-        self, known: Known, step: SeenStep, rows: list[int], is_of_critic: bool
+        self, known: Known, step: SeenStep, rows: list[int]
     ) -> tuple[Step, TokenLosses, tuple[float, float], list[tuple[float, int]]]:
         settings, episodes = self.settings, [known.episodes[row] for row in rows]
         self.twins.put(step.before)
         logprobs, entropies = self.twins.logprobs(self.twins.policy, episodes, settings.temperature)
-        outputs, _ = self.twins.outputs(episodes)
-        alone = self.warms_up or is_of_critic
-        old = np.concatenate([known.old_logprobs(settings)[row] for row in rows])
+        values, _ = self.twins.values(episodes)
+        alone = self.warms_up
+        old = np.concatenate([known.logprobs[row] for row in rows])
         now = cut(old if alone else logprobs.detach().numpy(), episodes)
-        own = (now, cut(entropies.detach().numpy(), episodes), cut(outputs.detach().numpy(), episodes))
+        own = (now, cut(entropies.detach().numpy(), episodes), cut(values.detach().numpy(), episodes))
         tokens = losses_of(known, rows, *own, settings, alone)
         for model in (self.twins.policy, self.twins.value):
             model.zero_grad()
-        outputs.backward(torch.from_numpy(tokens.d_outputs))
+        values.backward(torch.from_numpy(tokens.d_values))
         texts: list[tuple[float, int]] = []
         if not alone:
             slopes = [torch.from_numpy(each) for each in (tokens.d_logprobs, tokens.d_entropy)]
@@ -313,7 +256,7 @@ class Simulation:
         self.grad_norm = norm
         after = self.optimizer.step(step.before, clipped, self.update)
         norms = [
-            math.sqrt(sum(float((each**2).sum()) for name, each in gradients.items() if name.startswith(prefix)))
+            norm_of(each for name, each in gradients.items() if name.startswith(prefix))
             for prefix in ("policy.", "value_model.")
         ]
         return Step(clipped, after), tokens, (norms[0], norms[1]), texts
@@ -330,16 +273,13 @@ class Simulation:
         found = {}
         for prefix, model in (("policy.", self.twins.policy), ("value_model.", self.twins.value)):
             for name, parameter in model.named_parameters():
-                is_frozen = prefix == "value_model." and frozen(name, self.settings.critic_freeze)
-                if parameter.grad is not None and prefix + name in weights and not is_frozen:
+                if parameter.grad is not None and prefix + name in weights:
                     found[prefix + name] = parameter.grad.numpy().copy()
         return found
 
-    def _end(
-        self, known: Known, seen: SeenUpdate, logged: dict[str, float], figures: list[TokenLosses], texts: list[Any]
-    ) -> None:
+    def _end(self, known: Known, logged: dict[str, float], figures: list[TokenLosses]) -> None:
         settings = self.settings
-        num_steps = (settings.num_critic_epochs or settings.num_ppo_epochs) * settings.num_mini_batches
+        num_steps = settings.num_ppo_epochs * settings.num_mini_batches
         self.waiting_losses.append(sum(each.loss for each in figures) / num_steps)
         logged["lr"] = settings.learning_rate * settings.rate(self.update)
         self.episode += settings.batch_size
@@ -349,17 +289,7 @@ class Simulation:
             distance = np.mean([row.sum() for row in known.kl])
             error = min(max(distance / settings.kl_target - 1, -0.2), 0.2)
             self.coef *= 1 + error * settings.batch_size / settings.kl_horizon
-        if settings.reference_ema is not None:
-            self._move_reference(seen)
         self.update += 1
-
-    def _move_reference(self, seen: SeenUpdate) -> None:
-        taken = [step.after for step in seen.steps if step.after]
-        weights = taken[-1] if taken else seen.weights
-        share = self.settings.reference_ema
-        assert share is not None
-        for name, parameter in self.twins.reference.named_parameters():
-            parameter.data = share * parameter.data + (1 - share) * torch.from_numpy(weights[f"policy.{name}"])
 
     def drained(self) -> dict[str, float]:
         """What is logged now: of the updates since the last log."""
@@ -367,7 +297,7 @@ class Simulation:
         result = {}
         for name in names:
             values = [update[name] for update in self.waiting if name in update]
-            latest = name in ("lr", "episode") or name.startswith("guard/")
+            latest = name in ("lr", "episode")
             extreme = min if name.endswith(("_min", "/min")) else max if name.endswith(("_max", "/max")) else None
             result[name] = values[-1] if latest else extreme(values) if extreme else float(np.mean(values))
         result |= {"loss": float(np.mean(self.waiting_losses)), "grad_norm": self.grad_norm}
@@ -438,14 +368,11 @@ def rollout_figures(known: Known, run: Simulation) -> dict[str, float]:
     if known.scored:
         score = float(np.mean(known.scores[known.scored]))
         logged |= {"objective/scores": score, "objective/rlhf_reward": score + charged}
-        if settings.score_scaling or settings.score_normalization:
+        if settings.score_scaling:
             logged["objective/raw_scores"] = float(np.nanmean(run.raw_scores))
         values, returns = valued(known, settings)
         logged |= {"val/values_mean": values.mean(), "val/values_min": values.min(), "val/values_max": values.max()}
         logged["val/returns_mean"] = returns.mean()
-    if settings.critic_ensemble > 1:
-        chosen = [known.value_spread[row][learned_places(episodes[row], settings)] for row in known.scored]
-        logged["val/spread"] = float(np.concatenate(chosen).mean()) if chosen else 0.0
     for name, given in known.by_source.items():
         scored = given[~np.isnan(given)]
         if len(scored):
@@ -472,30 +399,26 @@ def engine_figures(known: Known, run: Simulation) -> dict[str, float]:
 
 def learned_figures(
     figures: Sequence[TokenLosses],
-    of_critic: Sequence[TokenLosses],
     norms: Sequence[tuple[float, float]],
     micro_ratios: Rows,
     texts: Sequence[tuple[float, int]],
     num_epochs: int,
     run: Simulation,
 ) -> dict[str, float]:
-    """Means over all tokens that the update has learned from; those of the policy leave the critic's epochs out."""
+    """Means over all tokens that the update has learned from."""
     settings, alone = run.settings, run.warms_up
 
-    def mean(figure: Callable[[TokenLosses], Array], steps: Sequence[TokenLosses] = figures) -> float:
-        return float(np.concatenate([figure(each) for each in steps]).mean())
+    def mean(figure: Callable[[TokenLosses], Array]) -> float:
+        return float(np.concatenate([figure(each) for each in figures]).mean())
 
-    both = [*figures, *of_critic]
-
+    means = [each.mean() for each in micro_ratios]
     logged = {
         "policy/approxkl_avg": mean(lambda each: each.log_ratio**2 / 2),
         "policy/clipfrac_avg": 0.0 if alone else mean(lambda each: each.clipped),
         "val/ratio": mean(lambda each: each.ratio),
-        "val/ratio_var": float(np.var([each.mean() for each in micro_ratios], ddof=1))
-        if len(micro_ratios) > 1
-        else 0.0,
-        "loss/value_avg": mean(lambda each: each.value_loss, both),
-        "val/clipfrac_avg": mean(lambda each: each.value_clipped, both),
+        "val/ratio_var": float(np.var(means, ddof=1)) if len(means) > 1 else 0.0,
+        "loss/value_avg": mean(lambda each: each.value_loss),
+        "val/clipfrac_avg": mean(lambda each: each.value_clipped),
         "policy/grad_norm": float(np.mean([policy for policy, _ in norms])),
         "val/grad_norm": float(np.mean([value for _, value in norms])),
     }
@@ -503,19 +426,11 @@ def learned_figures(
         logged["policy/entropy_avg"] = mean(lambda each: each.entropy)
         logged["loss/policy_avg"] = mean(lambda each: each.policy_loss)
         logged["val/first_logratio"] = float(np.sqrt((np.log(micro_ratios[0]) ** 2).mean()))
-        if settings.old_logprobs == "training":
-            assert logged["val/first_logratio"] < 1e-4
-        if settings.policy_loss == "cispo":
-            logged["policy/weight_clipfrac_avg"] = mean(lambda each: each.ratio > 1 + settings.clips[1])
+        assert logged["val/first_logratio"] < 1e-4
         if settings.policy_loss.endswith("squared"):
             logged["policy/distance"] = mean(lambda each: each.log_ratio**2)
     if settings.kl_stop is not None:
         logged |= {"policy/kl_avg": far(figures), "policy/kl_stop_epoch": num_epochs}
-    if settings.positive_nll_coef > 0:
-        logged["policy/positive_frac"] = mean(lambda each: each.positive)
-        nll = np.concatenate([-each.logprobs[each.positive] for each in figures])
-        if len(nll) and not alone:
-            logged["loss/positive_nll_avg"] = float(nll.mean())
     if texts:
         logged["loss/ptx_avg"] = sum(nll for nll, _ in texts) / sum(count for _, count in texts)
     return logged

@@ -31,9 +31,8 @@ GIVEN: Configuration | None = json.loads(os.environ.get("CONFIGURATION") or "nul
 MOST_REFUSED = 20
 
 OF_CLOCKS = ("time/", "health/", "eps", "epoch", "step")
-OF_AUDITS = ("critic/",)
-OF_PARTS = ("val/ratio_var", "val/first_logratio", *OF_AUDITS)
-"""What is logged of micro-batches, and so depends on how they are cut, or of responses that are sampled beside."""
+OF_PARTS = ("val/ratio_var", "val/first_logratio")
+"""What is logged of micro-batches, and so depends on how they are cut."""
 
 
 @contextmanager
@@ -121,23 +120,14 @@ def check_start(simulation: Simulation, weights: dict[str, Any]) -> None:
     elif made:
         value_model.model.load_state_dict(recording.stopping_policy().model.state_dict())
         value_model.score.weight.data.zero_()
-    settings, head = simulation.settings, value_model.score.weight
-    bins = torch.zeros(settings.value_bins, head.shape[1]) if settings.value_loss == "hl_gauss" else head.detach()
-    value_model.score.weight = torch.nn.Parameter(bins.repeat(settings.critic_ensemble, 1))
     expected |= {f"value_model.{name}": value for name, value in value_model.named_parameters()}
     for name, value in expected.items():
-        given = weights[name]
-        if name.endswith("score.weight") and simulation.settings.value_head_init == "normal" and not value.any():
-            assert given.all() and abs(given).max() < 4 / np.sqrt(given.size + 1)
-            continue
-        assert_allclose(given, value.detach().numpy(), rtol=0, atol=0, err_msg=name)
+        assert_allclose(weights[name], value.detach().numpy(), rtol=0, atol=0, err_msg=name)
 
 
 def check_known(known: Known, rollout: Any) -> None:
-    for name in ("logprobs", "values", "ref_logprobs", "own_values", "value_spread"):
+    for name in ("logprobs", "values", "ref_logprobs"):
         given, expected = getattr(rollout, name), getattr(known, name)
-        if name in ("own_values", "value_spread") and given is None:
-            continue  # of one head
         assert (given is None) == (expected is None), name
         for row, episode in enumerate(known.episodes if expected is not None else []):
             assert_allclose(given[row][episode.own], expected[row], rtol=1e-4, atol=2e-5, err_msg=f"{name} of {row}")
@@ -161,7 +151,7 @@ def zero_apart(given: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 def check_logged(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    names_ = {name for name in given if not name.startswith((*OF_CLOCKS, *OF_AUDITS))}
+    names_ = {name for name in given if not name.startswith(OF_CLOCKS)}
     assert names_ | {"episode"} == expected.keys() | {"episode"}
     for name in sorted(expected):
         assert_allclose(given[name], expected[name], rtol=5e-4, atol=1e-4, err_msg=name)
@@ -234,4 +224,4 @@ def check_steps(configuration: Configuration, trainer: Any, output_dir: Path) ->
 
 
 def is_of_both(name: str) -> bool:
-    return not name.startswith((*OF_CLOCKS, *OF_AUDITS, "rewards/", "generation/"))
+    return not name.startswith((*OF_CLOCKS, "rewards/", "generation/"))

@@ -54,14 +54,14 @@ class Twins:
         entropies = -(distribution.exp() * distribution).sum(dim=-1)
         return distribution.gather(1, chosen[:, None])[:, 0], entropies
 
-    def outputs(self, episodes: Sequence[Episode]) -> tuple[Any, Array]:
-        """What the value model's heads say before each token of the policy, and after the last token of all."""
+    def values(self, episodes: Sequence[Episode]) -> tuple[Any, Array]:
+        """Values before each token of the policy, and after the last token of all."""
         model = self.value.get_base_model() if hasattr(self.value, "get_base_model") else self.value
         ids, places = _right_padded(episodes)
-        outputs = model.score(model.model(input_ids=ids).last_hidden_state)
+        values = model.score(model.model(input_ids=ids).last_hidden_state)[..., 0]
         rows, columns = (torch.tensor(part) for part in zip(*places, strict=True))
         last = [len(episode.ids) - 1 for episode in episodes]
-        return outputs[rows, columns - 1], outputs[range(len(last)), last].detach().numpy()
+        return values[rows, columns - 1], values[range(len(last)), last].detach().numpy()
 
     def distribution(self, ids: list[int], temperature: float) -> Array:
         """Probabilities of each next token, `(L, V)`."""
