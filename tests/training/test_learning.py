@@ -61,9 +61,6 @@ def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer
     "options",
     [
         {},
-        {"policy_loss": "gspo"},
-        {"policy_loss": "cispo", "cliprange": 0.2},
-        {"score_normalization": True},
         {"score_scaling": True},
         {"response_length": 1, "whiten_rewards": True},
         {"importance_sampling_correction": True, "loss_aggregation": "sequence"},
@@ -92,5 +89,4 @@ def test_equal_scores_teach_the_policy_nothing(make_trainer: Callable[..., Any],
     assert trainer.state.global_step == 1
     policy = [name for name in before if name.startswith("policy.")]
     assert policy and all(torch.equal(before[name], after[name]) for name in policy)
-    values_moved = any(not torch.equal(before[name], after[name]) for name in before if name not in policy)
-    assert values_moved is not options.get("score_normalization", False)  # then every return is 0, as the values are
+    assert any(not torch.equal(before[name], after[name]) for name in before if name not in policy)
