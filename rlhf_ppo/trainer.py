@@ -27,12 +27,12 @@ from rlhf_ppo.processes import distributed
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
-from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, masked_kl, shape_scores, whole_scores
+from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, shape_scores, whole_scores
 from rlhf_ppo.terminal import hide_library_logs, hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction, learning
 from rlhf_ppo.training.construction import ModelOrPath
-from rlhf_ppo.training.datasets import check_data, column_check, load_data
+from rlhf_ppo.training.datasets import check_collated, load_data
 from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.external_loop import given_responses
 from rlhf_ppo.training.learning import PolicyLossFunction
@@ -63,8 +63,8 @@ class PPOTrainer(TrainerBase):
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
         ref_model: The reference policy of the KL penalty. None uses the initial policy; with `args.kl_coef=0` None
             uses no reference.
-        reward_model: A sequence-classification model with one label, or with several labels and `args.reward_head`; or
-            a list of these models. None if only `reward_funcs` score.
+        reward_model: A sequence-classification model with one label, or a list of these models. None if only
+            `reward_funcs` score.
         train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; `reward_funcs` receive the
             other columns. A path or hub name loads the split `train`.
         value_model: A sequence-classification model with one label; it is trained with the policy. None starts from
@@ -185,7 +185,8 @@ class PPOTrainer(TrainerBase):
             self, run, models, preparation, episodes, engine, generate=lambda *given: self.generate_responses(*given)
         )
         self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._critic_only, ptx_dataset)
-        self._check_columns = self._check_data(data_collator)
+        if data_collator is not None:
+            check_collated(run, self.train_dataset, self._get_collator_with_removed_columns(data_collator, "checking"))
         self._warn_of_unused_options(models, has_engine=engine is not None)
 
     # ---- The loop ----
@@ -218,7 +219,6 @@ class PPOTrainer(TrainerBase):
         """
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
-        self._check_columns(train_dataset=self.train_dataset)
         with self._open_run(resume_from_checkpoint) as checkpoint, hide_library_logs():
             return super().train(checkpoint, None, ignore_keys_for_eval)
 
@@ -406,7 +406,7 @@ class PPOTrainer(TrainerBase):
             Rewards, float32 `(B, T)`, 0 outside the response mask.
         """
         scores, token_scores = shape_scores(rollout, self.args, self._score_unit)
-        kl = masked_kl(rollout, self.args.kl_estimator)
+        kl = rollout.kl(self.args.kl_estimator)
         _, rewards = token_rewards(kl, scores, rollout.response_mask, self.kl_controller.coef, token_scores)
         return rewards
 
@@ -701,17 +701,6 @@ class PPOTrainer(TrainerBase):
     def reward_model(self) -> nn.Module | None:
         """The first reward model (TRL's attribute)."""
         return next(iter(self.reward_models), None)
-
-    def _check_data(self, data_collator: Callable[..., Any] | None) -> Callable[..., None]:
-        """Check that rewards find their columns."""
-        run, episodes = self._run, self._episodes
-        collate = data_collator and self._get_collator_with_removed_columns(data_collator, "checking")
-        check_data(run, self.train_dataset, self.eval_dataset, collate)
-        added = () if episodes is None else episodes.columns
-        may_be_added_later = collate is not None or added is None
-        check = column_check({} if may_be_added_later else self.scorer.sources, added or ())
-        check(eval_dataset=self.eval_dataset)
-        return check
 
     def _warn_of_unused_options(self, models: construction.Models, has_engine: bool) -> None:
         episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces

@@ -33,8 +33,6 @@ from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
-from rlhf_ppo.rewards.functions import RewardFunction
-from rlhf_ppo.rewards.resolve import check_reward_name, environment_name, signature_in_file
 from rlhf_ppo.terminal import hide_data_bars, hide_logs
 from rlhf_ppo.training.checks import check_writable
 from rlhf_ppo.training.datasets import PromptPreparation
@@ -154,7 +152,6 @@ def _check_ppo(
         _model_at(problems, args.reward_model_path, "reward_model_path", origins, trusts)
     if script_args.value_model_path is not None:
         _model_at(problems, script_args.value_model_path, "value_model_path", origins, trusts)
-    _check_code(problems, script_args)
     rows = (None, None)
     with problems.collecting():
         rows = train_and_eval_rows(script_args, always_evaluates=True)
@@ -163,33 +160,11 @@ def _check_ppo(
                 _check_prompts(dataset, name, args, tokenizer, None)
         if rows[0] is not None and has_length(rows[0]):
             args.count_sizes(1, len(rows[0]))  # more processes need more prompts
-    _check_reward_columns(problems, script_args, rows[0])
     if script_args.ptx_dataset is not None:
         with problems.collecting():
             texts = load_splits(script_args.ptx_dataset, argument="ptx_dataset")
             choose_split(texts, "train", "the split of ptx_dataset")
     return rows
-
-
-def _check_code(problems: Problems, script_args: PPOScriptArguments) -> None:
-    """Check that the files of reward functions, tools and environments are there."""
-    named = [("reward_funcs", name) for name in script_args.reward_funcs or ()]
-    named += [("tools", name) for name in script_args.tools or ()]
-    named += [("environment", environment_name(name)[1]) for name in script_args.environment or ()]
-    for argument, name in named:
-        with problems.collecting():
-            check_reward_name(name, argument)
-
-
-def _check_reward_columns(problems: Problems, script_args: PPOScriptArguments, dataset: Any) -> None:
-    """Check that the data set has the columns that reward functions in files require."""
-    if dataset is None or dataset.column_names is None or script_args.environment:
-        return
-    for name in script_args.reward_funcs or ():
-        with problems.collecting():
-            if (function := signature_in_file(name)) is not None:
-                unused: Any = None
-                RewardFunction(function, unused, unused).check_columns(dataset.column_names, "train_dataset")
 
 
 def _check_prompts(dataset: Any, name: str, args: PPOConfig, tokenizer: Any, policy: nn.Module | None) -> None:

@@ -40,7 +40,7 @@ from rlhf_ppo.rewards.judges import (
     ScoringJudge,
     as_judge,
 )
-from rlhf_ppo.rewards.resolve import check_reward_name, resolve_reward
+from rlhf_ppo.rewards.resolve import resolve_reward
 from rlhf_ppo.rewards.reward_model import Answer
 from rlhf_ppo.terminal import print_text, redacted
 
@@ -183,8 +183,6 @@ def check_judge(args: JudgeArguments) -> None:
     """
     if args.asks_chat_model:
         _chat_judge(args)
-    elif args.judge is not None:
-        check_reward_name(args.judge, "judge")
 
 
 def _chat_judge(args: JudgeArguments) -> ChatJudge:

@@ -53,7 +53,6 @@ from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.run_log import RunSettings, where_results_are
-from rlhf_ppo.rewards.functions import RewardTimeoutError
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.terminal import (
@@ -292,7 +291,6 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     if args.share_base_model and is_adapter_directory(args.reward_model_path):
         return {"reward_model": args.reward_model_path}  # the trainer puts it over the policy's base
     settings = loading_settings(script_args.trust_remote_code, model_args)
-    labels = {} if args.reward_head else {"num_labels": 1}
     path, argument, load = args.reward_model_path, "reward_model_path", load_classifier
     if path == args.sft_model_path:
         logger.warning_once(
@@ -300,7 +298,7 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
             "so are the scores"
         )
         load = partial(load_pretrained, AutoModelForSequenceClassification)
-    models = {"reward_model": load(path, argument, **labels, **settings)}
+    models = {"reward_model": load(path, argument, num_labels=1, **settings)}
     changes = settings["dtype"] != torch.float32 or "quantization_config" in settings
     if script_args.value_model_path is None and changes and not args.share_base_model:
         models["value_model"] = load_pretrained(
@@ -494,7 +492,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
     except KeyboardInterrupt:
         say(f"{program}: ended by SIGINT; earlier output is in {trainer.args.output_dir}")
         raise SystemExit(130) from None
-    except (ConnectionError, DiskFullError, DivergenceError, RewardTimeoutError, WrongRewardError) as error:
+    except (ConnectionError, DiskFullError, DivergenceError, WrongRewardError) as error:
         if wants_tracebacks():
             raise
         print(file=sys.stderr)  # the progress bar leaves its line unfinished

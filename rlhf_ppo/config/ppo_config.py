@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 
 from rlhf_ppo.config import arguments, inherited
 from rlhf_ppo.config.validation import (
-    LONGEST_WAIT,
     AtLeastOne,
     Count,
     ExplainsUnknown,
@@ -292,17 +291,6 @@ class PPOConfig(
         "with 'reward_model' for a reward model and a function's own name; or either as JSON text. None: all 1.",
         nargs="+",
     )
-    reward_head: list[str] | str | None = _option(
-        None,
-        "Label, by name or position, that is the score of a reward model with several labels: one for all reward "
-        "models, or one for each.",
-        nargs="+",
-    )
-    reward_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
-        None,
-        "Maximum seconds of one call of a reward function, or of a server with all retries; after it the run ends "
-        "with an error. Reward functions then run in threads; a hanging thread is abandoned. None: no limit.",
-    )
     score_clip: Positive | None = _option(
         None,
         "Clip the summed score to [-score_clip, score_clip], after score_scaling (then in standard "
@@ -357,7 +345,6 @@ class PPOConfig(
         """Resolve defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self.derived_values: dict[str, Any] = {}
         self.bf16 = inherited.resolved_bf16(self)
-        self.reward_head = [self.reward_head] if isinstance(self.reward_head, str) else self.reward_head
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
         self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value

@@ -22,7 +22,6 @@ class TrainerContext:
         has_loss: A loss function was passed in place of `policy_loss`.
         has_controller: A KL controller was passed.
         has_evaluation: There is an evaluation dataset.
-        has_functions: There are reward functions.
         has_frozen: There are frozen models with weights of their own.
         gathers_weights: DeepSpeed ZeRO-3 shards the policy.
         has_16_bits: Something is computed or stored in 16 bits.
@@ -39,7 +38,6 @@ class TrainerContext:
     has_loss: bool = False
     has_controller: bool = False
     has_evaluation: bool = False
-    has_functions: bool = True
     has_frozen: bool = True
     gathers_weights: bool = False
     has_16_bits: bool = False
@@ -55,8 +53,7 @@ _VLLM_SERVER = tuple(name for name in _VLLM if "server" in name or name == "vllm
 _VLLM_COLOCATED = tuple(name for name in _VLLM if name not in (*_VLLM_SERVER, "vllm_mode"))
 _ENGINE = ("generation_engine", *_VLLM)
 _SAMPLING = ("top_k", "top_p", "min_p", *_ENGINE)
-_FUNCTIONS = ("reward_timeout",)
-_PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", *_FUNCTIONS, "chat_template_kwargs")
+_PROMPTS = ("max_prompt_length", "dataset_num_proc", "reward_weights", "chat_template_kwargs")
 _WEIGHTS = ("importance_sampling_clip_max",)
 _CORRECTION = ("importance_sampling_correction", *_WEIGHTS)
 _CLIPS = ("cliprange", "cliprange_high")
@@ -129,7 +126,6 @@ UNUSED: tuple[tuple[tuple[str, ...], Callable[[PPOConfig, TrainerContext], bool]
     (("offload_frozen",), lambda _, run: not run.has_accelerator, "the run computes on the CPU", "use a GPU"),
     (("offload_frozen",), lambda _, run: not run.has_frozen,
      "no frozen model has weights of its own", "pass ref_model or reward_model"),
-    (_FUNCTIONS, lambda _, run: not run.has_functions, "there are no reward functions", "pass reward_funcs"),
     (("hub_files",), lambda args, _: not args.push_to_hub,
      "push_to_hub is False, so training uploads nothing", "set push_to_hub=True, or call push_to_hub() yourself"),
     (EPISODE_OPTIONS, lambda _, run: not run.has_episodes,

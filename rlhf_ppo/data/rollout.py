@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rlhf_ppo.algorithm.advantages import kl_estimate
 from rlhf_ppo.algorithm.losses import importance_weights
 
 T = TypeVar("T")
@@ -320,10 +321,31 @@ class Rollout(Responses):
         self._check_shapes(self.response_mask.shape, "logprobs", "ref_logprobs", "values", "token_scores")
         self._check_shapes((len(self),), "ended", "final_values", "scores")
 
+    def __getitem__(self, rows: Sequence[int] | Tensor | slice) -> Self:
+        part = super().__getitem__(rows)
+        if not isinstance(rows, slice):
+            rows = torch.as_tensor(rows, dtype=torch.long, device=self.scores.device)
+        by_source = {name: scores[rows] for name, scores in self.scores_by_source.items()}
+        return dataclasses.replace(part, scores_by_source=by_source)
+
     @property
     def loss_mask(self) -> Tensor:
         """True on the policy's tokens of the responses that have a score, bool `(B, T)`."""
         return self.response_mask & ~self.scores.isnan()[:, None]
+
+    def kl(self, estimator: str) -> Tensor | None:
+        """Return the KL estimate of each token, nats, float32 `(B, T)`, 0 outside the mask; None without a reference.
+
+        Args:
+            estimator: As for `kl_estimate`.
+        """
+        ref_logprobs = self.ref_logprobs
+        if ref_logprobs is None:
+            return None
+        return self.once(
+            ("KL", estimator),
+            lambda: kl_estimate(self.logprobs, ref_logprobs, estimator).masked_fill(~self.response_mask, 0.0),
+        )
 
     def once(self, name: Hashable, compute: Callable[[], T]) -> T:
         """Return a cached figure of this rollout; the first call computes it.

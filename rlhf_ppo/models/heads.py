@@ -74,11 +74,9 @@ def check_one_label(model: nn.Module, argument: str) -> None:
             "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
         )
     if labels != 1:
-        names = list((base.config.id2label or {}).values())
-        other_fix = f", or take one of its labels {names} with reward_head" * argument.startswith("reward_model")
         raise ValueError(
             f"{argument} has num_labels={labels}; a {argument} gives one number per text: load it with "
-            f"AutoModelForSequenceClassification.from_pretrained(..., num_labels=1){other_fix}"
+            f"AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
         )
 
 

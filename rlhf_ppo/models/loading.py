@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_ppo.models.adapters import (
     adapter_config,
@@ -30,10 +30,8 @@ from rlhf_ppo.models.unwrapping import (
     copy_model,
     copy_weights,
     gathered,
-    in_eval_mode,
     is_peft_model,
     is_sharded,
-    probe_ids,
     transformers_model,
 )
 from rlhf_ppo.terminal import hide_logs, hide_model_bars
@@ -92,29 +90,21 @@ def load_value_model(
 def load_reward_model(
     model: nn.Module | str | os.PathLike[str],
     argument: str,
-    label: str | None = None,
     merges_adapter: bool = True,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Return a reward model with one label: its only label, or the label to keep.
+    """Return a reward model with one label.
 
     Args:
         model: The model, a directory, or a hub name.
         argument: Name of the caller's argument, for error messages.
-        label: Name or position of the label to keep; None for a model with a single label.
-        merges_adapter: Merge an adapter in a directory into its base; always where a label is chosen.
+        merges_adapter: Merge an adapter in a directory into its base.
         trust_remote_code: Run code that comes with the model.
 
     Raises:
-        ValueError: It cannot be loaded, has no such label, or has several and `label` is None.
+        ValueError: It cannot be loaded, or has several labels.
     """
-    if label is None:
-        model = load_classifier(model, argument, merges_adapter, num_labels=1, trust_remote_code=trust_remote_code)
-    else:
-        model = load_classifier(model, argument, trust_remote_code=trust_remote_code)
-        label_index(transformers_model(model).config, label)
-        if num_labels(model) > 1:
-            model = keep_label(_without_adapters(model, argument), label)
+    model = load_classifier(model, argument, merges_adapter, num_labels=1, trust_remote_code=trust_remote_code)
     check_one_label(model, argument)
     return model
 
@@ -344,8 +334,7 @@ def _of_another_kind(given: str, auto_class: Any, argument: str, settings: dict[
     if wants_code(error):
         return f"{given} {CODE_IS_RUN_IF}"
     labels = ", ".join(f"{name}={value}" for name, value in settings.items() if name == "num_labels")
-    refusal = f"{given} cannot be loaded with {auto_class.__name__}.from_pretrained({labels}): {error!s:.600}"
-    return refusal + ("; of several labels reward_head takes one" if "reward" in argument else "")
+    return f"{given} cannot be loaded with {auto_class.__name__}.from_pretrained({labels}): {error!s:.600}"
 
 
 CODE_IS_RUN_IF = (
@@ -382,79 +371,3 @@ def _without_adapters(model: nn.Module, argument: str) -> nn.Module:
     for parameter in merged.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return merged
-
-
-# ---- Multi-label reward models ----
-
-
-def num_labels(model: nn.Module) -> int:
-    """Count a classifier's labels."""
-    return int(transformers_model(model).config.num_labels or 0)
-
-
-def label_index(config: PreTrainedConfig, label: str) -> int:
-    """Return the position of a label.
-
-    Args:
-        config: The classifier's configuration, with `id2label`.
-        label: A name in `id2label`, or the position itself as digits.
-
-    Raises:
-        ValueError: There is no such label.
-    """
-    names = [str(name) for _, name in sorted((config.id2label or {}).items())]
-    if label in names:
-        return names.index(label)
-    if label.isdecimal() and int(label) < len(names):
-        return int(label)
-    raise ValueError(f"reward_head={label!r} is not a label of the reward model, which has {names}; name one of them")
-
-
-@torch.no_grad()
-def keep_label(model: nn.Module, label: str) -> nn.Module:
-    """Reduce a classifier to one of its labels, in place: the last linear layer keeps the label's row.
-
-    Args:
-        model: A sequence-classification model with several labels, no `PeftModel`.
-        label: As in `label_index`.
-
-    Raises:
-        ValueError: There is no such label, or the labels are not the rows of one linear layer.
-    """
-    base = transformers_model(model)
-    index, count = label_index(base.config, label), num_labels(base)
-    inside = {id(module) for module in backbone(base).modules()} if backbone(base) is not base else set()
-    layers = [
-        (name, module)
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and module.out_features == count and id(module) not in inside
-    ]
-    if len(layers) != 1:
-        raise ValueError(
-            f"reward_head={label!r}: {type(base).__name__} has {len(layers)} linear layers with {count} outputs "
-            "beside its backbone, so it is not clear which one computes the label; pass the model with one label"
-        )
-    expected = None if is_sharded(base) else _probe(base)[:, index]
-    name, layer = layers[0]
-    base.set_submodule(name, _row_of(layer, index))
-    base.config.num_labels = cast(Any, base).num_labels = 1
-    if expected is not None and not torch.allclose(_probe(base)[:, 0], expected, 1e-3, 1e-4, equal_nan=True):
-        raise ValueError(
-            f"reward_head={label!r}: {type(base).__name__} computes its labels from more than one linear layer; pass "
-            "the model with one label"
-        )
-    return model
-
-
-def _row_of(layer: nn.Linear, index: int) -> nn.Linear:
-    with gathered(layer.parameters()):
-        kept = nn.Linear(layer.in_features, 1, layer.bias is not None, layer.weight.device, layer.weight.dtype)
-        kept.weight.copy_(layer.weight[index : index + 1])
-        if layer.bias is not None:
-            kept.bias.copy_(layer.bias[index : index + 1])
-    return kept.train(layer.training)
-
-
-def _probe(model: nn.Module) -> torch.Tensor:
-    with in_eval_mode(model):
-        return model(input_ids=probe_ids(model)).logits.float()

@@ -22,7 +22,6 @@ from rlhf_ppo.checkpoints.run import Run
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.rewards.scorer import masked_kl
 
 COMPLETIONS_DIR = "_completions"
 """The directory of the responses in `output_dir`; `push_to_hub` does not upload it."""
@@ -119,7 +118,7 @@ class KeptCompletions:
         """
         number = min(self._num_rows, len(rollout))
         of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
-        if (kl := masked_kl(rollout, self.kl_estimator)) is not None:
+        if (kl := rollout.kl(self.kl_estimator)) is not None:
             of_tokens["token_kl"] = kl
         per_token = {name: values[:number].detach().float().clone() for name, values in of_tokens.items()}
         of_rows = {name: values[:number].detach().clone() for name, values in columns.items()}

@@ -18,7 +18,7 @@ from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, masked_range, zer
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.processes.distributed import get_logger
-from rlhf_ppo.rewards.scorer import masked_kl, shape_scores, token_score_sums
+from rlhf_ppo.rewards.scorer import shape_scores, token_score_sums
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
@@ -71,7 +71,7 @@ def rollout_columns(
     """
     scores, token_scores = shape_scores(rollout, args, score_unit)
     raw = {} if score_unit is None else {"raw_scores": rollout.scores + token_score_sums(rollout)}
-    kl = masked_kl(rollout, args.kl_estimator)
+    kl = rollout.kl(args.kl_estimator)
     return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef) | raw
 
 
@@ -86,7 +86,7 @@ def evaluation_columns(rollout: Rollout, args: PPOConfig, kl_coef: float) -> dic
     Returns:
         The columns of `episode_columns`, with `scores` without token rewards; `token_scores` are the sums of those.
     """
-    columns = episode_columns(rollout, rollout.scores, masked_kl(rollout, args.kl_estimator), kl_coef)
+    columns = episode_columns(rollout, rollout.scores, rollout.kl(args.kl_estimator), kl_coef)
     return columns | {"token_scores": token_score_sums(rollout)}
 
 

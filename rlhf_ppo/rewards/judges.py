@@ -12,26 +12,24 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import urllib.parse
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+import httpx
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.models.capabilities import positions
 from rlhf_ppo.models.frozen import FrozenScorer
-from rlhf_ppo.models.heads import check_classifier
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TrlReward, prompt_text, response_texts
-from rlhf_ppo.rewards.endpoint import HttpClient, RefusedError, RewardEndpoint, check_settings
+from rlhf_ppo.rewards.endpoint import RewardEndpoint, http_client, post_json
 from rlhf_ppo.rewards.functions import (
     accepted_arguments,
     described,
@@ -45,7 +43,7 @@ from rlhf_ppo.rewards.functions import (
 )
 from rlhf_ppo.rewards.reward_model import Answer, RewardModel, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import check_scores
-from rlhf_ppo.terminal import visible_logger
+from rlhf_ppo.terminal import redact_url, visible_logger
 
 logger = visible_logger(__name__)
 
@@ -110,9 +108,6 @@ class RewardModelJudge(ScoringJudge):
     def __init__(self, path: str, batch_size: int = 32, trust_remote_code: bool = False) -> None:
         self.path, self.batch_size, self.trust_remote_code = path, batch_size, trust_remote_code
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("path", "batch_size", "trust_remote_code")}
-
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float]:
         """Score answers."""
         return self.model.score_answers(answers, self._tokenizer_for).tolist()
@@ -123,13 +118,8 @@ class RewardModelJudge(ScoringJudge):
 
     @functools.cached_property
     def model(self) -> RewardModel:
-        """The reward model, loaded at the first access.
-
-        Raises:
-            ValueError: It cannot be loaded.
-        """
-        model = load_reward_model(self.path, "preference_model", None, trust_remote_code=self.trust_remote_code)
-        check_classifier(model, "preference_model")
+        """The reward model, loaded at the first access."""
+        model = load_reward_model(self.path, "preference_model", trust_remote_code=self.trust_remote_code)
         scorer = FrozenScorer(model.to(PartialState().device))
         return RewardModel(scorer, self.batch_size, max_positions=positions(model))
 
@@ -169,12 +159,11 @@ class FunctionJudge(ScoringJudge):
             "completions": [_as_completion(answer) for answer in answers],
             "completion_ids": ids,
         }
-        arguments = accepted_arguments(self.function, offered, self.__name__)
-        with nullcontext() if isinstance(self.function, RewardEndpoint) else naming(self.__name__, len(ids)):
+        arguments = accepted_arguments(self.function, offered)
+        with naming(self.__name__):
             returned = finished(self.function(**arguments))
         written = [answer.written or [True] * len(own) for answer, own in zip(answers, ids, strict=True)]
-        who, lengths = described(self.function, self.__name__), list(map(len, ids))
-        scores = check_scores(returned, who, lengths, written=written)
+        scores = check_scores(returned, described(self.function, self.__name__), list(map(len, ids)), written)
         totals: list[float] = (scores.sum(dim=1) if scores.dim() == 2 else scores).tolist()
         return [None if math.isnan(score) else score for score in totals]
 
@@ -210,14 +199,9 @@ def as_judge(judge: Any) -> Any:
 
     Args:
         judge: The user's object.
-
-    Raises:
-        TypeError: It is none of these.
     """
     if callable(getattr(judge, "judge", None)) or isinstance(judge, ScoringJudge):
         return judge
-    if isinstance(judge, type) or not callable(judge):
-        raise TypeError(f"judge={judge!r} cannot be called; pass a function of prompts and pairs, or TRL's judge")
     if _is_reward_function(judge):
         return FunctionJudge(judge)
     required = [p for p in named_parameters(judge).values() if p.default is p.empty]
@@ -301,15 +285,13 @@ class ChatJudge:
             RLHF_PPO_JUDGE_TOKEN, if it is set.
         question: The judge's prompt, with the fields `{prompt}`, `{first}` and `{second}`, and `{tag}`, see `tag_of`.
         options: Further request options, such as `{"temperature": 0}`.
-        timeout: Seconds that one request may take.
+        timeout: Seconds to wait for the connection, and for each part of the answer.
         retries: Number of repetitions of a failed request.
         backoff: Seconds before the first repetition.
         concurrency: Most requests at one time.
 
     Raises:
-        TypeError: A setting has another type.
-        ValueError: The address is invalid, the question lacks a field or has another, or the address is OpenAI's and
-            the environment variable OPENAI_API_KEY is not set.
+        ValueError: The question lacks a field.
     """
 
     model: str
@@ -322,97 +304,61 @@ class ChatJudge:
     concurrency: int = 8
 
     def __post_init__(self) -> None:
-        address = f"{self.url.rstrip('/')}/chat/completions"
-        self._client = HttpClient(address, self.timeout, self.retries, self.backoff, self._key_variable, 1 << 25)
-        check_settings(self, self._client.display_url)
         self.__name__ = self.model
-        _check_question(self.question)
-        if self._key_variable == KEY_VARIABLE and not os.environ.get(KEY_VARIABLE):
-            raise ValueError(
-                f"the judge {self.model!r} is asked at {OPENAI_URL}, which wants a key: set the environment variable "
-                f"{KEY_VARIABLE}, or name another server by its address (judge_url)"
-            )
+        if missing := [name for name in ("prompt", "first", "second") if f"{{{name}}}" not in self.question]:
+            raise ValueError(f"the judge's question lacks the fields {missing}; write them as {{{missing[0]}}}")
 
     async def __call__(self, prompts: Sequence[str], pairs: Sequence[Sequence[str]]) -> list[float | None]:
         """Judge pairs of texts.
 
         Raises:
-            ConnectionError: All requests failed; or one was refused because of the key (401, 403), address or model
-                (404), as all would be.
+            ConnectionError: All requests failed.
         """
-        slots = asyncio.Semaphore(self.concurrency)
-
-        async def judged(prompt: str, pair: Sequence[str]) -> float | _Unread | ConnectionError:
-            async with slots:
-                try:
-                    return await self._verdict(prompt, *pair)
-                except ConnectionError as error:
-                    if isinstance(error, RefusedError) and error.status in (401, 403, 404):
-                        raise
-                    return error
-
-        tasks = [asyncio.ensure_future(judged(*row)) for row in zip(prompts, pairs, strict=True)]
-        try:
-            outcomes = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        failures = [outcome for outcome in outcomes if isinstance(outcome, ConnectionError)]
+        async with self._client() as client:
+            rows = zip(prompts, pairs, strict=True)
+            asked = [self._reply(client, prompt, *pair) for prompt, pair in rows]
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures and len(failures) == len(outcomes):
             raise failures[0]
-        for reason, number in Counter(map(str, failures)).items():
+        for reason, number in Counter(map(repr, failures)).items():
             logger.warning(f"{number} of {len(outcomes)} verdicts failed: {reason}")
-        if unread := [outcome for outcome in outcomes if isinstance(outcome, _Unread)]:
-            logger.warning(f"{len(unread)} of {len(outcomes)} verdicts failed: {self._where} {_unread(unread)}")
-        return [outcome if isinstance(outcome, float) else None for outcome in outcomes]
+        verdicts = [read_verdict(outcome) if isinstance(outcome, str) else None for outcome in outcomes]
+        unread = [reply for reply, verdict in zip(outcomes, verdicts, strict=True) if verdict is None]
+        if texts := [reply for reply in unread if isinstance(reply, str)]:
+            logger.warning(
+                f"{len(texts)} of {len(outcomes)} verdicts failed: {self._where} did not end its reply with A, B or "
+                f"tie, but for example {texts[0][-80:]!r}; max_tokens in judge_options may have cut it"
+            )
+        return verdicts
 
     async def check(self) -> None:
         """Judge one pair, to find a wrong address, key or model before responses are generated.
 
         Raises:
-            ConnectionError: The request failed, or the answer is not a chat completion.
+            ConnectionError: The request failed.
         """
-        await self._verdict("What is 2 + 2?", "4", "5")
+        async with self._client() as client:
+            await self._reply(client, "What is 2 + 2?", "4", "5")
 
-    async def _verdict(self, prompt: str, first: str, second: str) -> float | _Unread:
+    async def _reply(self, client: httpx.AsyncClient, prompt: str, first: str, second: str) -> str:
         tag = tag_of(prompt, first, second)
         asked = self.question.format(prompt=prompt, first=first, second=second, tag=tag)
         question = {"model": self.model, "messages": [{"role": "user", "content": asked}], **self.options}
-        try:
-            answer = await self._client.post(question, self._where)
-        except RefusedError as error:
-            if error.status == 404 and not urllib.parse.urlsplit(self.url).path.strip("/"):
-                raise RefusedError(f"{error}; the address of an API ends in /v1 as a rule", error.status) from None
-            if error.status in (401, 403):
-                fix = f"the key of this server is read from the environment variable {self._key_variable}"
-                raise RefusedError(f"{error}; {fix}", error.status) from None
-            raise
-        reply, is_cut = _reply(answer, self._where, self._client)
-        verdict = read_verdict(reply)
-        return _Unread(reply, is_cut) if verdict is None else verdict
+        answer = await post_json(client, self._address, question, self._where, self.retries, self.backoff)
+        return answer["choices"][0]["message"]["content"] or ""
+
+    def _client(self) -> httpx.AsyncClient:
+        is_openai = urllib.parse.urlsplit(self.url).hostname == urllib.parse.urlsplit(OPENAI_URL).hostname
+        return http_client(self.timeout, self.concurrency, KEY_VARIABLE if is_openai else OTHER_KEY_VARIABLE)
 
     @property
-    def _key_variable(self) -> str:
-        host = urllib.parse.urlsplit(self.url).hostname
-        return KEY_VARIABLE if host == urllib.parse.urlsplit(OPENAI_URL).hostname else OTHER_KEY_VARIABLE
+    def _address(self) -> str:
+        return f"{self.url.rstrip('/')}/chat/completions"
 
     @property
     def _where(self) -> str:
-        return f"the judge {self.model!r} at {self._client.display_url}"
-
-
-@dataclass(frozen=True)
-class _Unread:
-    """A reply without a verdict, and whether it ended at the token limit."""
-
-    reply: str
-    is_cut: bool
-
-
-def _unread(replies: Sequence[_Unread]) -> str:
-    cut = sum(reply.is_cut for reply in replies)
-    limit = f"; {cut} ended at the limit of tokens, which judge_options set" if cut else ""
-    return f"did not end its reply with A, B or tie, but for example {replies[0].reply[-80:]!r}{limit}"
+        return f"the judge {self.model!r} at {redact_url(self._address)}"
 
 
 def tag_of(*texts: str) -> str:
@@ -437,26 +383,6 @@ def read_verdict(reply: str) -> float | None:
     """
     found = _LAST_WORD.search(reply.rpartition("</think>")[2].strip())
     return None if found is None else _VERDICTS[found.group(1).lower()]
-
-
-def _reply(answer: Any, where: str, client: HttpClient) -> tuple[str, bool]:
-    try:
-        choice = answer["choices"][0]
-        content = choice["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        shown = client.redacted(f"{json.dumps(answer):.200}")
-        raise ConnectionError(f"{where} answered {shown}, which is not a chat completion") from None
-    return content if isinstance(content, str) else "", choice.get("finish_reason") == "length"
-
-
-def _check_question(question: str) -> None:
-    fields = {"prompt", "first", "second"}
-    try:
-        question.format(**dict.fromkeys(fields, ""), tag="")
-    except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"the judge's question has the field {error}; write other braces twice") from None
-    if missing := {name for name in fields if f"{{{name}}}" not in question}:
-        raise ValueError(f"the judge's question lacks the fields {sorted(missing)}; write them as {{{min(missing)}}}")
 
 
 # The preference reward
@@ -503,8 +429,7 @@ class PreferenceReward:
         name: Name in metrics and weights.
 
     Raises:
-        TypeError: `judge` cannot be called.
-        ValueError: `opponent` is none of these, or `column` is given for another opponent.
+        ValueError: `opponent` is none of these.
     """
 
     def __init__(
@@ -513,8 +438,6 @@ class PreferenceReward:
         self.judge = as_judge(judge)
         if opponent not in OPPONENTS:
             raise ValueError(f"opponent={opponent!r} must be one of {list(OPPONENTS)}")
-        if column != "chosen" and opponent != "dataset":
-            raise ValueError(f"column={column!r} is read with opponent='dataset' only, not with {opponent!r}")
         self.opponent, self.__name__ = opponent, name
         self.column = OPPONENT_COLUMNS.get(opponent, column)
 
@@ -529,13 +452,9 @@ class PreferenceReward:
         """Compare every response with its opponent.
 
         Raises:
-            TypeError: The judge returned something other than numbers.
-            ValueError: The opponents' column is missing, or the judge returned another number of verdicts, or a
-                verdict outside of [0, 1].
+            KeyError: There is no column with the opponents' responses.
+            ValueError: The judge returned a verdict outside of [0, 1].
         """
-        if self.column not in columns:
-            fix = "add it to the data set, or name another" if self.opponent == "dataset" else "PPOTrainer makes it"
-            raise ValueError(f"{self.__name__} finds no column {self.column!r} with the opponents' responses; {fix}")
         ours = policy_answers or [Answer(*row) for row in zip(prompts, response_texts(completions), strict=True)]
         theirs = [self._opponents_answer(answer, row, columns) for row, answer in enumerate(ours)]
         rewards = [each.reward for each in self.compare(ours, theirs, columns)]
@@ -589,13 +508,8 @@ class PreferenceReward:
     def _verdicts(self, pairs: Sequence[tuple[Answer, Answer]], columns: Mapping[str, Any]) -> list[float | None]:
         if not pairs:
             return []
-        verdicts = list(self._asked(pairs, columns))
-        if len(verdicts) != len(pairs):
-            raise ValueError(
-                f"the judge of {self.__name__} returned {len(verdicts)} verdicts for {len(pairs)} pairs; return one "
-                "for each, -1 or None for no verdict"
-            )
-        return [_verdict(value, self.__name__) for value in verdicts]
+        verdicts = self._asked(pairs, columns)
+        return [_verdict(value, self.__name__) for _, value in zip(pairs, verdicts, strict=True)]
 
     def _asked(self, pairs: Sequence[Pair], columns: Mapping[str, Any]) -> Any:
         if isinstance(self.judge, ScoringJudge):
@@ -617,8 +531,6 @@ def _verdict(value: Any, name: str) -> float | None:
     number = value.tolist() if hasattr(value, "tolist") else value
     if number is None or number == -1:
         return None
-    if not isinstance(number, int | float):
-        raise TypeError(f"the judge of {name} returned {value!r:.60}; return 0, 1, or -1 for a failed verdict")
     if not 0 <= number <= 1:
         raise ValueError(
             f"the judge of {name} returned {value!r}; return a number from 0 to 1, or -1 for a failed verdict"

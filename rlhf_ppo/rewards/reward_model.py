@@ -22,7 +22,7 @@ from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
 from rlhf_ppo.models.unwrapping import transformers_model
-from rlhf_ppo.rewards.scorer import MAX_SCORE, Refuse, ScoringBatch, refuse_by_raising
+from rlhf_ppo.rewards.scorer import MAX_SCORE, ScoringBatch, WrongRewardError
 
 TokenizerFor = Callable[["Answer"], PreTrainedTokenizerBase | None]
 
@@ -140,8 +140,7 @@ def load_reward_models(
     """Load the reward models one by one, and choose their labels and tokenizers.
 
     Args:
-        args: `reward_head` is the label of models with several labels: one for all models, or one for each. With
-            `share_base_model`, adapters in directories are not merged into their base models.
+        args: With `share_base_model`, adapters in directories are not merged into their base models.
         reward_model: None, or one or a list of models, directories and hub names.
         reward_processing_classes: None, one tokenizer, or a list with a tokenizer or None for each reward model. For
             None, the tokenizer saved with the model is used if its tokens are not the policy's.
@@ -153,10 +152,9 @@ def load_reward_models(
     """
     specs = _as_list(reward_model)
     tokenizers = _one_for_each(_as_list(reward_processing_classes), specs, "reward_processing_classes")
-    labels = _one_for_each(list(args.reward_head or []), specs, "reward_head", spread=True)
-    for number, (spec, own, label) in enumerate(zip(specs, tokenizers, labels, strict=True)):
+    for number, (spec, own) in enumerate(zip(specs, tokenizers, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
-        model = load_reward_model(spec, argument, label, merges_adapter=not args.share_base_model)
+        model = load_reward_model(spec, argument, merges_adapter=not args.share_base_model)
         if own is None:
             own = _own_tokenizer(spec, model, tokenizer)
         elif not isinstance(own, PreTrainedTokenizerBase):
@@ -176,7 +174,6 @@ class RewardModel:
         max_positions: Longest text for the model, in its own tokens; None if there is no limit.
         together: Returns a context that raises one process' error on all, because processes with a sharded model
             enter each forward pass together; every process enters it the same number of times.
-        refuse: Called with the reason if a score is not finite, or beyond `MAX_SCORE`.
     """
 
     name = "reward_model"
@@ -189,11 +186,9 @@ class RewardModel:
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
         max_positions: int | None = None,
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
-        refuse: Refuse = refuse_by_raising,
     ) -> None:
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
         self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
-        self.refuse = refuse
         self.reads_columns = tokenizers is not None
 
     @torch.no_grad()
@@ -207,7 +202,8 @@ class RewardModel:
             Scores, float32 `(B,)`.
 
         Raises:
-            ValueError: A score is not finite, or a row is too long in the model's own tokens.
+            WrongRewardError: A score is not finite.
+            ValueError: A row is too long in the model's own tokens.
         """
         if self.tokenizers is None:  # the same as `reward_model_ids`, for the whole batch
             return self._scores(batch.query_responses, batch.attention_mask.bool())
@@ -245,13 +241,14 @@ class RewardModel:
             return self._checked(torch.cat(scores).float())
 
     def _checked(self, score: Tensor) -> Tensor:
-        unusable = ~(score.abs() <= MAX_SCORE)  # NaN too
-        for row in unusable.nonzero().flatten().tolist():
-            self.refuse(
-                f"the {self.name.replace('_', ' ')}'s score of row {row} is {score[row].item()}: load it in float32 "
-                "or bfloat16, and check its weights"
+        usable = score.abs() <= MAX_SCORE  # NaN is not
+        if not usable.all():
+            row = int(usable.int().argmin())
+            raise WrongRewardError(
+                f"the reward model's score of row {row} is {score[row].item()}: load it in float32 or bfloat16, and "
+                "check its weights"
             )
-        return score.masked_fill(unusable, torch.nan)
+        return score
 
     def _padded(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> tuple[Tensor, Tensor]:
         rows: list[Tensor] = []

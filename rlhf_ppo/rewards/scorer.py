@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
@@ -16,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from rlhf_ppo.algorithm.advantages import clip_scores, kl_estimate, penalize_missing_eos, replace_missing_eos
+from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.config.validation import WEIGHTS, check_range, suggestion
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
-from rlhf_ppo.terminal import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,14 +30,6 @@ T = TypeVar("T")
 
 MAX_SCORE = 1e12
 """The largest absolute value of a score: its squares, summed over a batch, are still finite in float32."""
-
-Refuse = Callable[[str], None]
-"""Called with the reason why a score cannot be used: raises, or returns, and the response counts as not scored."""
-
-
-def refuse_by_raising(reason: str) -> None:
-    """Raise a ValueError with the reason."""
-    raise ValueError(reason)
 
 
 @dataclass(frozen=True)
@@ -207,7 +196,6 @@ class Scorer:
     Args:
         sources: The reward sources; sources with the same name become `name`, `name_2`, ...
         weights: One weight per source, in their order or by name; None: all 1.
-        refuse: Called with the reason if a weighted sum is beyond `MAX_SCORE`.
 
     Raises:
         ValueError: There is no source, `weights` does not have one weight per source, or a weight is not finite.
@@ -217,14 +205,12 @@ class Scorer:
         self,
         sources: Sequence[RewardSource],
         weights: Sequence[float] | Mapping[str, float] | None = None,
-        refuse: Refuse = refuse_by_raising,
     ) -> None:
         if not sources:
             raise ValueError("no reward: pass a reward_model, reward_funcs, or both")
-        self.names = _unique([visible(source.name, one_line=True) for source in sources])
+        self.names = _unique([source.name for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)
-        self.refuse = refuse
         self._started: tuple[ScoringBatch | None, dict[str, Future[Tensor]]] = None, {}
 
     @property
@@ -233,7 +219,7 @@ class Scorer:
         return any(getattr(source, "reads_columns", True) for source in self.sources.values())
 
     def start(self, batch: ScoringBatch) -> None:
-        """Start the asynchronous sources, so that they run while the caller continues.
+        """Start the slow sources, so that they run while the caller continues.
 
         Args:
             batch: The batch of the next call.
@@ -250,7 +236,7 @@ class Scorer:
     def __call__(self, batch: ScoringBatch) -> Scores:
         """Score a batch.
 
-        The asynchronous sources are started first, unless `start` did so, and collected last. If a source fails, they
+        The slow sources are started first, unless `start` did so, and collected last. If a source fails, the slow ones
         are cancelled.
 
         Args:
@@ -260,13 +246,12 @@ class Scorer:
             The weighted sums and each source's scores, on the batch's device.
 
         Raises:
-            ValueError: A source returned another shape.
+            WrongRewardError: A source returned another shape, or a weighted sum is beyond `MAX_SCORE`.
         """
         batch, running = self._take_started(batch)
         try:
-            with _restore_cwd_and_dtype():
-                given = {name: source(batch) for name, source in self.sources.items() if name not in running}
-                given |= {name: future.result() for name, future in running.items()}
+            given = {name: source(batch) for name, source in self.sources.items() if name not in running}
+            given |= {name: future.result() for name, future in running.items()}
         finally:
             _cancel(running)
         return self._weighted_sum({name: given[name] for name in self.names}, batch)
@@ -284,7 +269,11 @@ class Scorer:
         running: dict[str, Future[Tensor]] = {}
         for name, source in self.sources.items():
             if getattr(source, "is_async", False):
-                running[name] = source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
+                try:
+                    running[name] = source.submit(batch)  # pyright: ignore[reportAttributeAccessIssue]
+                except Exception as error:  # raised with the other errors of rewards, on all ranks
+                    running[name] = Future()
+                    running[name].set_exception(error)
         return running
 
     def _weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
@@ -293,48 +282,31 @@ class Scorer:
         by_source: dict[str, Tensor] = {}
         first = mask.to(torch.uint8).argmax(dim=1, keepdim=True)
         for name, scores in given.items():
-            if not isinstance(scores, Tensor):
-                raise TypeError(f"reward {name!r} returned {scores!r:.60}, expected a tensor ({len(batch)},)")
-            scores = scores.to(mask.device, torch.float32)
+            scores, weight = scores.to(mask.device, torch.float32), self.weights[name]
             if tuple(scores.shape) == (len(batch),):
                 by_source[name] = scores
-                final = final + self.weights[name] * torch.where(scores.isnan(), 0.0, scores)
+                if weight != 0:  # 0 times an infinite score is NaN
+                    final = final + weight * torch.where(scores.isnan(), 0.0, scores)
             elif scores.shape == mask.shape:
                 unscored = scores.gather(1, first).squeeze(1).isnan()
                 scores = torch.where(mask & ~unscored[:, None], scores, 0.0)
                 by_source[name] = scores.sum(dim=1).masked_fill(unscored, math.nan)
-                per_token = per_token + self.weights[name] * scores
+                if weight != 0:
+                    per_token = per_token + weight * scores
             else:
-                raise ValueError(
+                raise WrongRewardError(
                     f"reward {name!r} has shape {tuple(scores.shape)}, expected ({len(batch)},), or "
                     f"{tuple(mask.shape)} for rewards per token"
                 )
+        usable = (final.abs() <= MAX_SCORE) & (per_token.abs() <= MAX_SCORE).all(dim=1)
+        if not usable.all():
+            raise WrongRewardError(
+                f"the weighted sum of the rewards of row {int(usable.int().argmin())} is beyond {MAX_SCORE:g}: return "
+                f"smaller rewards, or lower reward_weights={self.weights}"
+            )
         weighed = [scores for name, scores in by_source.items() if self.weights[name] != 0]
         unscored = torch.stack([scores.isnan() for scores in weighed or by_source.values()]).all(dim=0)
-        usable = (final.abs() <= MAX_SCORE) & (per_token.abs() <= MAX_SCORE).all(dim=1)
-        for row in (~usable & ~unscored).nonzero().flatten().tolist():
-            self.refuse(
-                f"the weighted sum of the rewards of row {row} is beyond {MAX_SCORE:g}: return smaller rewards, or "
-                f"lower reward_weights={self.weights}"
-            )
-        per_token, unscored = per_token.masked_fill(~usable[:, None], 0.0), unscored | ~usable
         return Scores(final.masked_fill(unscored, math.nan), per_token, by_source)
-
-
-@contextmanager
-def _restore_cwd_and_dtype() -> Iterator[None]:
-    """Restore the working directory and PyTorch's default dtype, which a reward function may change."""
-    dtype = torch.get_default_dtype()
-    try:
-        directory = os.getcwd()
-    except FileNotFoundError:  # it was deleted
-        directory = None
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if directory is not None:
-            os.chdir(directory)
 
 
 def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
@@ -389,16 +361,12 @@ def _unique(names: Sequence[str]) -> list[str]:
 # Score validation
 
 
-class WrongRewardError(TypeError, ValueError):
-    """A reward function returned or logged something invalid; the message names the fix."""
+class WrongRewardError(ValueError):
+    """A reward function returned scores that cannot be used; the message names the fix."""
 
 
 def check_scores(
-    returned: Any,
-    who: str,
-    lengths: Sequence[int],
-    refuse: Refuse = refuse_by_raising,
-    written: Sequence[Sequence[bool]] | None = None,
+    returned: Any, who: str, lengths: Sequence[int], written: Sequence[Sequence[bool]] | None = None
 ) -> Tensor:
     """Convert a reward function's result to a tensor, and check it.
 
@@ -407,8 +375,6 @@ def check_scores(
             numbers, one per response token, and None.
         who: Name of the function in errors.
         lengths: Number of tokens of each of the `B` responses.
-        refuse: Called with the reason if a number is not finite, or beyond `MAX_SCORE`; if it returns, the number
-            becomes NaN.
         written: For each response, whether the policy wrote each token; None: all. Rewards of other tokens, of a
             tool for example, are ignored: they may be None or NaN.
 
@@ -417,63 +383,37 @@ def check_scores(
         and 0 after the last token.
 
     Raises:
-        WrongRewardError: It is a text, one number or None, holds something other than numbers, or its length differs.
-        ValueError: `refuse` raised it.
+        WrongRewardError: The number of scores differs, or one is not finite or beyond `MAX_SCORE`.
     """
-    values = _plain(returned)
-    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
-        raise WrongRewardError(
-            f"{who} returned {returned!r:.60} ({type(returned).__name__}): "
-            f"return a list of {len(lengths)} numbers, one per completion"
-        )
-    values = list(values)
+    values = [_plain(value) for value in _plain(returned)]
     if len(values) != len(lengths):
         raise WrongRewardError(
             f"{who} returned {len(values)} rewards for {len(lengths)} completions: "
             "return one per completion, and None for no score"
         )
-    first = next((value for value in values if value is not None), None)
-    if isinstance(_plain(first), list | tuple):
-        rows = [_plain(value) for value in values]
-        if written is not None:
-            rows = [_of_policy(row, own) for row, own in zip(rows, written, strict=True)]
-        return _per_token(rows, who, lengths, refuse)
-    return torch.tensor([_as_float(value, who, f"row {row}", refuse) for row, value in enumerate(values)])
+    if isinstance(next((value for value in values if value is not None), None), list | tuple):
+        return _per_token(values, who, lengths, written or [[True] * length for length in lengths])
+    return torch.tensor(
+        [math.nan if value is None else _score(value, who, f"row {row}") for row, value in enumerate(values)]
+    )
 
 
-def _of_policy(row: Any, written: Sequence[bool]) -> Any:
-    """Return token rewards with 0 where the policy did not write; values of another shape are returned as they are."""
-    if not isinstance(row, list | tuple) or len(row) != len(written):
-        return row
-    return [reward if own else 0.0 for reward, own in zip(row, written, strict=True)]
-
-
-def _per_token(values: Sequence[Any], who: str, lengths: Sequence[int], refuse: Refuse) -> Tensor:
-    rewards = torch.zeros(len(lengths), max(lengths))
-    for row, (value, length) in enumerate(zip(values, lengths, strict=True)):
+def _per_token(values: Sequence[Any], who: str, lengths: Sequence[int], written: Sequence[Sequence[bool]]) -> Tensor:
+    rewards = torch.full((len(lengths), max(lengths)), math.nan)
+    for row, (value, own) in enumerate(zip(values, written, strict=True)):
         if value is None:
-            rewards[row] = math.nan
             continue
-        if not isinstance(value, list | tuple):
+        if len(value) != len(own):
             raise WrongRewardError(
-                f"{who} returned {value!r:.60} ({type(value).__name__}) for row {row}, and a "
-                "list for another: return a list for every row, of one reward per token, or a number for every row"
+                f"{who} returned {len(value)} rewards for the {len(own)} tokens of row {row}: return one for each of "
+                "completion_ids[row], or for one score per completion a tensor after .squeeze(-1)"
             )
-        if len(value) != length:
-            raise WrongRewardError(
-                f"{who} returned {len(value)} rewards for the {length} tokens of row {row}: "
-                "return one for each of completion_ids[row]"
-                + ", or for one score per completion a tensor after .squeeze(-1)"
-                * (len(value) == 1)
-            )
-        if None in value:
-            raise WrongRewardError(
-                f"{who} returned None for row {row}, token {list(value).index(None)}: "
-                "return 0.0 for a token without a reward, or None for the whole row"
-            )
-        numbers = [_as_float(number, who, f"row {row}, token {token}", refuse) for token, number in enumerate(value)]
-        rewards[row, :length] = torch.tensor(numbers)
-        rewards[row].masked_fill_(rewards[row].isnan().any(), math.nan)
+        numbers = [
+            _score(number, who, f"row {row}, token {token}") if own[token] else 0.0
+            for token, number in enumerate(value)
+        ]
+        rewards[row] = 0.0
+        rewards[row, : len(own)] = torch.tensor(numbers)
     return rewards
 
 
@@ -482,30 +422,14 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _as_float(value: Any, who: str, place: str, refuse: Refuse) -> float:
-    if value is None:
-        return math.nan
-    number = _plain(value)
-    if not isinstance(number, int | float):
-        raise WrongRewardError(
-            f"{who} returned {value!r:.60} ({type(value).__name__}) for {place}: "
-            "return a number, or None for a completion that it does not score"
-        )
+def _score(value: Any, who: str, place: str) -> float:
+    number = float(value)
     if not abs(number) <= MAX_SCORE:  # NaN too
-        refuse(
-            f"{who} returned {short_repr(number)} for {place}: return a finite number of at most "
-            f"{MAX_SCORE:g}, or None for a completion that it does not score"
+        raise WrongRewardError(
+            f"{who} returned {number} for {place}: return a finite number of at most {MAX_SCORE:g}, or None for a "
+            "completion that it does not score"
         )
-        return math.nan
-    return float(number)
-
-
-def short_repr(value: Any) -> str:
-    """Return at most 60 characters of a value's repr."""
-    try:
-        return f"{value!r:.60}"
-    except ValueError:  # Python does not format integers of more than 4300 digits
-        return "an integer of thousands of digits"
+    return number
 
 
 # Shaping, in this order: `score_scaling` divides by the standard deviation of all scores of the run so far, also for
@@ -567,16 +491,6 @@ def _shaped(scores: Tensor, ended: Tensor, args: PPOConfig, unit: ScoreMoments |
         scores = scores / unit.std
     scores = penalize_missing_eos(clip_scores(scores, args.score_clip), ended, args.missing_eos_penalty)
     return replace_missing_eos(scores, ended, args.missing_eos_score)
-
-
-def masked_kl(rollout: Rollout, estimator: str) -> Tensor | None:
-    """Return the KL estimate of each token, nats, float32 `(B, T)`, 0 outside the mask; None without a reference."""
-    ref_logprobs, mask = rollout.ref_logprobs, rollout.response_mask
-    if ref_logprobs is None:
-        return None
-    return rollout.once(
-        ("KL", estimator), lambda: kl_estimate(rollout.logprobs, ref_logprobs, estimator).masked_fill(~mask, 0.0)
-    )
 
 
 def whole_scores(rollout: Rollout) -> Tensor:

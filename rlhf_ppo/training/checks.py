@@ -39,7 +39,7 @@ _PATH = (str, os.PathLike)
 KEPT = frozenset(
     """
     kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _reward_funcs
-    _check_columns _checkpoints _critic_only _directory _driver _engine _episodes _is_stepped
+    _checkpoints _critic_only _directory _driver _engine _episodes _is_stepped
     _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run
     """.split()
 )
@@ -348,7 +348,6 @@ def warn_of_unused_options(run: RunState, models: Any, policy_loss: Any, kl_cont
         has_reference=models.reference is not None,
         has_loss=policy_loss is not None,
         has_controller=args.kl_target is None and not isinstance(kl_controller, FixedKLController),
-        has_functions=bool(run.reward_funcs),
         has_frozen=models.frozen_reference is not None or bool(models.rewards),
         has_accelerator=run.accelerator.device.type != "cpu",
         gathers_weights=zero_stage(run.accelerator) == 3,

@@ -503,7 +503,7 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
     Raises:
         ValueError: `reward_weights` does not fit.
     """
-    args, accelerator, logged, refuse = run.args, run.accelerator, run.logged, run.guard.refuse
+    args, accelerator, logged = run.args, run.accelerator, run.logged
     models = [
         RewardModel(
             place_frozen(reward.made_scorer(), accelerator, reward.offloads),
@@ -512,7 +512,6 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
             None if reward.tokenizer is None else (run.tokenizer, reward.tokenizer),
             capabilities.positions(reward.model),
             lambda: distributed.raise_on_all_ranks(accelerator),
-            refuse,
         )
         for reward in rewards
     ]
@@ -521,7 +520,7 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
         if is_reward_source(function)
         else RewardFunction(
             function, run.tokenizer, partial(getattr, run, "state"), logged.log_metric,
-            log_extra=logged.log_extra, refuse=refuse, timeout=args.reward_timeout,
+            log_extra=logged.log_extra,
         )
         for function in run.reward_funcs
     ]  # fmt: skip
@@ -531,4 +530,4 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
         weights = dict.fromkeys(own, 1.0) | weights
     elif weights is not None and len(weights) == len(models) + len(functions) - len(own):
         weights = [*weights, *[1.0] * len(own)]
-    return Scorer([*models, *functions], weights, refuse)
+    return Scorer([*models, *functions], weights)

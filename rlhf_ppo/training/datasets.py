@@ -41,9 +41,6 @@ from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.processes.distributed import get_logger, isolated_rng
 from rlhf_ppo.processes.signals import leave_signals_to_parent
-from rlhf_ppo.rewards.functions import check_columns, check_names_of_columns
-from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS
-from rlhf_ppo.rewards.scorer import RewardSource
 from rlhf_ppo.training.checks import check_collator, check_datasets
 from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.run_state import RunState
@@ -201,27 +198,14 @@ def load_data(
     return train_dataset, eval_dataset
 
 
-def check_data(run: RunState, train_dataset: Any, eval_dataset: Any, collate: Callable[..., Any] | None) -> None:
-    """Check that column names are valid arguments of reward functions, and the output of a collator.
+def check_collated(run: RunState, train_dataset: Any, collate: Callable[..., Any]) -> None:
+    """Check the output of a collator.
 
     Raises:
         TypeError: The collator returned no prompts.
-        ValueError: A column cannot be a function's argument.
     """
-    if run.reward_funcs:
-        check_names_of_columns(train_dataset=train_dataset, eval_dataset=eval_dataset)
-    if collate is not None and (length := num_rows(train_dataset)):
+    if length := num_rows(train_dataset):
         check_collator(collate, [train_dataset[row] for row in range(min(length, run.sizes.local_batch_size))])
-
-
-def column_check(sources: Mapping[str, RewardSource], added: Sequence[str]) -> Callable[..., None]:
-    """Return a check that data sets, given by their arguments' names, have the columns that rewards read.
-
-    Args:
-        sources: The reward sources.
-        added: Columns that the rollout adds.
-    """
-    return partial(check_columns, sources.values(), [*OPPONENT_COLUMNS.values(), *added])
 
 
 @dataclass(frozen=True)

@@ -104,13 +104,6 @@ class EpisodeRollouts:
         return [dict[str, Any]() for _ in range(num_rows // args.num_generations)]
 
     @property
-    def columns(self) -> tuple[str, ...] | None:
-        """Columns that the rollout adds for reward functions; None where `rollout_func` may add any."""
-        if self.rollout_func is not None:
-            return None
-        return ("environments",) if self.has_environments else ()
-
-    @property
     def encoder(self) -> Callable[[str, Vocabulary], PromptEncoder] | None:
         """What makes the encoder of a data set's rows; None where `rollout_func` gets the prompts as they are."""
         return self._encoder if self.rollout_func is None else None

@@ -14,7 +14,6 @@ from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.processes.distributed import raise_on_all_ranks
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.scorer import masked_kl
 
 if TYPE_CHECKING:
     from rlhf_ppo.training.run_state import RunState
@@ -47,16 +46,12 @@ class DivergenceGuard:
         self.run, self.args, self.accelerator, self.model = run, run.args, run.accelerator, model
         self.last_checkpoint: str | None = None
 
-    def refuse(self, reason: str) -> None:
-        """Raise the error of a reward source about an invalid score."""
-        raise DivergenceError(self._message(reason))
-
     def check_rollout(self, rollout: Rollout) -> None:
         """Check log-probabilities, KL, values and scores; a score of NaN stands for no score."""
         of_tokens = {
             "the policy's log-probabilities": rollout.logprobs,
             "the reference's log-probabilities": rollout.ref_logprobs,
-            "the KL": masked_kl(rollout, self.args.kl_estimator),
+            "the KL": rollout.kl(self.args.kl_estimator),
             "the values": rollout.values,
             "the rewards of tokens": rollout.token_scores,
         }

@@ -19,7 +19,7 @@ from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.processes.distributed import get_logger
-from rlhf_ppo.rewards.resolve import found_function
+from rlhf_ppo.rewards.resolve import load_object
 from rlhf_ppo.training.run_state import RunState
 
 logger = get_logger(__name__)
@@ -103,12 +103,7 @@ def resolve_policy_loss(given: str | PolicyLossFunction) -> PolicyLossFunction |
         return given
     if given == "ppo":
         return None
-    function: Any = found_function(given, "policy_loss")
-    if function is None:
-        raise ValueError(
-            f"policy_loss={given!r} is not a loss; write 'ppo', 'path/file.py:function' or 'package.module.function'"
-        )
-    return function
+    return load_object(given, "policy_loss", ", or 'ppo'")
 
 
 def weighted_micro_batches(

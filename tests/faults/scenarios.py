@@ -40,13 +40,6 @@ def nan_on_rank_1(prompts: Any, completions: Any, completion_ids: Any, trainer_s
     return [math.nan, *rewards[1:]] if on_rank_1(trainer_state) else rewards
 
 
-def hangs_on_rank_1(prompts: Any, completions: Any, completion_ids: Any, trainer_state: Any, **columns: Any) -> Any:
-    """A reward function that takes a minute on one rank."""
-    if on_rank_1(trainer_state):
-        time.sleep(60)
-    return conftest.count_w4(prompts, completions, completion_ids)
-
-
 class RolloutOfRank1(PPOTrainer):
     """One rank's log-probabilities of a response become NaN."""
 
@@ -82,13 +75,12 @@ WRONG: dict[str, dict[str, Any]] = {
     "weight": {"trainer_class": WeightOfRank1},
 }
 """What is not finite on rank 1: arguments of `train_with_checkpoints`."""
-HANG: dict[str, Any] = {"given": {"reward_funcs": hangs_on_rank_1}, "reward_timeout": 3.0}
 
 
 def outcome(wrong: str | None = None, **arguments: Any) -> dict[str, Any] | str:
     """Train, while something is wrong on rank 1 in update 2; return this rank's end, or its error."""
     try:
-        return train_with_checkpoints(**{"hang": HANG, **WRONG}.get(wrong or "", {}), **arguments)
+        return train_with_checkpoints(**WRONG.get(wrong or "", {}), **arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

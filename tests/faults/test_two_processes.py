@@ -48,7 +48,6 @@ def ran(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.T
     for wrong in WRONG:
         calls[f"stop {wrong}"] = call("outcome", f"stop {wrong}", wrong=wrong)
         calls[f"skip {wrong}"] = call("outcome", f"skip {wrong}", wrong=wrong, on_divergence="skip")
-    calls["hang"] = call("outcome", "hang", wrong="hang")
     copies = {
         "damaged": {"damaged": "separate_rng_state_1.pth"},
         "bomb": {"bomb": "rng_state_1.pth", "max_steps": 4},
@@ -138,12 +137,6 @@ def test_both_skip_what_is_not_finite_on_one(wrong: str, ran: dict[str, Any]) ->
         np.testing.assert_array_equal(value, given[1]["parameters"][name], err_msg=name)
     other = ran["whole"][0]["parameters"]
     assert any((value != other[name]).any() for name, value in given[0]["parameters"].items())
-
-
-def test_a_reward_that_hangs_on_one_ends_both(ran: dict[str, Any]) -> None:
-    for error in ran["hang"]:
-        assert re.search("RewardTimeoutError: .*'hangs_on_rank_1'", error), error
-    assert checkpoints(ran["folder"] / "hang") == {"checkpoint-1": None}
 
 
 def test_both_fall_back_when_a_file_of_one_is_damaged(ran: dict[str, Any]) -> None:

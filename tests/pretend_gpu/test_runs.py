@@ -33,9 +33,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 EACH: dict[str, Any] = {
     "eval_dataset": prompt_rows(6), "eval_strategy": "steps", "eval_steps": 1, "num_sample_generations": 1,
-    "save_strategy": "steps", "save_steps": 1, "max_steps": 3, "reward_timeout": 60.0,
+    "save_strategy": "steps", "save_steps": 1, "max_steps": 3,
 }  # fmt: skip
-"""Evaluation, sample tables, checkpoints and a limit on the time of rewards."""
+"""Evaluation, sample tables and checkpoints."""
 
 
 @pytest.mark.parametrize("name", RUNS)

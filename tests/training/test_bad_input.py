@@ -136,14 +136,6 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         lambda: {"reward_funcs": [count_w4, "corectness"]},
         ValueError, "holds 'corectness', which is not a reward's name; .*'path/file.py:function'"
     ),
-    "a label that is not there": (
-        lambda: {"reward_model": tiny_scorer(num_labels=2), "reward_head": "helpful"},
-        ValueError, r"reward_head='helpful' is not a label of the reward model, which has \['LABEL_0', 'LABEL_1'\]",
-    ),
-    "more labels than reward models": (
-        lambda: {"reward_model": tiny_scorer(num_labels=2), "reward_head": ["0", "1"]},
-        ValueError, "reward_head has 2 entries for 1 reward models",
-    ),
     "more tokenizers than reward models": (
         lambda: {"reward_model": tiny_scorer(), "reward_processing_classes": [None, None]},
         ValueError, "reward_processing_classes has 2 entries for 1 reward models",

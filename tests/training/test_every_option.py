@@ -136,11 +136,9 @@ ELSEWHERE: dict[str, str] = {
     "dataloader_drop_last": "False is an error",
     "save_critic": "it adds files; tests/test_decoding.py",
     "critic_warmup_explained_variance": "an error without critic_warmup_steps",
-    "reward_head": "an error without a reward model",
     "ptx_coef": "an error without ptx_dataset",
     "generation_engine": "other engines have tests of their own",
     "stop_token": "the run above has it",
-    "reward_timeout": "no function is that slow",
 }
 """Options whose effect is not in the weights or the log of the run above, and why."""
 
@@ -203,7 +201,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"top_k": 5}, {"is_stepped": True}, r"step() is given responses: use train()"),
     ({"reward_weights": [2.0]}, {"is_stepped": True}, "responses and scores"),
     ({"offload_frozen": True}, {"has_frozen": False}, "no frozen model"),
-    ({"reward_timeout": 5.0}, {"has_functions": False}, "there are no reward functions"),
     ({"exp_name": "mine", "run_name": "other"}, {}, "run_name is set"),
     (
         {"importance_sampling_clip_max": 3.0, "importance_sampling_correction": False},

@@ -30,11 +30,6 @@ if LAUNCHED or SCRIPT in ("ppo.py", "rlhf-ppo", "aitraining.py"):
     PPOTrainer.train = train_once
 
 if SCRIPT == "judge_tldr.py":
-    from rlhf_ppo.rewards.endpoint import HttpClient
+    from rlhf_ppo.rewards import judges
 
-    made = HttpClient.__init__
-
-    def stub(self, url, *settings):
-        made(self, url.replace("https://api.openai.com", os.environ["OPENAI_STUB"]), *settings)
-
-    HttpClient.__init__ = stub
+    judges.OPENAI_URL = judges.OPENAI_URL.replace("https://api.openai.com", os.environ["OPENAI_STUB"])
