@@ -120,7 +120,6 @@ LONGEST_FIRST = (
     "faults/test_kill.py",
     "training/test_trainer_arguments.py",
     "distributed/test_launchers.py",
-    "pipeline/test_killed.py",
     "examples/test_ppo_example.py",
     "faults/test_signals.py",
     "models/test_peft.py",

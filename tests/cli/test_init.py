@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from rlhf_ppo.cli.init import init, learning_rate, read_data, scalar
-from rlhf_ppo.cli.pipeline import check_steps
-from rlhf_ppo.cli.steps import read_pipeline
+from rlhf_ppo.cli.pipeline import check_steps, read_pipeline
 from tests.conftest import make_tokenizer, save_models, tiny_policy, write_rows
 
 ALL = "--model base --texts texts.jsonl --preferences pairs.jsonl --prompts prompts.jsonl"

@@ -18,8 +18,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerF
 from rlhf_ppo.cli.commands import parse_options
 from rlhf_ppo.cli.errors import Problems
 from rlhf_ppo.cli.main import main, write_configs
-from rlhf_ppo.cli.pipeline import check_steps, run_pipeline
-from rlhf_ppo.cli.steps import read_pipeline
+from rlhf_ppo.cli.pipeline import check_steps, read_pipeline, run_pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
@@ -81,7 +80,7 @@ def toy(name: str, judge: str | None = None) -> list[str]:
     read = read_pipeline("toy.yaml")
     assert check_steps(read, read.steps).messages == []
     assert run_pipeline(read, in_this_process) == 0
-    assert json.loads((read.output_dir / "results.json").read_text())["seeds"][0]["seed"] == 0
+    assert json.loads((read.output_dir / "verdict.json").read_text())["seeds"] == [0]
     return list(json.loads((read.output_dir / "pipeline.json").read_text()))
 
 

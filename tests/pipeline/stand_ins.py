@@ -7,7 +7,6 @@ import json
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhf_ppo.checkpoints.files import write_manifest
 
@@ -20,9 +19,7 @@ ppo: {dataset_name: prompts.jsonl}
 judge: {dataset_name: held_out.jsonl}
 report: {}
 """
-DATA = {"sft": "texts", "reward": "pairs", "judge_reward": "others", "ppo": "prompts", "judge": "held_out"}
-NAMES = [*DATA, "report"]
-TRAINING = NAMES[:4]
+NAMES = ["sft", "reward", "judge_reward", "ppo", "judge", "report"]
 
 
 class Killed(BaseException):
@@ -33,8 +30,8 @@ class Steps:
     """Runs the steps, and notes which.
 
     Args:
-        strike: Called with the step's name and each moment of it: "begins", "saves" in the middle of a checkpoint,
-            "saved" after it, "ends" in the middle of its last file.
+        strike: Called with the step's name and each moment of it: "begins", "saved" after its checkpoint, "ends" in
+            the middle of its last file.
     """
 
     def __init__(self, strike: Callable[[str, str], None] = lambda *_: None) -> None:
@@ -43,72 +40,55 @@ class Steps:
     def __call__(self, words: Sequence[str]) -> int:
         self.words.append(list(words))
         command, *rest = words[words.index("rlhf_ppo") + 1 :]
-        runs = [word for word in rest[: next(i for i, word in enumerate(rest) if word.startswith("--"))]]
-        rest = rest[len(runs) :]
+        if command == "report":
+            self.strike("report", "begins")
+            Path(rest[rest.index("--output") + 1]).write_text(" ".join(rest))
+            return 0
         options = {rest[i].removeprefix("--"): rest[i + 1] for i in range(0, len(rest), 2)}
         try:
-            getattr(self, command)(options, runs)
+            (self.judge if command == "judge" else self.train)(options)
         except OSError:
             return 2
         return 0
 
-    def train(self, options: dict[str, str], runs: list[str]) -> None:
+    def train(self, options: dict[str, str]) -> None:
         folder, resumed = Path(options.pop("output_dir")), options.pop("resume_from_checkpoint", None)
         folder.mkdir(parents=True, exist_ok=True)
         self.strike(folder.name, "begins")
         made_of, checkpoint = ingredients(options), folder / "checkpoint-1"
         if resumed is None:
-            self.save(folder.name, checkpoint, made_of)
+            save(folder.name, checkpoint, made_of)
         self.strike(folder.name, "saved")
         before = (checkpoint / "made_of").read_text()
-        (folder / "model.safetensors").write_text("half")
         self.strike(folder.name, "ends")
         (folder / "model.safetensors").write_text(before if before == made_of else before + made_of)
 
-    sft = reward = train
-
-    def save(self, step: str, checkpoint: Path, made_of: str) -> None:
-        (checkpoint / "value_model").mkdir(parents=True, exist_ok=True)
-        (checkpoint / "made_of").write_text(made_of)
-        self.strike(step, "saves")
-        (checkpoint / "optimizer_0").mkdir(exist_ok=True)
-        (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "epoch": 0.5}')
-        if step.startswith("ppo"):
-            for name in ("rng_state.pth", "scheduler.pt"):
-                zipfile.ZipFile(checkpoint / name, "w").close()
-            (checkpoint / "ppo_state.json").write_text('{"episode": 4, "batch_size": 4}')
-            (checkpoint / "ppo_arguments.json").write_text("{}")
-            write_manifest(str(checkpoint))
-
-    def judge(self, options: dict[str, str], runs: list[str]) -> None:
+    def judge(self, options: dict[str, str]) -> None:
         folder = Path(options.pop("output_dir"))
-        name = "judge" + folder.parent.name.removeprefix("ppo")
         folder.mkdir(parents=True, exist_ok=True)
-        self.strike(name, "begins")
         assert not (folder / "judged.parquet").exists(), "the judge would write beside it"
         (folder / "judged.parquet").write_text(ingredients(options))
-        self.strike(name, "ends")
+        self.strike("judge" + folder.parent.name.removeprefix("ppo"), "ends")
         (folder / "win_rate.json").write_text('{"win_rate": 0.75, "interval": [0.5, 1.0]}')
 
-    def report(self, options: dict[str, str], runs: list[str]) -> None:
-        self.strike("report", "begins")
-        models = [(Path(run, "model.safetensors").read_text(), Path(run, "judged/judged.parquet")) for run in runs]
-        page = Path(options.pop("output"))
-        page.write_text("half")
-        self.strike("report", "ends")
-        page.write_text(
-            repr([(model, table.exists() and table.read_text()) for model, table in models]) + str(options)
-        )
-
     @property
-    def names(self) -> list[str]:
-        """Names of the steps that were run."""
-        return [name for name, _ in self.started]
+    def started(self) -> dict[str, bool]:
+        """The steps that were run, and whether each continued from a checkpoint."""
+        return {name_of(words): "--resume_from_checkpoint" in words for words in self.words}
 
-    @property
-    def started(self) -> list[tuple[str, bool]]:
-        """Name of each step that was run, and whether it continued from a checkpoint."""
-        return [(name_of(words), "--resume_from_checkpoint" in words) for words in self.words]
+
+def save(step: str, checkpoint: Path, made_of: str) -> None:
+    """Write a checkpoint that passes for complete."""
+    (checkpoint / "value_model").mkdir(parents=True, exist_ok=True)
+    (checkpoint / "made_of").write_text(made_of)
+    (checkpoint / "optimizer_0").mkdir(exist_ok=True)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "epoch": 0.5}')
+    if step.startswith("ppo"):
+        for name in ("rng_state.pth", "scheduler.pt"):
+            zipfile.ZipFile(checkpoint / name, "w").close()
+        (checkpoint / "ppo_state.json").write_text('{"episode": 4, "batch_size": 4}')
+        (checkpoint / "ppo_arguments.json").write_text("{}")
+        write_manifest(str(checkpoint))
 
 
 def name_of(words: Sequence[str]) -> str:
@@ -119,25 +99,15 @@ def name_of(words: Sequence[str]) -> str:
 
 
 def ingredients(options: dict[str, str]) -> str:
-    """Return a text of options and of the content of each file that they name."""
-    made_of: dict[str, Any] = {}
+    """Return a text of options and of the content of each model that they name."""
+    made_of = {}
     for name, value in sorted(options.items()):
-        path = Path(value, "model.safetensors") if Path(value).is_dir() else Path(value)
-        made_of[name] = [value, path.read_text(errors="replace") if path.is_file() else None]
+        path = Path(value, "model.safetensors")
+        made_of[name] = [value, path.read_text() if path.is_file() else None]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
 
 
 def outputs() -> Iterator[tuple[str, str]]:
     """Yield the files that count, with their texts."""
     for pattern in ("*/model.safetensors", "*/judged/*", "report.html"):
-        for path in sorted(Path("out").glob(pattern)):
-            if not path.parts[1].endswith(("replaced", "-before")):
-                yield str(path), path.read_text()
-
-
-def prepare() -> None:
-    """Write the data into the current directory."""
-    for name in DATA.values():
-        Path(f"{name}.jsonl").write_text(name)
-    Path("base").mkdir()
-    Path("base/model.safetensors").write_text("base")
+        yield from ((str(path), path.read_text()) for path in sorted(Path("out").glob(pattern)))
