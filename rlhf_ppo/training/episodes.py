@@ -101,7 +101,7 @@ class EpisodeRollouts:
         if args.user_value("max_steps") is None and args.user_value("total_episodes") is None:
             raise ValueError("train_dataset=None has no length: set max_steps or total_episodes")
         num_rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_processes(args)
-        return [dict[str, Any]() for _ in range(num_rows // args.num_generations)]
+        return [{"prompt": self.conversations.default_prompt()}] * (num_rows // args.num_generations)
 
     @property
     def encoder(self) -> Callable[[str, Vocabulary], PromptEncoder] | None:

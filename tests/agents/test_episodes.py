@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations
+from rlhf_ppo.data.conversation import Conversations
 from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.data.rollout import Rollout
 from tests.agents.box import Box
@@ -44,6 +44,12 @@ def made(
     }
     model = chat_model(tokenizer)
     return Kept(ppo_config(tmp_path / "out", **(options or {})), tokenizer, model, **(usual | given))
+
+
+class NoReward:
+    """An environment that does not score."""
+
+    def reset(self, **row: Any) -> None: ...
 
 
 DONE = "Done<|im_end|>"
@@ -122,24 +128,6 @@ def test_no_turn_is_asked_for_longer_than_the_engine_has_room_behind_the_longest
         assert len(asked) == 2 and (asked[1] <= room) is has_limit
 
 
-def test_a_rows_template_arguments_reach_its_prompt_and_its_answers(tmp_path: Any) -> None:
-    """Qwen3's template opens a turn with an empty thought where `enable_thinking` is False."""
-    closed = "<think>\n\n</think>"
-    call = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
-    rows = [{"prompt": ASKED, "chat_template_kwargs": {"enable_thinking": on}} for on in (None, False)]
-    options = {"per_device_train_batch_size": 2, "num_generations": 1, "train_sampling_strategy": "sequential"}
-    trainer = made(tmp_path, call, DONE, train_dataset=rows, options=options)
-    assert [closed in trainer.processing_class.decode(row["input_ids"]) for row in trainer.train_dataset] == [
-        False,
-        True,
-    ]
-    trainer.train()
-    kept = trainer.kept
-    found = [kept.query_responses[row][kept.attention_mask[row].bool()] for row in range(2)]
-    counts = [trainer.processing_class.decode(ids).count(f"assistant\n{closed}") for ids in found]
-    assert counts == [0, 2]
-
-
 def test_seeds_are_those_of_the_prompt_not_of_the_copy_and_other_ones_in_evaluation(tmp_path: Any) -> None:
     seeds: list[int] = []
 
@@ -189,44 +177,29 @@ def test_a_text_environment_speaks_in_every_template(template: str) -> None:
     assert prompt[prompt.index("Go left") - 8 :] in spoken and "dummy" not in spoken
 
 
-def test_an_evaluation_in_unequal_batches_has_trainings_figures(tmp_path: Any) -> None:
-    """Three episodes of one, two and four turns, in training at once, in evaluation as two and one."""
-    tokenizer = chat_tokenizer()
-    call, unknown = (turn_text(tokenizer, "qwen3", (name, {"x": 1.0})) for name in ("add", "gone"))
-
-    def script(context: str, number: int) -> str:
-        wanted = next(count for count in (0, 1, 3) if f"Q{count}" in context)
-        made_calls = context.count("<tool_response>")
-        return DONE if made_calls >= wanted else unknown if made_calls == 2 else call
-
-    rows = [{"prompt": [{"role": "user", "content": f"Q{count}"}]} for count in (0, 1, 3)]
-    trainer = made(
-        tmp_path,
-        options={"per_device_train_batch_size": 3, "num_generations": 1, "per_device_eval_batch_size": 2},
-        engine=ScriptedEngine(tokenizer, script),
-        train_dataset=rows,
-        eval_dataset=rows,
-    )
+def test_a_stop_string_ends_a_turn_of_the_policy_and_none_in_an_answer(tmp_path: Any) -> None:
+    """The answer `got 2.0` holds the stop string; the policy writes it in its second turn, which ends there."""
+    call = [("add", {"x": 2.0})]
+    trainer = made(tmp_path, call, "I got 2.0 and more<|im_end|>", options={"stop_strings": ["got 2.0"]})
     trainer.train()
-    training = next(log for log in trainer.state.log_history if "objective/scores" in log)
-    kinds = ("episode/", "environment/", "tools/", "rewards/")
-    expected = {f"eval_{key}": value for key, value in training.items() if key.startswith(kinds)}
-    metrics = {key: value for key, value in trainer.evaluate().items() if key.removeprefix("eval_").startswith(kinds)}
+    text = trainer.processing_class.decode(trainer.kept.responses[0][trainer.kept.episode_mask[0]])
+    assert "got 2.0\n</tool_response>" in text and text.endswith("I got 2.0") and trainer.kept.ended.all()
 
-    seconds = "eval_tools/latency_s"
-    assert 0 < metrics.pop(seconds) < 1 and 0 < expected.pop(seconds) < 1
-    assert metrics == pytest.approx(expected)
-    assert metrics["eval_episode/turns_mean"] == pytest.approx(7 / 3)
-    assert metrics["eval_tools/failure_frequency"] == 0.25
+
+def test_environments_of_several_classes_score_their_own_rows(tmp_path: Any) -> None:
+    """Two names of one class share a reward; `reward_weights` names the functions alone."""
+    given: dict[str, Any] = {
+        "environment_factory": {"box": Box, "again": Box, "none": NoReward},
+        "train_dataset": [{"prompt": ASKED, "environment": name} for name in ("box", "again", "none")],
+        "reward_funcs": [lambda completions, environments, **columns: [0.5] * len(completions)],
+    }
+    options = {"per_device_train_batch_size": 3, "num_generations": 1, "reward_weights": [0.5]}
+    trainer = made(tmp_path, DONE, options=options, **given)
+    trainer.train()
+    assert sorted(trainer.kept.scores.tolist()) == [0.25, 1.25, 1.25]
 
 
 # ---- What cannot be trained ----
-
-
-class NoReward:
-    """An environment that does not score."""
-
-    def reset(self, **row: Any) -> None: ...
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -306,14 +279,3 @@ def test_rollout_func_gives_whole_rollouts_and_columns(tmp_path: Any) -> None:
     assert kept.response_mask.tolist() == [[True, False, True], [True, True, False]]
     assert kept.sampling_logprobs[0].tolist() == [-0.5, 0.0, -0.25]
     assert kept.ended.tolist() == [True, False]
-
-
-def test_the_column_of_episodes_reaches_no_reward_function(tmp_path: Any) -> None:
-    seen: list[str] = []
-
-    def reward(completions: Any, **others: Any) -> list[float]:
-        seen.extend(others)
-        return [0.0] * len(completions)
-
-    made(tmp_path, DONE, reward_funcs=[reward]).train()
-    assert "environments" in seen and EPISODE_COLUMN not in seen
