@@ -169,7 +169,6 @@ def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, model
     pairs, tested = (easy, easy * 4) if options.price else (hard[400:], held_out)
     args = PPOConfig(
         options.output_dir,
-        overwrite_output_dir=True,
         max_steps=options.updates,
         per_device_train_batch_size=64,
         per_device_eval_batch_size=125,
@@ -178,8 +177,6 @@ def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, model
         stop_token="eos",
         temperature=1.0,
         gae_level="turn",
-        gamma=1.0,
-        lam=0.95,
         learning_rate=3e-4,
         kl_coef=0.01,
         num_ppo_epochs=2,
@@ -188,11 +185,8 @@ def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, model
         num_sample_generations=0,
         save_strategy="no",
         logging_steps=1,
-        report_to="none",
         seed=options.seed,
         use_cpu=True,
-        log_console="none",
-        disable_tqdm=True,
     )
     trainer = PPOTrainer(
         args,

@@ -109,9 +109,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     """Train a player; return the curve and the share of held-out episodes that it wins."""
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
-    share = 1.0 if options.gae == "turn" else 0.5  # of a turn: a word and the stop token
     settings = dict[str, Any](
-        overwrite_output_dir=True,
         max_steps=options.updates,
         per_device_train_batch_size=128,
         per_device_eval_batch_size=125,
@@ -119,10 +117,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         local_rollout_forward_batch_size=128,
         stop_token="eos",
         temperature=1.0,
-        gae_level=options.gae,
+        gae_level="turn",
         reward_weights={"won": 0.0},
-        gamma=0.99**share,
-        lam=0.95**share,
+        gamma=0.99,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         kl_coef=0.01,
@@ -133,11 +130,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         num_sample_generations=0,
         save_strategy="no",
         logging_steps=1,
-        report_to="none",
         seed=options.seed,
         use_cpu=True,
-        log_console="none",
-        disable_tqdm=True,
     )
     args = PPOConfig(options.output_dir, **(settings | json.loads(options.options)))
     trainer = PPOTrainer(
@@ -155,7 +149,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     curve = [log["rewards/won/mean"] for log in trainer.state.log_history if "rewards/won/mean" in log]
     reached = next((index + 1 for index, share in enumerate(curve) if share >= 0.9), None)
     return {
-        **{"seed": options.seed, "gae_level": options.gae, "held_out": round(held_out, 3)},
+        **{"seed": options.seed, "held_out": round(held_out, 3)},
         **{"episodes_to_0.9": None if reached is None else reached * 128, "cpu_seconds": round(seconds)},
         "curve": [round(share, 2) for share in curve],
     }
@@ -171,7 +165,6 @@ def command_line(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slippery", action="store_true")
     parser.add_argument("--rate", type=float, default=1 / 3, help="success_rate with --slippery")
     parser.add_argument("--progress", action="store_true", help="pay each step towards the goal")
-    parser.add_argument("--gae", default="turn", choices=("turn", "token"))
     parser.add_argument("--held_out", type=int, default=500, help="episodes of the last evaluation")
     parser.add_argument("--options", default="{}", help="further options of PPOConfig, as JSON")
     parser.add_argument("--output_dir", default="frozen_lake")
