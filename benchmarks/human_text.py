@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "benchmarks" / "HUMAN_TEXT.md"
-REPORT = ROOT / "docs" / "assets" / "human-text-report.html"
+REPORT = ROOT / "benchmarks" / "assets" / "human-text-report.html"
 RUN = Path("runs/human_text")
 NUM_SAMPLES = 10
 NUM_PAIRS = 1000

@@ -31,5 +31,5 @@ def load(data: Path, folder: Path) -> Task:
     """Return the task."""
     task = stories.load(data, folder)
     assert not isinstance(task.reward, Path)
-    arguments = task.arguments | {"kl_coef": 0.0, "log_kl": True, "learning_rate": 1e-3}
+    arguments = task.arguments | {"kl_coef": 1e-9, "learning_rate": 1e-3}
     return replace(task, reward=with_hole(task.reward), arguments=arguments, num_updates=40)

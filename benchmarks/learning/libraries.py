@@ -27,7 +27,7 @@ def tokenized(task: Task, num_rows: int) -> Any:
 
 def train_ours(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], points: Points) -> Log:
     """Train with rlhf_ppo."""
-    trainer = our_trainer(task, policy, arguments | {"health_judge": "eval_judge"}, callbacks=[points])
+    trainer = our_trainer(task, policy, arguments, callbacks=[points])
     points.log = trainer.log
     trainer.train()
     return trainer.state.log_history
@@ -49,7 +49,7 @@ def our_trainer(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], 
         if isinstance(task.reward, Path)
         else {"reward_funcs": in_words(task.reward)}
     )
-    args = PPOConfig(**{"num_completions_to_keep": 0} | arguments)
+    args = PPOConfig(**arguments)
     return PPOTrainer(
         args,
         task.tokenizer,

@@ -16,7 +16,7 @@ from variants import AS_FAR_AS_TRL, OPTIONS, PLAIN, PRESET, RECOMMENDED, TRL
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "LEARNING.md"
-ASSETS = ROOT / "docs" / "assets"
+ASSETS = ROOT / "benchmarks" / "assets"
 HEAD = (
     "", "seeds", "gold", "KL", "training reward", "gold above TRL", "at equal KL", "improved", "collapsed",
     "health",

@@ -13,25 +13,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl_target": {"kl_target": 6.0, "kl_horizon": 2000},
     "kl_stop": {"kl_stop": 0.02},
     "num_generations": {"num_generations": 4},
-    "reference_ema": {"reference_ema": 0.9},
     "kl_coef": {"kl_coef": 0.0},
     "critic_learning_rate": {"critic_learning_rate": 1e-3},
     "critic_warmup_steps": {"critic_warmup_steps": 3},
     "lam_critic": {"lam_critic": 1.0},
     "lam_policy": {"lam_policy": 0.95, "lam_critic": 1.0},
-    "length_adaptive_alpha": {"length_adaptive_alpha": 0.5},
     "cliprange_high": {"cliprange_high": 0.28},
-    "dual_clip": {"dual_clip": 3.0},
     "cliprange_value": {"cliprange_value": None},
     "entropy_coef": {"entropy_coef": 0.01},
     "loss_aggregation_sequence": {"loss_aggregation": "sequence"},
-    "loss_aggregation_constant": {"loss_aggregation": "constant"},
-    "gspo": {"policy_loss": "gspo"},
-    "cispo": {"policy_loss": "cispo"},
-    "positive_nll_coef": {"positive_nll_coef": 0.1, "positive_nll_threshold": 0.5},
     "ptx_coef": {"ptx_coef": 0.1},
-    "score_normalization": {"score_normalization": True, "score_clip": 5.0},
-    "value_head_init": {"value_head_init": "normal"},
     "gae_level": {"gae_level": "turn"},
     "bf16": {"bf16": True},
     "lm_head_float32": {"bf16": True, "lm_head_float32": True},
@@ -48,19 +39,14 @@ task's: matched by the KL of the runs that report, not by their gold reward. On 
 
 NEEDS = {
     "kl_target": ("stories", "preferences"),
-    "reference_ema": ("stories", "preferences"),
     "kl_coef": ("stories", "preferences"),
     "lam_critic": ("stories", "preferences"),
     "lam_policy": ("arithmetic",),
-    "length_adaptive_alpha": ("preferences", "arithmetic"),
     "loss_aggregation_sequence": ("preferences", "arithmetic"),
-    "loss_aggregation_constant": ("preferences", "arithmetic"),
     "ptx_coef": ("preferences",),
-    "value_head_init": ("stories", "arithmetic"),
 }
 """Options that mean something in some tasks only: where there is a KL penalty, where lambda is not what they set
-already, where responses differ in length, where there are texts of the language model, where the value model has a new
-head and is not the reward model's copy."""
+already, where responses differ in length, where there are texts of the language model."""
 
 HELD_EQUAL = {
     "learning_rate", "kl_coef", "temperature", "response_length", "stop_token", "missing_eos_score", "gamma", "lam",
@@ -70,18 +56,16 @@ HELD_EQUAL = {
 """What a preset does not change here: episodes, learning rate, KL coefficient and task are the same for all."""
 
 
-def preset(name: str, learning_rate: float) -> dict[str, Any] | None:
-    """Return what a preset of rlhf_ppo changes but for what is held equal; None if there is none of that name.
+def preset(name: str, learning_rate: float) -> dict[str, Any]:
+    """Return what a preset of rlhf_ppo changes but for what is held equal.
 
     Args:
         name: The preset's.
         learning_rate: The task's, of which the value model has the multiple that the preset gives it.
     """
-    from rlhf_ppo.config.presets import PRESETS
+    from rlhf_ppo import preset as preset_of
 
-    said = PRESETS.get(name)
-    if said is None:
-        return None
+    said = preset_of(name)
     changes = {key: value for key, value in said.items() if key not in HELD_EQUAL}
     if "critic_learning_rate" in said:
         changes["critic_learning_rate"] = said["critic_learning_rate"] / said["learning_rate"] * learning_rate
@@ -121,8 +105,8 @@ def overrides(variant: str, learning_rate: float = 1.0) -> dict[str, Any]:
         name, equals, text = part.partition("=")
         if part in OPTIONS:
             changes |= OPTIONS[part]
-        elif part.startswith(PRESET) and (said := preset(part.removeprefix(PRESET), learning_rate)) is not None:
-            changes |= said
+        elif part.startswith(PRESET):
+            changes |= preset(part.removeprefix(PRESET), learning_rate)
         elif name and equals:
             changes[name] = value_of(text)
         else:

@@ -91,13 +91,6 @@ def test_the_tiny_workload_runs_and_is_measured() -> None:
         assert 2 <= min(prompts) and max(prompts) <= 6 and 1 <= min(responses) and max(responses) <= 8
 
 
-def test_values_near_5_are_exact_in_bf16() -> None:
-    """Rounded to bf16, as they were, they are off by .012."""
-    from benchmarks.sixteen_bits import error_of_values
-
-    assert error_of_values() < 1e-5
-
-
 @pytest.mark.parametrize(
     ("name", "billions"), [("llama-160m", 0.15), ("llama-410m", 0.37), ("llama-1b", 0.93), ("llama-8b-lora", 8.03)]
 )
@@ -230,12 +223,11 @@ def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "full"])
-def test_a_step_of_decoding_moves_at_most_half_as_much_again_as_it_must(lora: bool) -> None:
+def test_a_step_of_decoding_moves_at_most_half_as_much_again_as_it_must() -> None:
     """Under bf16's autocast; with a head that is the embedding, which stays in float32, and a cache of 2 bytes."""
     from moved_bytes import Shape, decoding
 
-    counted = decoding(Shape(16, 256, 256, 4096, lora=lora, tied=True))
+    counted = decoding(Shape(16, 256, 256, 4096, tied=True))
     assert counted.total <= 1.5 * counted.least and counted.cache == 2
 
 
@@ -248,9 +240,8 @@ def test_the_page_and_the_picture_show_the_table(tmp_path: Path) -> None:
     cells = [line.split(" | ") for line in section.splitlines() if "x** |" in line]
     speeds, shares = ([float(row[place].strip("*x")) for row in cells] for place in (3, 11))
     assert len(cells) == 2 * len(rows) > 0
-    page = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8").partition("\n\n![")[0]
-    assert f"{min(speeds):.1f} to {max(speeds):.1f} times as fast" in page
-    assert f"{min(shares):.2f} to {max(shares):.2f} times the memory" in page
+    page = (FOLDER.parent / "docs" / "results.md").read_text("utf-8")
+    assert all(f"| {speed:.2f}x | {share:.2f}x |" in page for speed, share in zip(speeds[:2], shares[:2], strict=True))
     assert trained_megabytes("tiny") == pytest.approx(trained_parameters() * 4 / 1e6)
     draw(text, tmp_path / "speed.svg")
     drawn = (FOLDER.parent / "docs" / "assets" / "speed.svg").read_text("utf-8")
