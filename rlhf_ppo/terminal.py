@@ -1,13 +1,14 @@
 """Text before it is displayed or written: untrusted text is escaped, and secrets are hidden.
 
 Text of a model, a server or a data set may hold control characters and markup: `visible` is for terminals, logs,
-errors and names; `csv_cell`, `markdown` and `code_span` build on it. Arguments, URLs and errors may hold tokens,
+errors and names; `markdown` and `code_span` build on it. Arguments, URLs and errors may hold tokens,
 passwords and keys. Data files keep their texts unchanged.
 """
 
 from __future__ import annotations
 
 import copy
+import html
 import json
 import logging
 import os
@@ -18,8 +19,7 @@ import textwrap
 import traceback
 import urllib.parse
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import asdict
 from typing import Any, Self, TextIO
 
@@ -31,10 +31,7 @@ CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{_BIDI}\ud800-\ud
 """Characters that `visible` escapes."""
 
 _CONTROL_IN_LINE = re.compile(f"[\t\n]|{CONTROL.pattern}")
-_FORMULA = re.compile("'*[=+\\-@\t\n\uff1d\uff0b\uff0d\uff20]")
-_MARKUP = re.compile(r"""(?<!\w)[_./-]|[_./-](?!\w)|(?<=www)\.|[!"#$&()*+:<=>@\[\\\]^`{|}~]""", re.IGNORECASE)
 _CODE = re.compile("`[^`]*`")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
 
 
 def visible(text: str, *, one_line: bool = False) -> str:
@@ -51,46 +48,14 @@ def visible(text: str, *, one_line: bool = False) -> str:
     return pattern.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def csv_cell(value: Any) -> Any:
-    """Return a value as a CSV cell that spreadsheets do not compute: escaped, with `'` before a formula.
-
-    Formulas begin with =, +, -, @, a tab or a newline, also in full width, after any number of `'`. `from_csv_cell`
-    removes the added `'`. Numbers, also as text, do not change.
-
-    Args:
-        value: A value; only text is escaped.
-    """
-    if not isinstance(value, str):
-        return value
-    text = visible(value)
-    return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else text
-
-
-def from_csv_cell(cell: str) -> str:
-    """Return the escaped text from which `csv_cell` made a cell."""
-    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
-
-
 def markdown(value: Any) -> str:
-    """Escape a text for Markdown, its tables and HTML; newlines become `<br>`.
-
-    Punctuation becomes HTML entities, except in numbers, and `_./-` between letters, as in names.
-
-    Args:
-        value: A text, or a value to convert to text.
-    """
-    text = visible(str(value))
-    return text if _NUMBER.fullmatch(text) else _MARKUP.sub(_entity, text).replace("\n", "<br>")
+    """Escape a text for a cell of a Markdown table; newlines become `<br>`."""
+    return html.escape(visible(str(value))).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def code_span(text: str) -> str:
-    """Return a text as inline code of Markdown, in one line.
-
-    Args:
-        text: Any text; with backticks or `|`, which inline code cannot escape everywhere, it becomes `markdown`.
-    """
-    text = visible(text, one_line=True)
-    return markdown(text) if not text.strip() or re.search("[`|<>&]", text) else f"`{text}`"
+    """Return a text as inline code of Markdown, in one line."""
+    return f"`{visible(text, one_line=True).replace('`', chr(39))}`"
 
 
 def cell(value: object, style: str = "") -> Text:
@@ -165,10 +130,6 @@ def _escape(record: logging.LogRecord) -> bool:
     if (shown := _fitted(visible(message), sys.stderr)) != message:
         record.msg, record.args = shown, None
     return True
-
-
-def _entity(found: re.Match[str]) -> str:
-    return f"&#{ord(found[0])};"
 
 
 # ---- Secrets ----
@@ -369,111 +330,7 @@ def _state_of(name: str, value: Any) -> Any:
     return redacted(value)
 
 
-# ---- What libraries print ----
-
-FEWEST_ROWS_WITH_BAR = 5000
-"""Datasets with fewer rows are tokenized in about a second."""
-
-HIDDEN_WARNINGS = (
-    # PEFT uses this old name of transformers.
-    ("`is_gradient_checkpointing` is deprecated", FutureWarning),
-    # TRL's configurations use this old name.
-    ("`gradient_checkpointing` is deprecated", FutureWarning),
-    # PEFT copies the head, also of a model without weights.
-    ("Accessing the data pointer of FakeTensor is deprecated", UserWarning),
-    # An update in which no response has a score steps the schedule, but not the optimizer.
-    ("Detected call of `lr_scheduler.step", UserWarning),
-)
-"""Beginnings and categories of library warnings that need no action of the user."""
-
-HIDDEN_LOGS = (
-    # accelerate imports DeepSpeed if it is installed, which then warns on a machine without a GPU.
-    ("DeepSpeed", "Setting accelerator to CPU"),
-    # Trainer does not find a head that is tied to the embeddings; weights that are really missing raise before.
-    ("transformers.trainer", "There were missing keys in the checkpoint model loaded"),
-    # Of several evaluation sets only one has the metric; if none has it, Trainer raises.
-    ("transformers.trainer_callback", "early stopping required metric_for_best_model, but did not find"),
-    # Trainer writes the tokenizer's special tokens into the policy's configuration, as it should.
-    ("transformers.trainer_utils", "The tokenizer has new PAD/BOS/EOS tokens"),
-    # PPO lists all changed arguments; in `sft` and `reward` it is the interval of logs, which fits the run's length.
-    (
-        "transformers.trainer_utils",
-        "Warning: The following arguments do not match the ones in the `trainer_state.json`",
-    ),
-)
-"""Loggers, and parts of their messages that need no action of the user."""
-
-
 def is_terminal(stream: object) -> bool:
     """Return whether a stream is a terminal, on which a line can be overwritten."""
     isatty = getattr(stream, "isatty", None)
     return isatty is not None and bool(isatty())
-
-
-@contextmanager
-def hide_library_warnings() -> Iterator[None]:
-    """Hide `HIDDEN_WARNINGS` and `HIDDEN_LOGS` in the block; all other warnings pass."""
-    with hide_library_logs(), warnings.catch_warnings():
-        for beginning, category in HIDDEN_WARNINGS:
-            warnings.filterwarnings("ignore", beginning, category)
-        yield
-
-
-@contextmanager
-def hide_library_logs() -> Iterator[None]:
-    """Hide `HIDDEN_LOGS` in the block, which may run code of the user: Python's warnings stay as they are."""
-    with ExitStack() as hidden:
-        for name, part in HIDDEN_LOGS:
-            hidden.enter_context(hide_logs(name, part))
-        yield
-
-
-@contextmanager
-def hide_logs(name: str, part: str = "") -> Iterator[None]:
-    """Hide the messages of a logger that contain a text in the block."""
-
-    def passes(record: logging.LogRecord) -> bool:
-        return part not in record.getMessage()
-
-    logging.getLogger(name).addFilter(passes)
-    try:
-        yield
-    finally:
-        logging.getLogger(name).removeFilter(passes)
-
-
-@contextmanager
-def hide_model_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in the block; the hub's downloads keep theirs."""
-    from transformers.utils import logging as transformers_logging
-
-    # The public switch also controls the hub's downloads, and loses which of these the user has disabled.
-    before = getattr(transformers_logging, "_tqdm_active", None)
-    if before is None:
-        yield
-        return
-    transformers_logging._tqdm_active = False  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        transformers_logging._tqdm_active = before  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextmanager
-def hide_data_bars(num_rows: int = FEWEST_ROWS_WITH_BAR) -> Iterator[None]:
-    """Hide datasets' progress bars in the block, except on a terminal for many rows.
-
-    Args:
-        num_rows: Number of rows that are processed.
-    """
-    import datasets
-
-    shows = num_rows >= FEWEST_ROWS_WITH_BAR and is_terminal(sys.stderr)
-    if shows or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()

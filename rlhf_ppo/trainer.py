@@ -28,7 +28,6 @@ from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.reward_model import load_reward_models
 from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, shape_scores, whole_scores
-from rlhf_ppo.terminal import hide_library_logs, hide_library_warnings
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction, learning
 from rlhf_ppo.training.construction import ModelOrPath
@@ -173,7 +172,7 @@ class PPOTrainer(TrainerBase):
         if args.score_scaling:
             run.stateful.register("score_moments", self.score_moments)
         distributed.use_one_device(args)
-        with hide_library_warnings(), configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
+        with configuration_kept(models.policy, "use_cache"):
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature), args=args,
                 data_collator=data_collator or PromptCollator(tokens.pad), train_dataset=train_dataset,
@@ -219,7 +218,7 @@ class PPOTrainer(TrainerBase):
         """
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
-        with self._open_run(resume_from_checkpoint) as checkpoint, hide_library_logs():
+        with self._open_run(resume_from_checkpoint) as checkpoint:
             return super().train(checkpoint, None, ignore_keys_for_eval)
 
     def _inner_training_loop(

@@ -48,7 +48,6 @@ from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
-from rlhf_ppo.terminal import hide_library_warnings
 from rlhf_ppo.training import datasets, rollouts, saving
 from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
 from rlhf_ppo.training.construction import set_up_engine
@@ -283,8 +282,7 @@ class TrainerBase(Trainer):
         run, args, state, loop = self._run, self.args, self.state, self._run.loop
         loop.learning_rate = self._get_learning_rate()
         if not loop.schedule_follows_metric:
-            with hide_library_warnings() if state.global_step == 0 else nullcontext():  # torch warns in the first step
-                self.lr_scheduler.step()
+            self.lr_scheduler.step()
         state.global_step += 1
         state.epoch = state.global_step / loop.updates_per_epoch
         run.progress.batches_in_epoch += 1
@@ -364,7 +362,9 @@ class TrainerBase(Trainer):
         self._run.guard.check_weights()
         num_episodes = self.state.max_steps * self.sizes.batch_size
         with self._checkpoints.finishing():
-            return self._finalize_training(None, num_episodes, loop.start)
+            output = self._finalize_training(None, num_episodes, loop.start)
+            self.save_state()  # the log, for `rlhf-ppo report`
+            return output
 
     # ---- Optimizer steps ----
 

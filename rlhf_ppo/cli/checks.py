@@ -33,7 +33,6 @@ from rlhf_ppo.data.prompts import PromptEncoder, is_conversation, prompt_column
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit, vocabulary_of
-from rlhf_ppo.terminal import hide_data_bars, hide_logs
 from rlhf_ppo.training.checks import check_writable
 from rlhf_ppo.training.datasets import PromptPreparation
 
@@ -176,9 +175,8 @@ def _check_prompts(dataset: Any, name: str, args: PPOConfig, tokenizer: Any, pol
     if tokenizer is None:
         return
     if policy is not None and has_length(dataset) and len(dataset) <= MANY_ROWS:
-        with hide_data_bars(), hide_logs("rlhf_ppo.data.prompts"):  # the run itself says how many it drops
-            limits = vocabulary_of(policy), position_limit(policy)
-            PromptPreparation(tokenizer, args, *limits).prepared(dataset, name)
+        limits = vocabulary_of(policy), position_limit(policy)
+        PromptPreparation(tokenizer, args, *limits).prepared(dataset, name)
     else:
         PromptEncoder(tokenizer, name, None).row(first, 0)
 

@@ -35,7 +35,7 @@ from rlhf_ppo.data.prompts import eos_id, pad_id
 from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.plots import plot_metrics
-from rlhf_ppo.terminal import cell, hide_data_bars, hide_library_warnings, hide_model_bars
+from rlhf_ppo.terminal import cell
 from rlhf_ppo.trainer import PPOTrainer
 
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -87,13 +87,11 @@ def train_language_model(output_dir: Path, size: DemoSize) -> None:
         )
     )
     settings = _settings(output_dir, learning_rate=3e-3)
-    with hide_library_warnings(), hide_data_bars():
-        args = SFTConfig(**settings, num_train_epochs=2, completion_only_loss=False, max_length=None)
-        trainer = SFTTrainer(model, args, train_dataset=corpus, processing_class=tokenizer)
+    args = SFTConfig(**settings, num_train_epochs=2, completion_only_loss=False, max_length=None)
+    trainer = SFTTrainer(model, args, train_dataset=corpus, processing_class=tokenizer)
     use_console(trainer, "line")
     trainer.train()
-    with hide_model_bars():
-        trainer.save_model()
+    trainer.save_model()
 
 
 def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float:
@@ -108,18 +106,16 @@ def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float
         Share of held-out pairs whose liked story scores higher, in [0, 1].
     """
     settings = _settings(output_dir, learning_rate=1e-3)
-    with hide_library_warnings(), hide_data_bars():
-        args = RewardConfig(**settings, num_train_epochs=1, max_length=None, center_rewards_coefficient=0.01)
-        trainer = RewardTrainer(
-            str(sft_dir),
-            args,
-            train_dataset=preference_pairs(size.num_pairs, TRAINING_SEED),
-            eval_dataset=preference_pairs(size.num_held_out, HELD_OUT_SEED),
-        )
+    args = RewardConfig(**settings, num_train_epochs=1, max_length=None, center_rewards_coefficient=0.01)
+    trainer = RewardTrainer(
+        str(sft_dir),
+        args,
+        train_dataset=preference_pairs(size.num_pairs, TRAINING_SEED),
+        eval_dataset=preference_pairs(size.num_held_out, HELD_OUT_SEED),
+    )
     use_console(trainer, "line")
     trainer.train()
-    with hide_model_bars():
-        trainer.save_model()
+    trainer.save_model()
     return trainer.evaluate()["eval_accuracy"]
 
 

@@ -23,7 +23,7 @@ from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.data.prompts import is_conversation, prompt_column, text_of_content
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits, separate_prompts
 from rlhf_ppo.models.loading import load_pretrained
-from rlhf_ppo.terminal import hide_data_bars, print_text
+from rlhf_ppo.terminal import print_text
 
 PROGRAM = "rlhf-ppo init"
 TEMPLATE = Path(__file__).with_name("run.yaml.jinja")
@@ -91,8 +91,7 @@ def init(argv: Sequence[str] | None = None) -> None:
         folder.mkdir(parents=True)
         for each in sections.values():
             if each.is_split:
-                with hide_data_bars(0):
-                    each.rows.to_json(os.path.expanduser(each.name), force_ascii=False)
+                each.rows.to_json(os.path.expanduser(each.name), force_ascii=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     for name, each in sections.items():

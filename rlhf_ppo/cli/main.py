@@ -317,12 +317,10 @@ def report(argv: Sequence[str] | None = None) -> None:
     """
     parser = report_parser()
     options = parser.parse_args(argv)
-    from rlhf_ppo.reporting.report import watch_report, write_report
+    from rlhf_ppo.reporting.report import write_report
 
     with user_errors(parser.prog):
-        if options.watch:
-            print_text(f"{options.output} follows the runs until they end; Ctrl-C ends it earlier.")
-        path = (watch_report if options.watch else write_report)(options.runs, options.output, options.judged)
+        path = write_report(options.runs, options.output, options.judged)
     print_text(f"The report is in {path}.")
 
 
@@ -342,7 +340,6 @@ def report_parser() -> CommandParser:
         "--judged", nargs="+", default=[], metavar="DIR",
         help="Further output directories of `rlhf-ppo judge`, besides the directory `judged` of each run.",
     )  # fmt: skip
-    parser.add_argument("--watch", action="store_true", help="Rewrite it while a run lasts; the page reloads itself.")
     return parser
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -374,7 +374,7 @@ def _run(
     say(f"{step.name}: {_shown(step, words)}")
     code = start(["-m", *launch, *(["-m"] if launch else []), "rlhf_ppo", COMMANDS[step.kind], *words])
     if code == 0:
-        entry["finished"] = datetime.now(timezone.utc).isoformat()
+        entry["finished"] = datetime.now(UTC).isoformat()
         write_json(pipeline.output_dir / RECORD, record)
     return code
 

@@ -57,10 +57,6 @@ from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.terminal import (
     RedactsSecrets,
-    hide_data_bars,
-    hide_library_logs,
-    hide_library_warnings,
-    hide_model_bars,
     print_text,
     redacted,
     visible_logger,
@@ -77,8 +73,7 @@ class DefaultBf16(ExplainsUnknown, RedactsSecrets):
         """Set `bf16`, which TRL switches on everywhere, or check it."""
         args: Any = self
         args.bf16 = resolved_bf16(args)
-        with hide_library_warnings():
-            super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
+        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # torch warns otherwise
 
 
@@ -404,8 +399,6 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     return _trl_trainer(SFTTrainer, "sft", args, model_args, *map(_without_lone_prompt, (train_dataset, eval_dataset)))
 
 
-@hide_data_bars()
-@hide_model_bars()
 def _trl_trainer(
     trainer_class: Any, command: str, args: Any, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
 ) -> Trainer:
@@ -418,9 +411,8 @@ def _trl_trainer(
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     peft_config = get_peft_config(model_args)
     try:
-        with hide_library_warnings():
-            set_seed(args.seed)  # determines a new head or adapter
-            trainer = trainer_class(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+        set_seed(args.seed)  # determines a new head or adapter
+        trainer = trainer_class(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
     except SafetensorError as error:
         raise ValueError(
             f"model_name_or_path={path!r} could not be loaded: its weights are damaged ({error})"
@@ -509,8 +501,6 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
         trainer.remove_callback(callback)
 
 
-@hide_library_logs()
-@hide_model_bars()
 def train_and_save(
     trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False
 ) -> None:
@@ -581,8 +571,7 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
         adapted = AutoPeftModelForCausalLM.from_pretrained(directory, **trust)
     merged: Any = adapted.merge_and_unload()
     drop_ignored_generation_settings(merged)
-    with hide_model_bars():
-        merged.save_pretrained(directory)
+    merged.save_pretrained(directory)
     for name in ("adapter_config.json", "adapter_model.safetensors"):  # last: without them a failed save would lose it
         os.remove(os.path.join(directory, name))
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config.validation import NOT_OF_TEMPLATES
 from rlhf_ppo.data.rollout import check_shape
-from rlhf_ppo.terminal import hide_data_bars, visible_logger
+from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
 
@@ -707,7 +707,7 @@ def _prepare_dataset(
 ) -> datasets.Dataset:
     if len(dataset) > 0:
         encode.check_columns(dataset.column_names)
-    with PartialState().local_main_process_first(), hide_data_bars(len(dataset)):
+    with PartialState().local_main_process_first():
         prompts = dataset.map(
             encode,
             with_indices=True,

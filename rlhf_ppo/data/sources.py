@@ -15,13 +15,11 @@ import datasets
 from datasets.exceptions import DatasetGenerationError, DatasetsError
 
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation
-from rlhf_ppo.terminal import hide_data_bars
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """The kinds of files that hold prompts, and the builder of `datasets` that reads each."""
 
 
-@hide_data_bars()
 def load_splits(
     name: str | None, config: str | None = None, streaming: bool = False, argument: str = "dataset_name"
 ) -> Mapping[Any, Any]:
@@ -318,5 +316,4 @@ def separate_prompts(dataset: Any, where_missing: bool = False) -> Any:
         return dataset  # later checks name the column
     if with_explicit_prompt(first) == first:
         return dataset
-    with hide_data_bars():
-        return dataset.map(with_explicit_prompt)
+    return dataset.map(with_explicit_prompt)

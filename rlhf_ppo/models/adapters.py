@@ -28,7 +28,6 @@ from rlhf_ppo.models.unwrapping import (
     with_adapters,
 )
 from rlhf_ppo.processes.distributed import get_logger
-from rlhf_ppo.terminal import hide_library_warnings
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -218,8 +217,7 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     config = adapter_config(path)
     if config.task_type == "CAUSAL_LM" and not hasattr(base, "prepare_inputs_for_generation"):
         config.task_type = None  # PEFT's class for language models generates
-    with hide_library_warnings():
-        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
+    return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
 
 
 def adapter_directory(policy: nn.Module, directory: str) -> str:
@@ -252,7 +250,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
 
     _check_config(policy, peft_config, "model", "peft_config")
     before = None if is_sharded(policy) else probe(policy, probe_ids(policy))
-    with naming_adapter("peft_config", policy), hide_library_warnings():
+    with naming_adapter("peft_config", policy):
         adapted = get_peft_model(policy, peft_config, adapter_name=name or "default")
     check_adapter(adapted, "model")
     if base_serves_others:
@@ -280,7 +278,7 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    with naming_adapter("value_peft_config", value_model), hide_library_warnings():
+    with naming_adapter("value_peft_config", value_model):
         adapted = get_peft_model(value_model, config)
     check_adapter(adapted, "value_model")
     return adapted

@@ -34,7 +34,6 @@ from rlhf_ppo.models.unwrapping import (
     is_sharded,
     transformers_model,
 )
-from rlhf_ppo.terminal import hide_logs, hide_model_bars
 
 # ---- Loading ----
 
@@ -293,10 +292,9 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     try:
         settings = {"dtype": torch.float32, **kwargs}
-        with hide_model_bars():
-            if auto_class is AutoModelForCausalLM:
-                return _language_model(given, path, **settings)
-            return auto_class.from_pretrained(path, **settings)
+        if auto_class is AutoModelForCausalLM:
+            return _language_model(given, path, **settings)
+        return auto_class.from_pretrained(path, **settings)
     except torch.OutOfMemoryError:
         raise
     except OSError as error:
@@ -315,10 +313,9 @@ def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings:
     from peft import load_peft_weights
 
     base = base_of_adapter(path)
-    with hide_logs("transformers.modeling_utils", "LOAD REPORT"):  # of a head that is not in the base
-        model, info = load_pretrained(
-            AutoModelForSequenceClassification, base, argument, output_loading_info=True, **settings
-        )
+    model, info = load_pretrained(
+        AutoModelForSequenceClassification, base, argument, output_loading_info=True, **settings
+    )
     held = load_peft_weights(os.fspath(path), device="cpu")
     random = [name for name in sorted(info["missing_keys"]) if not any(key.endswith(f".{name}") for key in held)]
     if random and argument != "value_model":  # a value model may start anew

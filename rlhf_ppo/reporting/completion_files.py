@@ -1,12 +1,10 @@
-"""Responses of logged updates, token by token: kept until the log, and written to `completions/`."""
+"""Responses of logged updates, token by token: kept until the log, and written to `_completions/`."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, compress, count, pairwise
+from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_ppo.checkpoints.files import replacing
-from rlhf_ppo.checkpoints.run import Run
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
 from rlhf_ppo.data.rollout import Rollout
@@ -31,14 +28,7 @@ NUM_KEPT_COMPLETIONS = 32
 TOKEN_VALUES = ("token_value", "token_advantage", "token_kl", "token_reward")
 """Values of each token that the policy wrote; null for others."""
 
-EPISODE_COLUMNS = {
-    "messages": pa.string(),
-    "end": pa.string(),
-    "turn_reward": pa.list_(pa.float32()),
-    "token_turn": pa.list_(pa.int32()),
-}
-"""Columns of episodes of several turns, which other responses lack."""
-
+_FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 _TYPES: dict[str, pa.DataType] = {
     "step": pa.int32(),
     "prompt": pa.string(),
@@ -47,14 +37,17 @@ _TYPES: dict[str, pa.DataType] = {
     "kl": pa.float32(),
     "length": pa.int32(),
     "ended": pa.bool_(),
-    "prompt_id": pa.list_(pa.int32()),
-    "token_id": pa.list_(pa.int32()),
+    "prompt_id": _INTS,
+    "token_id": _INTS,
     "token_text": pa.list_(pa.string()),
     "token_written": pa.list_(pa.bool_()),
-    **dict.fromkeys(TOKEN_VALUES, pa.list_(pa.float32())),
+    **dict.fromkeys(TOKEN_VALUES, _FLOATS),
+    # Of episodes of several turns
+    "messages": pa.string(),
+    "end": pa.string(),
+    "turn_reward": _FLOATS,
+    "token_turn": _INTS,
 }
-_NAME = re.compile(r"completions_(\d{5,})(?:-(\d+))?\.parquet")
-_RUN = b"rlhf_ppo_run"
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,6 @@ class KeptCompletions:
         self.tokenizer, self.kl_estimator = tokenizer, args.kl_estimator
         self._num_rows = -(-NUM_KEPT_COMPLETIONS // num_processes)
         self._noted: _Noted | None = None
-        self._rows: list[dict[str, Any]] = []
 
     def note(
         self,
@@ -116,21 +108,20 @@ class KeptCompletions:
             columns: The result of `episode_columns`.
             extra: Columns that reward functions logged, `B` values each.
         """
-        number = min(self._num_rows, len(rollout))
+        rows, context = slice(min(self._num_rows, len(rollout))), rollout.context_length
         of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
         if (kl := rollout.kl(self.kl_estimator)) is not None:
             of_tokens["token_kl"] = kl
-        per_token = {name: values[:number].detach().float().clone() for name, values in of_tokens.items()}
-        of_rows = {name: values[:number].detach().clone() for name, values in columns.items()}
-        context, attention = rollout.context_length, rollout.masks.attention[:number]
-        masks = attention[:, :context].copy(), attention[:, context:].copy(), rollout.masks.response[:number].copy()
-        ids = rollout.query_responses[:number].clone()
-        self._noted = _Noted(step, ids[:, :context], ids[:, context:], masks, per_token, of_rows, dict(extra))
-        self._rows = []
-
-    def take(self, rows: list[dict[str, Any]]) -> None:
-        """Restore the rows of an update that an earlier run began."""
-        self._noted, self._rows = None, rows
+        ids, attention = rollout.query_responses[rows].clone(), rollout.masks.attention[rows].copy()
+        self._noted = _Noted(
+            step,
+            ids[:, :context],
+            ids[:, context:],
+            (attention[:, :context], attention[:, context:], rollout.masks.response[rows].copy()),
+            {name: values[rows].detach().float().clone() for name, values in of_tokens.items()},
+            {name: values[rows].detach().clone() for name, values in columns.items()},
+            dict(extra),
+        )
 
     def rows(self, step: int) -> list[dict[str, Any]]:
         """Return this rank's rows of an update, or an empty list if it is not the latest.
@@ -139,21 +130,18 @@ class KeptCompletions:
             A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
             (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
             `length` (tokens that the policy wrote), `ended`, `extra/<name>`, `prompt_id`; in lists over its tokens,
-            `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment), `TOKEN_VALUES`.
+            `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment) and `TOKEN_VALUES`.
             Episodes of several turns have `messages` (JSON), `end` (what ended or cut it), `turn_reward` (the
             environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
         """
-        if self._noted is not None and self._noted.step == step:
-            self._rows, self._noted = self._rows_of(self._noted), None
-        return [row for row in self._rows if row["step"] == step]
-
-    def _rows_of(self, noted: _Noted) -> list[dict[str, Any]]:
+        noted, self._noted = self._noted, None
+        if noted is None or noted.step != step:
+            return []
         ids = torch.cat([noted.prompts, noted.responses], dim=1).cpu()  # once: each copy waits for the device
         prompts, responses = (
             part.tolist() for part in ids.split([noted.prompts.shape[1], noted.responses.shape[1]], 1)
         )
-        per_token = torch.stack([*noted.per_token.values()]).tolist()
-        figures = dict(zip(noted.per_token, per_token, strict=True))
+        figures = dict(zip(noted.per_token, torch.stack([*noted.per_token.values()]).tolist(), strict=True))
         in_prompt, in_response, written = (mask.tolist() for mask in noted.masks)
         columns = {name: values.tolist() for name, values in noted.columns.items()}
         extra = dict(noted.extra)
@@ -162,12 +150,13 @@ class KeptCompletions:
         for row in range(len(prompts)):
             prompt = list(compress(prompts[row], in_prompt[row]))
             response, own = (list(compress(values[row], in_response[row])) for values in (responses, written))
-            of_tokens = {name: [None] * len(own) for name in TOKEN_VALUES} | {
-                name: _of_policy(compress(values[row], in_response[row]), own) for name, values in figures.items()
-            }
+            of_tokens: dict[str, list[float | None]] = {name: [None] * len(own) for name in TOKEN_VALUES}
+            for name, values in figures.items():
+                pairs = zip(compress(values[row], in_response[row]), own, strict=True)
+                of_tokens[name] = [value if is_own else None for value, is_own in pairs]
             rows.append(
                 {
-                    "step": noted.step,
+                    "step": step,
                     "prompt": self.tokenizer.decode(prompt, skip_special_tokens=True),
                     "completion": self.tokenizer.decode(response),
                     "score": columns["scores"][row],
@@ -175,7 +164,7 @@ class KeptCompletions:
                     "kl": columns["kl"][row] if "kl" in columns else None,
                     "length": sum(own),
                     "ended": bool(columns["ended"][row]),
-                    **{f"extra/{name}": _plain(values[row]) for name, values in extra.items()},
+                    **{f"extra/{name}": values[row] for name, values in extra.items()},
                     "prompt_id": prompt,
                     "token_id": response,
                     "token_text": texts_of_tokens(self.tokenizer, response),
@@ -211,69 +200,43 @@ def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> l
 
 
 def _episode(episode: Mapping[str, Any], written: Sequence[bool]) -> dict[str, Any]:
-    """Return the `EPISODE_COLUMNS`; a turn is an unbroken run of tokens that the policy wrote."""
+    """Return the columns of an episode; a turn is an unbroken run of tokens that the policy wrote."""
     turns = accumulate(own and not before for before, own in pairwise([False, *written]))
     of_tokens = [number - 1 if own else None for number, own in zip(turns, written, strict=True)]
     given = {"end": episode["end"], "turn_reward": [float(reward) for reward in episode["turn_reward"]]}
     return {"messages": as_json(episode["messages"]), **given, "token_turn": of_tokens}
 
 
-def _of_policy(values: Iterable[float], written: list[bool]) -> list[float | None]:
-    return [value if own else None for value, own in zip(values, written, strict=True)]
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else str(value)
-
-
 # Files
 
 
-def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]], run: Run) -> Path:
-    """Write the responses of an update to `completions/completions_<step>.parquet`; files are never replaced.
-
-    If a resumed run repeats an update with the same responses, nothing is written. Other responses (of another run, or
-    after arguments were changed) go to `completions_<step>-2.parquet` and so on.
+def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write the responses of an update to `_completions/completions_<step>.parquet`.
 
     Args:
         output_dir: The run's directory.
         rows: The responses of one update, at least one; columns as in `KeptCompletions.rows`.
-        run: The run; its id is stored in the file.
 
     Returns:
-        The file with the responses.
-
-    Raises:
-        OSError: The file cannot be written; no partial file is left.
+        The file.
     """
-    folder, step = Path(output_dir, COMPLETIONS_DIR), rows[0]["step"]
-    folder.mkdir(parents=True, exist_ok=True)
-    table = _table(rows).replace_schema_metadata({_RUN: run.id.encode()})
-    path = next(path for path in _names(folder, step) if not path.exists() or _holds(path, table, run, step))
-    if path.exists():
-        return path
+    path = Path(output_dir, COMPLETIONS_DIR, f"completions_{rows[0]['step']:05d}.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pa.table({name: _array([row.get(name) for row in rows], _TYPES.get(name)) for name in names})
     with replacing(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
     return path
 
 
 def find_completions(output_dir: str | Path) -> dict[int, Path]:
-    """Return the file of each update of the directory's current run; files of earlier runs are left out.
+    """Return the file of each update.
 
     Args:
         output_dir: The run's directory.
-
-    Raises:
-        ValueError: A file is damaged.
     """
-    run = Run.load(output_dir)
-    found: dict[int, tuple[int, Path]] = {}
-    for path in Path(output_dir, COMPLETIONS_DIR).glob("*.parquet"):
-        if (match := _NAME.fullmatch(path.name)) is None or not _is_of(path, run, int(match[1])):
-            continue
-        place = int(match[2] or 1), path
-        found[int(match[1])] = max(place, found.get(int(match[1]), place))
-    return {step: found[step][1] for step in sorted(found)}
+    paths = Path(output_dir, COMPLETIONS_DIR).glob("completions_*.parquet")
+    return dict(sorted((int(path.stem.removeprefix("completions_")), path) for path in paths))
 
 
 def read_completions(path: str | Path) -> list[dict[str, Any]]:
@@ -281,62 +244,13 @@ def read_completions(path: str | Path) -> list[dict[str, Any]]:
 
     Args:
         path: The file.
-
-    Raises:
-        ValueError: The file is damaged, or lacks a column.
     """
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if missing := [name for name in _TYPES if name not in table.column_names]:
-        raise ValueError(f"{path} has no column {missing[0]!r}: it was not written by rlhf_ppo")
-    return table.to_pylist()
-
-
-def _names(folder: Path, step: int) -> Iterator[Path]:
-    yield folder / f"completions_{step:05d}.parquet"
-    yield from (folder / f"completions_{step:05d}-{number}.parquet" for number in count(2))
-
-
-def _holds(path: Path, table: pa.Table, run: Run, step: int) -> bool:
-    try:
-        return _is_of(path, run, step) and pq.read_table(path).equals(table)
-    except (ValueError, pa.ArrowException, OSError):
-        return False
-
-
-def _is_of(path: Path, run: Run, step: int) -> bool:
-    """Return whether a file is from a run, or from a run that it continues."""
-    try:
-        metadata = pq.read_schema(path).metadata or {}
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    writer = metadata.get(_RUN)
-    return writer is not None and (not run.id or run.owns(Run(writer.decode()), step))
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [_stored(row.get(name)) for row in rows] for name in names}
-    types = _TYPES | EPISODE_COLUMNS
-    return pa.table({name: _array(values, types.get(name)) for name, values in columns.items()})
-
-
-def _stored(value: Any) -> Any:
-    """Return a value with None for NaN, because NaN is not equal to itself."""
-    if isinstance(value, list):
-        return [_stored(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return pq.read_table(path).to_pylist()
 
 
 def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
     if kind is None:  # reward functions may log any value
-        as_kind, kind = (float, pa.float64()) if all(map(_fits_float, values)) else (str, pa.string())
-        values = [None if value is None else as_kind(value) for value in values]
+        is_number = all(value is None or isinstance(value, int | float) for value in values)
+        values = [None if value is None else float(value) if is_number else str(value) for value in values]
+        kind = pa.float64() if is_number else pa.string()
     return pa.array(values, kind)
-
-
-def _fits_float(value: Any) -> bool:
-    """Return whether a value is None or a number that float64 holds exactly."""
-    return value is None or (isinstance(value, int | float) and float(value) == value)

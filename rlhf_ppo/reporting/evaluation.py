@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.reporting.console import beside_bars
 from rlhf_ppo.reporting.metrics import gather_columns, warn_of_unscored
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
-from rlhf_ppo.terminal import cell, csv_cell, markdown, visible
+from rlhf_ppo.terminal import cell, markdown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -119,8 +118,8 @@ def first_prompts(
 
 # Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers
 
-NUM_PRINTED, NUM_LINES, NARROWEST = 2, 3, 20
-"""Rows of a table in the terminal, lines of a text, and least columns for a text; files and reports have all."""
+NUM_PRINTED, MAX_CHARACTERS = 2, 400
+"""Rows of a table in the terminal, and characters of a text there; files and trackers have all."""
 
 _COLUMNS = {"query": "query", "model response": "response", "score": "score"}
 """The first columns of a table, and their keys in `sample_rows`."""
@@ -207,6 +206,8 @@ def is_due(update: int, num_updates: int, num_tables: int) -> bool:
 def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str = "") -> str:
     """Print the samples with a title, save them and send them to the trackers.
 
+    The file is `output_dir/_samples/update-<step>.csv`; `push_to_hub` does not upload this directory.
+
     Args:
         df: The samples.
         trainer: The trainer, for its step, output directory and trackers.
@@ -222,60 +223,27 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
     if shown != printed:
         with beside_bars():
             print_table(df, title=title)
-    save_table(df, trainer)
+    path = Path(output_directory(trainer.args), SAMPLES_DIR, f"update-{trainer.state.global_step:05d}.csv")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, df.to_csv(index=False))
     report_table(df, trainer)
     return shown
 
 
 def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_PRINTED) -> None:
-    """Print the first samples in the terminal, with texts cut to a few lines."""
-    console, num_lines = Console(), NUM_LINES * (4 if "messages" in df else 1)
-    df, width = _fitting(_in_turns(df).head(num_rows), console.width)
+    """Print the first samples in the terminal, with shortened texts; conversations have a line for each message."""
+    df = df.head(num_rows)
+    if "messages" in df:
+        pairs = zip(df["messages"], df["model response"], strict=True)
+        shown = [as_lines(messages) if isinstance(messages, str) else text for messages, text in pairs]
+        df = df.assign(**{"model response": shown}).drop(columns="messages")
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in df.columns:
         table.add_column(cell(column))
     for row in df.itertuples(index=False):
-        table.add_row(
-            *[cell(_cut(value, width, num_lines) if isinstance(value, str) else _figure(value)) for value in row]
-        )
-    console.print(table)
-
-
-def _fitting(df: pd.DataFrame, width: int) -> tuple[pd.DataFrame, int]:
-    """Drop columns behind the score until texts have room, and return the room of each text."""
-    figures = [column for column in df if not any(isinstance(value, str) for value in df[column])]
-    num_texts = max(len(df.columns) - len(figures), 1)
-    room = (width - sum(3 + max(len(str(column)), 10) for column in figures)) // num_texts - 3
-    if room < NARROWEST and len(df.columns) > 3:
-        return _fitting(df.iloc[:, :-1], width)
-    return df, max(12, room)
-
-
-def _in_turns(df: pd.DataFrame) -> pd.DataFrame:
-    """Show conversations in place of responses, a line for each message."""
-    if "messages" not in df:
-        return df
-    pairs = zip(df["messages"], df["model response"], strict=True)
-    shown = [as_lines(messages) if isinstance(messages, str) else response for messages, response in pairs]
-    return df.assign(**{"model response": shown}).drop(columns="messages")
-
-
-def _cut(text: str, width: int, num_lines: int) -> str:
-    """Return the beginning of a text, as many words as fit into so many lines."""
-    text = text.rstrip()
-    wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]]
-    return text if len(wrapped) <= num_lines else "\n".join([*wrapped[: num_lines - 1], "..."])
-
-
-def save_table(df: pd.DataFrame, trainer: Trainer) -> None:
-    """Write the samples to `output_dir/_samples/update-<step>.csv`; `push_to_hub` does not upload this directory.
-
-    Cells are escaped by `csv_cell`; `completions/` has the texts as they are.
-    """
-    directory = Path(output_directory(trainer.args), SAMPLES_DIR)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"update-{trainer.state.global_step:05d}.csv"
-    write_text(path, _mapped(df, csv_cell).to_csv(index=False))
+        texts = map(_figure, row)
+        table.add_row(*[cell(f"{t[:MAX_CHARACTERS]}..." if len(t) > MAX_CHARACTERS else t) for t in texts])
+    Console().print(table)
 
 
 def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
@@ -288,65 +256,32 @@ def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
         df: The samples.
         trainer: The trainer, for its arguments, step and callbacks.
     """
-    for tracker in trainer.args.report_to or ():
-        if tracker in _REPORTS:
-            _REPORTS[tracker](df, trainer)
+    step, trackers = trainer.state.global_step, trainer.args.report_to or ()
+    if "wandb" in trackers:
+        import wandb
 
+        if wandb.run is not None:
+            wandb.log({"completions": wandb.Table(dataframe=df), "train/global_step": step})
+    if "trackio" in trackers:
+        import trackio  # pyright: ignore[reportMissingImports]
 
-def _to_wandb(df: pd.DataFrame, trainer: Trainer) -> None:
-    import wandb
+        if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
+            trackio.log({"completions": trackio.Table(dataframe=df), "train/global_step": step})
+    if "comet_ml" in trackers:
+        import comet_ml  # pyright: ignore[reportMissingImports]
 
-    if wandb.run is not None:
-        _log_table(wandb, _mapped(df, visible), trainer)
-
-
-def _to_tensorboard(df: pd.DataFrame, trainer: Trainer) -> None:
+        if (experiment := comet_ml.get_running_experiment()) is not None:
+            experiment.set_step(step)  # the update's metrics, which also set it, are logged later
+            experiment.log_table("completions.csv", tabular_data=df)
     for callback in trainer.callback_handler.callbacks:
-        writer = getattr(callback, "tb_writer", None) if isinstance(callback, TensorBoardCallback) else None
-        if writer is not None:
-            writer.add_text("completions", _markdown(df), trainer.state.global_step)
-            writer.flush()
-
-
-def _to_trackio(df: pd.DataFrame, trainer: Trainer) -> None:
-    import trackio  # pyright: ignore[reportMissingImports]
-
-    if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
-        _log_table(trackio, _mapped(df, markdown), trainer)
-
-
-def _log_table(tracker: Any, df: pd.DataFrame, trainer: Trainer) -> None:
-    """Log a table with the module `wandb` or `trackio`."""
-    table = tracker.Table(dataframe=df)
-    tracker.log({"completions": table, "train/global_step": trainer.state.global_step})
-
-
-def _to_comet(df: pd.DataFrame, trainer: Trainer) -> None:
-    import comet_ml  # pyright: ignore[reportMissingImports]
-
-    experiment = comet_ml.get_running_experiment()
-    if experiment is not None:
-        experiment.set_step(trainer.state.global_step)  # the update's metrics, which also set it, are logged later
-        experiment.log_table("completions.csv", tabular_data=_mapped(df, csv_cell))
-
-
-_REPORTS: dict[str, Callable[[pd.DataFrame, Trainer], None]] = {
-    "wandb": _to_wandb,
-    "tensorboard": _to_tensorboard,
-    "trackio": _to_trackio,
-    "comet_ml": _to_comet,
-}
-
-
-def _mapped(df: pd.DataFrame, show: Callable[[str], Any]) -> pd.DataFrame:
-    """Apply a function to each text and each column name."""
-    return df.map(lambda value: show(value) if isinstance(value, str) else value).rename(columns=show)
+        if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+            callback.tb_writer.add_text("completions", _markdown(df), step)
+            callback.tb_writer.flush()
 
 
 def _markdown(df: pd.DataFrame) -> str:
-    lines = [[markdown(column) for column in df.columns], ["---"] * len(df.columns)]
-    lines += [[markdown(_figure(value)) for value in row] for row in df.itertuples(index=False)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    rows = [df.columns, ["---"] * len(df.columns), *df.itertuples(index=False)]
+    return "\n".join(f"| {' | '.join(markdown(_figure(value)) for value in row)} |" for row in rows)
 
 
 def _figure(value: Any) -> str:

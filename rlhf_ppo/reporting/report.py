@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +24,6 @@ from numpy.typing import NDArray
 from transformers import TrainingArguments
 
 from rlhf_ppo.checkpoints.files import write_text
-from rlhf_ppo.checkpoints.run import HISTORY_NAME, in_use
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import as_lines
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
@@ -33,21 +31,18 @@ from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile
 from rlhf_ppo.reporting.plots import PANELS, mean_curve
 from rlhf_ppo.reporting.run_log import (
-    AUDIT_NAME,
-    SAMPLES_DIR,
     Log,
     RecordedRun,
     grouped,
-    has_log,
     read_audit,
     read_runs,
 )
 from rlhf_ppo.reporting.verdict import verdict_of
-from rlhf_ppo.terminal import from_csv_cell, is_secret, redacted, visible
+from rlhf_ppo.terminal import is_secret, redacted, visible
 
 SCRIPTS = (
     *("page.js", "chart.js", "curves.js", "overview.js", "critic.js", "judged.js", "responses.js", "settings.js"),
-    "live.js",
+    "sections.js",
 )
 """The scripts of the page, in their order."""
 MAX_NAMES = 4
@@ -58,7 +53,6 @@ def write_report(
     runs: Sequence[str | os.PathLike[str]],
     path: str | os.PathLike[str],
     judged: Sequence[str | os.PathLike[str]] = (),
-    refresh_seconds: float | None = None,
 ) -> Path:
     """Write the report of finished or running runs.
 
@@ -66,23 +60,17 @@ def write_report(
         runs: Their output directories. Runs that differ only in their seed are drawn as mean and band.
         path: The HTML file.
         judged: Directories with verdicts of `rlhf-ppo judge`, in addition to `judged/` of the runs.
-        refresh_seconds: Seconds after which the page reloads itself; None: it does not.
 
     Returns:
         The file.
 
     Raises:
         FileNotFoundError: A directory has no run, or no verdicts.
-        ValueError: A run has logged nothing yet or is from another trainer, a file is damaged, or `path` is a
-            directory.
+        ValueError: A run is given twice, or has no log of PPO.
     """
     path = Path(os.path.expanduser(path))
-    if path.is_dir():
-        raise ValueError(
-            f"output={str(path)!r} is a directory; name a file in it, such as {str(path / 'report.html')!r}"
-        )
     read = read_runs(runs)
-    data = report_data(read, read_judged(runs, judged)) | {"refresh_seconds": refresh_seconds}
+    data = report_data(read, read_judged(runs, judged))
     names = [run.name for run in read]
     more = f" and {len(names) - MAX_NAMES} more runs" if len(names) > MAX_NAMES else ""
     page = render_page(data, ", ".join(names[:MAX_NAMES]) + more)
@@ -91,53 +79,11 @@ def write_report(
     return path
 
 
-def watch_report(
-    runs: Sequence[str | os.PathLike[str]],
-    path: str | os.PathLike[str],
-    judged: Sequence[str | os.PathLike[str]] = (),
-    seconds: float = 10.0,
-) -> Path:
-    """Write the report again whenever a run has logged something, until all runs have ended or Ctrl-C.
-
-    The page reloads itself until then, at the same place. A run that has not logged anything yet is waited for.
-
-    Args:
-        runs: As of `write_report`.
-        path: As of `write_report`.
-        judged: As of `write_report`.
-        seconds: Seconds between two looks at the runs, and between two reloads of the page.
-
-    Returns:
-        The file.
-
-    Raises:
-        FileNotFoundError: As of `write_report`.
-        ValueError: As of `write_report`.
-    """
-    seen = None
-    try:
-        while any(in_use(run) for run in runs):
-            found = [_changes(Path(run)) for run in runs]
-            if found != seen and all(has_log(run) for run in runs):
-                write_report(runs, path, judged, refresh_seconds=seconds)
-                seen = found
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        pass
-    return write_report(runs, path, judged)
-
-
-def _changes(run: Path) -> list[tuple[int, int]]:
-    """Return time and size of the files and folders of a run that a report reads."""
-    paths = (run / name for name in (HISTORY_NAME, "completions", SAMPLES_DIR, JUDGED, AUDIT_NAME))
-    return [(path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else (0, 0) for path in paths]
-
-
 def render_page(data: Mapping[str, Any], names: str) -> str:
     """Return the HTML of a report.
 
     Args:
-        data: The result of `report_data`, and `refresh_seconds`.
+        data: The result of `report_data`.
         names: The names of the runs.
     """
     loader = PackageLoader("rlhf_ppo.reporting", "page")
@@ -207,9 +153,6 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
         `key_figures`), `frontier` (see `score_against_kl`) and `metrics` (key, meaning, and a curve); `runs` (name,
         health, critic, samples, responses), `checks` (the meaning of each health check), `judged`, `judged_seeds`,
         `settings` and `versions`. Token values have four digits, and numbers that are not finite are None.
-
-    Raises:
-        ValueError: A file is damaged.
     """
     groups = grouped(runs)
     logs = [[run.log for run in group] for group in groups.values()]
@@ -327,7 +270,7 @@ def _run(run: RecordedRun, num_tokens: int) -> dict[str, Any]:
 
 def _health(run: RecordedRun) -> list[dict[str, Any]]:
     """Return for each check its first and last finding, their number, and its warnings."""
-    found, words = [], health_warnings(run)
+    found, words = [], warnings_of(run.log, RunContext(**run.settings.health))
     for key in dict.fromkeys(key for entry in run.log for key in entry if key.startswith(_HEALTH)):
         steps = [(entry.get("step"), entry[key]) for entry in run.log if key in entry]
         fired = [step for step, value in steps if value > 0]
@@ -399,25 +342,16 @@ def _select_evenly(steps: Sequence[int]) -> list[int]:
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = pd.read_csv(path, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
-        return [
-            {
-                "prompt": from_csv_cell(str(row["query"])),
-                "response": _sampled_text(row),
-                "score": math.nan if row["score"] == "" else float(row["score"]),
-            }
-            for row in rows
-        ]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-
-
-def _sampled_text(row: Mapping[Any, Any]) -> str:
-    """Return a sample's response; of an episode of several turns a line for each message."""
-    if messages := row.get("messages"):
-        return as_lines(from_csv_cell(str(messages)))
-    return from_csv_cell(str(row["model response"]))
+    """Return the rows of a sample table; the response of an episode of several turns has a line for each message."""
+    rows = pd.read_csv(path, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
+    return [
+        {
+            "prompt": str(row["query"]),
+            "response": as_lines(row["messages"]) if row.get("messages") else str(row["model response"]),
+            "score": None if row["score"] == "" else float(row["score"]),
+        }
+        for row in rows
+    ]
 
 
 def _responses(files: Mapping[int, Path], num_tokens: int) -> list[dict[str, Any]]:
@@ -582,12 +516,3 @@ def score_against_kl(logs: Sequence[Log]) -> list[dict[str, float]]:
     parts = np.array_split(table, max(1, min(len(table), MAX_FRONTIER)))
     points = [(int(part[-1, 0]), *part[:, 1:].mean(axis=0).tolist()) for part in parts if len(part)]
     return [{"step": step, "kl": kl, "score": score} for step, kl, score in points]
-
-
-def health_warnings(run: RecordedRun) -> dict[str, list[tuple[int, str]]]:
-    """Return the updates and warnings of each health check; empty for a run without health settings.
-
-    Raises:
-        ValueError: Its settings are damaged.
-    """
-    return warnings_of(run.log, RunContext(**run.settings.health)) if run.settings.health else {}

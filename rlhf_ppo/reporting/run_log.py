@@ -1,7 +1,4 @@
-"""Files of a run: its log, its settings, and runs grouped over seeds for reports and plots.
-
-The log is read from `trainer_state.json` and from `log_history.jsonl`, to which a running run appends.
-"""
+"""Files of a run: its log, its settings, and runs grouped over seeds for reports and plots."""
 
 from __future__ import annotations
 
@@ -11,56 +8,44 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.files import check_values, parse_json, read_object, write_json
-from rlhf_ppo.checkpoints.run import HISTORY_NAME, full_history, list_checkpoints
-from rlhf_ppo.checkpoints.state import PROGRESS_NAME, Progress
-from rlhf_ppo.config.validation import Interval
+from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, found_judgements
-
-_LARGEST = 2.0**63
-_COUNT = Interval(0, _LARGEST)
 
 Log = Sequence[Mapping[str, Any]]
 """A log history: a mapping of metric to value for each log of Trainer."""
 
 Run = str | os.PathLike[str] | TrainerState | Log
-"""A run: its output directory, its `trainer_state.json`, a `TrainerState` or a log history."""
+"""A run: its output directory, a `trainer_state.json`, a `TrainerState` or a log history."""
 
 
 def read_log(run: Run) -> Log:
     """Return the log history of a run.
 
     Args:
-        run: An output directory (the longest of its `log_history.jsonl`, its state and its newest checkpoint's state),
-            a `trainer_state.json`, a `TrainerState` or a log history.
-
-    Returns:
-        The log history.
+        run: An output directory (its `trainer_state.json` or that of a checkpoint, whichever is newest), a
+            `trainer_state.json`, a `TrainerState` or a log history.
 
     Raises:
-        TypeError: `run` is none of these.
-        ValueError: The file is damaged.
-        FileNotFoundError: The file does not exist.
+        FileNotFoundError: The directory holds no log.
     """
     if isinstance(run, TrainerState):
         return run.log_history
-    if isinstance(run, (str, os.PathLike)):
-        return _read_path(Path(run))
-    if isinstance(run, Mapping) or not all(isinstance(entry, Mapping) for entry in run):
-        raise TypeError(
-            f"a run is a path, a TrainerState or a list of log entries, got {type(run).__name__}; "
-            "runs must be a list of runs, or a mapping of label to a list of runs"
-        )
-    return run
+    if not isinstance(run, str | os.PathLike):
+        return run
+    path = find_state(run)
+    if path is None:
+        raise FileNotFoundError(f"{run} holds no run: neither it nor a checkpoint in it has a {TRAINER_STATE_NAME}")
+    return json.loads(path.read_text(encoding="utf-8"))["log_history"]
 
 
 def training_log(run: Run) -> Log:
@@ -79,86 +64,13 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
     return {key: value for key, value in entry.items() if isinstance(value, int | float)}
 
 
-def find_state(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the path of a run's `trainer_state.json`, or that of its newest checkpoint, or None."""
-    own = Path(directory, "trainer_state.json")
-    if own.is_file():
-        return own
-    states = (checkpoint / "trainer_state.json" for checkpoint in list_checkpoints(Path(directory)))
-    return next(filter(Path.is_file, states), None)
-
-
-def has_log(directory: str | os.PathLike[str]) -> bool:
-    """Return whether a run in a directory has logged anything."""
-    return Path(directory, HISTORY_NAME).is_file() or find_state(directory) is not None
-
-
-def _read_path(path: Path) -> Log:
+def find_state(run: str | os.PathLike[str]) -> Path | None:
+    """Return the newest `trainer_state.json` of a directory and its checkpoints, or None."""
+    path = Path(run)
     if path.is_file():
-        return _read_state(path)
-    state, lines = find_state(path), path / HISTORY_NAME
-    if state is None and not lines.is_file():
-        missing = "no trainer_state.json or log_history.jsonl" if path.is_dir() else "no such directory"
-        raise FileNotFoundError(
-            f"{path} holds no run: there is {missing}; pass the output_dir of a run that has logged something"
-        )
-    written = _read_lines(lines)
-    if state is None:
-        return written
-    log = _read_state(state)
-    # An older state, or one of another run, does not begin with the run's log.
-    return log if _comparable(log[: len(written)]) == _comparable(written) else written
-
-
-def _read_state(path: Path) -> Log:
-    try:
-        log = _with_earlier(path.parent, read_object(path, {"log_history": list[dict]})["log_history"])
-        for entry in log:
-            _check_entry(path.name, entry)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a trainer_state.json that Trainer wrote: {error}") from error
-    return log
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read `log_history.jsonl`, without an incomplete last line."""
-    if not path.is_file():
-        return []
-    entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True), 1):
-        try:
-            entries.append(_entry(line))
-        except ValueError as error:
-            if line.endswith("\n"):
-                raise ValueError(f"{path} is damaged: line {number} is not an entry of a log: {error}") from error
-    return entries
-
-
-def _entry(line: str) -> dict[str, Any]:
-    entry = parse_json(line)
-    if not isinstance(entry, dict):
-        raise ValueError("it is no object")
-    _check_entry(HISTORY_NAME, entry)
-    return entry
-
-
-def _check_entry(file: str, entry: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if an entry's counters are invalid, or if a number cannot be drawn."""
-    check_values(file, entry, {name: _COUNT for name in ("step", "episode") if name in entry})
-    for name, value in entry.items():
-        if isinstance(value, int) and abs(value) > _LARGEST:
-            raise ValueError(f"its {file} has {name}={value!s:.20}...")
-
-
-def _comparable(log: Log) -> str:
-    return json.dumps(list(log), sort_keys=True)  # here NaN equals NaN
-
-
-def _with_earlier(directory: Path, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the complete log of a checkpoint, whose state holds only the last entries."""
-    progress = directory / PROGRESS_NAME
-    num_logged = Progress.load(str(directory)).num_logged if progress.is_file() else 0
-    return full_history(directory, last, num_logged)
+        return path
+    found = [*path.glob(TRAINER_STATE_NAME), *path.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    return max(found, key=lambda state: state.stat().st_mtime_ns, default=None)
 
 
 # Settings
@@ -190,30 +102,9 @@ class RunSettings:
 
     @classmethod
     def load(cls, output_dir: str | Path) -> Self:
-        """Read `ppo_settings.json`.
-
-        Raises:
-            ValueError: The file is damaged.
-        """
+        """Read `ppo_settings.json`."""
         path = Path(output_dir, SETTINGS_NAME)
-        if not path.exists():
-            return cls()
-        try:
-            values = read_object(path, dict.fromkeys(("arguments", "versions", "made_of"), dict[str, Any]))
-            check_values(SETTINGS_NAME, values["versions"], dict.fromkeys(values["versions"], str))
-            types: dict[str, Any] = {
-                "policy": str | None,
-                "reference": str | None,
-                "rewards": list[str],
-                "dataset": str | None,
-                "reward_funcs": list,
-            }
-            made_of = values["made_of"]
-            check_values(SETTINGS_NAME, made_of, {name: kind for name, kind in types.items() if name in made_of})
-            health = values.setdefault("health", {})
-        except ValueError as error:
-            raise ValueError(f"{output_dir} cannot be read: {error}") from error
-        return cls(values["arguments"], values["versions"], made_of, health)
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
 
     def without_seed(self) -> str | None:
         """Return a text that is equal for runs that differ only in seed and directory; None without settings."""
@@ -248,10 +139,8 @@ def save_settings(
         made_of: The names of policy and rewards.
         health: The settings of its health checks.
     """
-    settings = {
-        "arguments": args.to_dict(), "versions": installed_versions(), "made_of": dict(made_of), "health": dict(health)
-    }  # fmt: skip
-    write_json(Path(output_dir, SETTINGS_NAME), json.loads(json.dumps(settings, default=str)))
+    settings = RunSettings(args.to_dict(), installed_versions(), dict(made_of), dict(health))
+    write_json(Path(output_dir, SETTINGS_NAME), json.loads(json.dumps(asdict(settings), default=str)))
 
 
 # Results
@@ -269,7 +158,7 @@ def where_results_are(policy: str | os.PathLike[str], output_dir: str | os.PathL
         output_dir: The run's directory, with its log and its samples.
     """
     parts = [f"The policy is in {policy}"]
-    if has_log(output_dir):
+    if find_state(output_dir) is not None:
         run = shlex.quote(os.fspath(output_dir))
         parts += [f"its curves: `rlhf-ppo plot {run}`", f"its report: `rlhf-ppo report {run}`"]
     if Path(output_dir, SAMPLES_DIR).is_dir():
@@ -280,7 +169,6 @@ def where_results_are(policy: str | os.PathLike[str], output_dir: str | os.PathL
 # Runs for reports and plots
 
 T = TypeVar("T")
-_SAMPLES = re.compile(r"update-(\d+)\.csv")
 
 
 @dataclass(frozen=True)
@@ -311,7 +199,7 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
         directories: Their output directories, or checkpoints, whose logs end there.
 
     Raises:
-        ValueError: A run is given twice, has logged nothing yet, is from another trainer, or has a damaged file.
+        ValueError: A run is given twice, or has no log of PPO.
         FileNotFoundError: A directory has no run.
     """
     paths = [Path(directory) for directory in directories]
@@ -319,20 +207,9 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
 
 
 def read_audit(directory: str | Path) -> dict[str, Any] | None:
-    """Read the `critic_audit.json` of a run; None without one.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Read the `critic_audit.json` of a run; None without one."""
     path = Path(directory, AUDIT_NAME)
-    if not path.exists():
-        return None
-    kinds = {name: int for name in ("num_prompts", "num_prefixes", "num_continuations")}
-    kinds |= {"figures": dict[str, dict[str, float]], "findings": list[str], "calibration": list[dict[str, float]]}
-    try:
-        return read_object(path, kinds | {"by_position": list[dict[str, float | None]]})
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
@@ -355,7 +232,7 @@ def grouped_directories(directories: Sequence[str], separately: bool = False) ->
         The directories of each label.
 
     Raises:
-        ValueError: A directory is given twice, or its settings are damaged.
+        ValueError: A directory is given twice.
     """
     whole = _different(directories)
     roots = [_root(Path(directory)) for directory in directories]
@@ -390,21 +267,17 @@ def _root(path: Path) -> Path:
 
 def _read_run(path: Path, name: str) -> RecordedRun:
     log = training_log(path)
-    keys = list(dict.fromkeys(key for entry in log for key in entry))
-    if not keys:
-        raise ValueError(f"{path} has logged nothing yet")
     root = _root(path)
-    has_only_evaluated = "loss" not in keys and Path(root, SETTINGS_NAME).exists()  # with eval_on_start
-    if not (has_only_evaluated or any(key.startswith("objective/") for key in keys)):
+    keys = dict.fromkeys(key for entry in log for key in entry)
+    if not any(key.startswith(("objective/", "eval_score")) for key in keys):
         raise ValueError(
-            f"{path} is not a run of PPO: its log has {', '.join(keys[:4])} and nothing of objective/; `rlhf-ppo plot "
-            f"--x step {shlex.quote(str(path))}` draws it"
+            f"{path} has no log of PPO, but {', '.join([*keys][:4]) or 'an empty one'}; `rlhf-ppo plot --x step "
+            f"{shlex.quote(str(path))}` draws the logs of other trainers"
         )
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
-    settings = RunSettings.load(root)
     log = [*log, *_judged(root, log)]
-    return RecordedRun(name, root, log, settings, completions, _samples(root, int(last)))
+    return RecordedRun(name, root, log, RunSettings.load(root), completions, _samples(root, int(last)))
 
 
 def _judged(root: Path, log: Log) -> Iterator[dict[str, float]]:
@@ -417,9 +290,8 @@ def _judged(root: Path, log: Log) -> Iterator[dict[str, float]]:
 
 
 def _samples(root: Path, last: int) -> dict[int, Path]:
-    found = {path: _SAMPLES.fullmatch(path.name) for path in Path(root, SAMPLES_DIR).glob("update-*.csv")}
-    steps = {int(match[1]): path for path, match in found.items() if match is not None}
-    return {step: steps[step] for step in sorted(steps) if step <= last}
+    paths = {int(path.stem.removeprefix("update-")): path for path in Path(root, SAMPLES_DIR).glob("update-*.csv")}
+    return {step: paths[step] for step in sorted(paths) if step <= last}
 
 
 def _names(paths: Sequence[str]) -> list[str]:

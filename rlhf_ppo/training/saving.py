@@ -32,7 +32,7 @@ from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_comp
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.functions import function_name
-from rlhf_ppo.terminal import hide_library_warnings, hide_model_bars, print_text
+from rlhf_ppo.terminal import print_text
 from rlhf_ppo.training.optimization import Optimization
 from rlhf_ppo.training.run_state import RunState
 
@@ -59,8 +59,7 @@ def save_models(
     for prefix, part, part_directory in parts:
         part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
         adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
-        with hide_model_bars():
-            cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
+        cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
 
 
 def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn.Module], None]) -> None:
@@ -84,8 +83,7 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
         elif complete.is_converted_on_save(part):
             complete.load_converted(part, directory)
         else:
-            with hide_library_warnings():
-                load(directory, part)
+            load(directory, part)
 
 
 @contextmanager
@@ -468,7 +466,7 @@ class RunDirectory:
         with raise_on_all_ranks(self.accelerator):
             self.write_history(logged)
             if rows and self.args.process_index == 0:
-                write_completions(output_directory(self.args), rows, self.run)
+                write_completions(output_directory(self.args), rows)
 
     def write_history(self, logged: Sequence[Entry]) -> None:
         """Append the new log entries."""

@@ -55,7 +55,7 @@
   const now = { updates: [], update: null, edges: [], bin: null, all: false, chosen: null };
   const colouring = () => document.querySelector("input[name=colour]:checked").value;
   const ENDS = { answer: "ended by the policy", done: "ended by the environment", length: "cut by its length", calls: "cut by the number of calls", time: "cut by the time limit", environment: "cut by the environment" };
-  const NAMES = { value: "value", advantage: "advantage (whitened)", kl: "KL, nats", reward: "reward", spread: "spread of the heads" };
+  const NAMES = { value: "value", advantage: "advantage (whitened)", kl: "KL, nats", reward: "reward" };
 
   function responsesOf(run) {
     const updates = data.runs[run].responses;
@@ -64,9 +64,6 @@
     if (low === high) [low, high] = [low - 0.5, high + 0.5];
     now.edges = Array.from({ length: NUM_BINS + 1 }, (_, index) => low + (high - low) * index / NUM_BINS);
     now.updates = updates;
-    const hasSpread = updates.some((update) => update.rows.some((row) => "spread" in row.tokens));
-    byId("colour-spread").hidden = !hasSpread;
-    if (!hasSpread && colouring() === "spread") document.querySelector("input[name=colour][value=value]").checked = true;
     slider("responses", updates, (update) => {
       Object.assign(now, { update, bin: null, all: false, chosen: null });
       show();
@@ -133,7 +130,7 @@
       note(`Scores of ${now.update.rows.length} responses${kept}${left}. Click a bar to see its responses.`), svg);
   }
 
-  const hasMean = () => ["value", "spread"].includes(colouring());
+  const hasMean = () => colouring() === "value";
 
   /** Centre and half width of the colours: 0 for what has a sign, else the mean; outliers get the full colour. */
   function range() {
