@@ -140,7 +140,7 @@ PPOTrainer(args, model="models/sft", reward_funcs=reward_len, train_dataset="sav
     ),
     "RLOO: several responses, and normalized rewards": (
         """PPOConfig("out", rloo_k=2, normalize_reward=True, token_level_kl=False)""",
-        "'rloo_k' (use num_generations), 'normalize_reward' (use score_normalization), 'token_level_kl' (drop it: the",
+        "'rloo_k' (use num_generations), 'normalize_reward' (use score_scaling), 'token_level_kl' (drop it: the",
     ),
     "ppo.py of TRL 0.12: all names from one package": (
         "from rlhf_ppo import PPOConfig, PPOTrainer, get_kbit_device_map",

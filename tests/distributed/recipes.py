@@ -6,10 +6,8 @@ FOLLOWING: dict[str, Any] = {
     "kl_target": 0.05,
     "kl_horizon": 20,
     "kl_stop": 0.002,
-    "score_scaling": False,
-    "score_normalization": True,
+    "score_scaling": True,
     "critic_learning_rate": 2e-3,
-    "num_critic_epochs": 3,
 }
 """Those that go on from update to update, or end one: they decide by figures of all ranks."""
 
@@ -17,23 +15,21 @@ PPO: dict[str, Any] = FOLLOWING | {
     "loss_aggregation": "sequence",
     "entropy_coef": 0.01,
     "cliprange_high": 0.3,
-    "dual_clip": 1.4,
     "cliprange_value": None,
     "lam_critic": 1.0,
-    "length_adaptive_alpha": 0.3,
-    "reference_ema": 0.5,
 }
-BESIDE: dict[str, Any] = {"positive_nll_coef": 0.1, "ptx_coef": 0.2}
+BESIDE: dict[str, Any] = {"ptx_coef": 0.2}
 """Losses beside PPO's."""
 
 GSPO: dict[str, Any] = {
-    "policy_loss": "gspo",
-    "loss_aggregation": "constant",
+    "policy_loss": "examples/policy_losses.py:gspo",
+    "cliprange": 3e-4,
+    "cliprange_high": 4e-4,
     "lam_policy": 0.5,
     "critic_learning_rate": 0.2,
 }
 CISPO: dict[str, Any] = BESIDE | {
-    "policy_loss": "cispo",
+    "policy_loss": "examples/policy_losses.py:cispo",
     "cliprange_high": 1.0,
     "loss_aggregation": "sequence",
     "critic_learning_rate": 0.02,

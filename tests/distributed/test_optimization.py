@@ -41,11 +41,3 @@ def test_deepspeed_refuses_an_optimizer_that_it_would_drop(models, tmp_path):
     run = {"output_dir": str(tmp_path), "models": str(models), "scenario": "give_an_optimizer"}
     [errors] = processes.run_all("deepspeed_zero2", [("error_of", run)])
     assert errors[0] == errors[1] and errors[0].startswith("ValueError: optimizers[0] is a SGD, but DeepSpeed ")
-
-
-def test_ranks_search_together(models, tmp_path):
-    ranks = processes.run("multi_gpu", "search", output_dir=str(tmp_path), models=str(models))
-    assert [rank["num_processes"] for rank in ranks] == [2, 2]
-    assert ranks[1]["best"] is None  # Optuna runs on rank 0
-    run_id, objective, hyperparameters = ranks[0]["best"]
-    assert run_id in ("0", "2") and 0 <= objective <= 1 and set(hyperparameters) == {"learning_rate"}

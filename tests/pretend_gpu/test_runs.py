@@ -25,8 +25,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "all weights": {},
     "LoRA": {"peft_config": ADAPTER, "value_peft_config": ADAPTER},
     "LoRA over one base": OF_ONE_BASE,
-    "a reference that follows": {"reference_ema": 0.5},
-    "a reference that follows and is offloaded": {"reference_ema": 0.5, "offload_frozen": True},
     "a judge that compares with the reference": {
         "reward_funcs": [PreferenceReward(prefers_larger_words, "reference", name="judge")]
     },

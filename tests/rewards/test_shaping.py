@@ -52,7 +52,6 @@ HALVED = [[1.0, 0.0], [0.0, -2.0], [0.0, 0.0], [0.0, 0.0]]
         # After both, so that the penalty is paid in full and the replacement is what it says.
         ({"score_clip": 3.5, "missing_eos_penalty": 1.5}, 2.0, [3.5, -4.5, -1, NAN], HALVED),
         ({"score_clip": 0.5, "missing_eos_score": -10.0}, 2.0, [0.5, -10, -10, NAN], HALVED),
-        ({"score_normalization": True, "score_clip": 3.5}, 2.0, [0.5, -3.5, -3, NAN], HALVED),  # distances from 7
     ],
 )
 def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[float], token_scores: Any) -> None:
@@ -64,11 +63,7 @@ def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[fl
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        # In deviations of 2 from a mean of 3: 2.5, -4.5, -1; clipped to 2; less 1.5; then 3 + 2 x, and the tokens.
-        ({"score_normalization": True}, [8 + 2, -6 - 4, 1, NAN]),
-        ({"score_normalization": True, "missing_eos_penalty": 1.5}, [8 + 2, -6 - 3 - 4, 1 - 3, NAN]),
-        ({"score_normalization": True, "missing_eos_score": -1.0}, [8 + 2, 1 - 4, 1, NAN]),
-        ({"score_normalization": True, "score_clip": 2.0}, [7 + 2, -1 - 4, 1, NAN]),
+        # In deviations of 2: 4, -3, .5; clipped to 2; less 1.5; then 2 x, and the tokens.
         ({"score_scaling": True, "missing_eos_penalty": 1.5}, [8 + 2, -6 - 3 - 4, 1 - 3, NAN]),
         ({"score_scaling": True, "missing_eos_score": -1.0}, [8 + 2, -2 - 4, -2, NAN]),
         ({"score_scaling": True, "score_clip": 2.0, "missing_eos_penalty": 1.5}, [4 + 2, -4 - 3 - 4, 1 - 3, NAN]),
@@ -78,20 +73,20 @@ def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[fl
 def test_an_evaluation_s_scores_keep_the_reward_s_unit(settings: dict[str, Any], expected: list[float]) -> None:
     """A response's score is what training would pay for it, times the deviation, plus the mean."""
     args, made = PPOConfig(**settings), rollout()
-    unit = ScoreMoments(2, 3.0, 4.0) if args.score_scaling or args.score_normalization else None
+    unit = ScoreMoments(2, 3.0, 4.0) if args.score_scaling else None
     given = (made.scores, made.token_scores.sum(dim=1), made.ended, args)
     ours = scores_in_reward_unit(*given, unit)
     assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32
     paid, of_tokens = shape_scores(made, args, unit)
-    mean, std = (3.0 if args.score_normalization else 0.0, 2.0) if unit else (0.0, 1.0)
-    torch.testing.assert_close(ours, mean + std * (paid + of_tokens.sum(dim=1)), equal_nan=True)
+    std = 2.0 if unit else 1.0
+    torch.testing.assert_close(ours, std * (paid + of_tokens.sum(dim=1)), equal_nan=True)
 
 
 def test_before_the_first_update_an_evaluation_takes_the_moments_of_its_own_scores() -> None:
-    args, made = PPOConfig(score_normalization=True, missing_eos_score=-1.0), rollout()
+    args, made = PPOConfig(score_scaling=True, missing_eos_score=-1.0), rollout()
     given = (made.scores, made.token_scores.sum(dim=1), made.ended, args)
-    mean, std = np.mean([10, -10, 1]), np.std([10, -10, 1], ddof=1)
-    expected = [10, mean - std - 4, mean - std, NAN]
+    std = np.std([10, -10, 1], ddof=1)
+    expected = [10, -std - 4, -std, NAN]
     assert scores_in_reward_unit(*given, ScoreMoments()).tolist() == pytest.approx(expected, nan_ok=True)
 
 

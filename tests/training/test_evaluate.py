@@ -101,7 +101,6 @@ class OneRollout(PPOTrainer):
         {"score_clip": 1.5, "missing_eos_penalty": 2.0, "reward_weights": [2.0, 0.5]},
         {"missing_eos_score": -3.0},
         {"score_scaling": True, "missing_eos_penalty": 1.0},
-        {"score_normalization": True, "missing_eos_score": -1.0, "score_clip": 0.5},
     ],
 )
 def test_every_figure_equals_trainings_on_the_same_responses(
@@ -122,19 +121,17 @@ def test_every_figure_equals_trainings_on_the_same_responses(
 
     assert metrics.keys() == ALIKE.keys() | SPEED | {"epoch"}
     assert training["objective/kl"] != 0 and training["rewards/by_token/std"] > 0
-    unit = trainer.score_moments if {"score_scaling", "score_normalization"} & settings.keys() else None
+    unit = trainer.score_moments if "score_scaling" in settings else None
     if unit is not None:  # training's scores are in standard deviations, an evaluation's in the reward's unit
-        mean = unit.moments.mean if "score_normalization" in settings else 0.0
         assert unit.std != pytest.approx(1.0, abs=0.1)
-        training = training | {"objective/scores": mean + unit.std * training["objective/scores"]}
+        training = training | {"objective/scores": unit.std * training["objective/scores"]}
     for evaluated, key in ALIKE.items():
         assert metrics[evaluated] == pytest.approx(training[key], rel=1e-5), (evaluated, key)
 
 
-@pytest.mark.parametrize("scaling", ["score_scaling", "score_normalization"])
 @pytest.mark.parametrize("punished", [{"missing_eos_penalty": 1.0}, {"missing_eos_score": -1.0}])
 def test_the_best_model_is_the_one_that_stops(
-    scaling: str, punished: dict[str, float], make_trainer: MakeTrainer, tmp_path: Path
+    punished: dict[str, float], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     """The reward has a deviation of about 60, and gives 10 more without a stop token: the penalty takes more."""
 
@@ -150,7 +147,7 @@ def test_the_best_model_is_the_one_that_stops(
         UnlearnsToStop,
         **{**QUICK, "total_episodes": 4},
         **punished,
-        **{scaling: True, "output_dir": str(tmp_path), "metric_for_best_model": "eval_score"},
+        **{"score_scaling": True, "output_dir": str(tmp_path), "metric_for_best_model": "eval_score"},
         eval_dataset=FIVE_ROWS,
         eval_strategy="steps",
         save_strategy="steps",
@@ -161,9 +158,9 @@ def test_the_best_model_is_the_one_that_stops(
     trainer.train()
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-1")
     first, second = (log["eval_score"] for log in trainer.state.log_history if "eval_score" in log)
-    std, mean = trainer.score_moments.std, trainer.score_moments.moments.mean * (scaling == "score_normalization")
+    std = trainer.score_moments.std
     assert first == pytest.approx(50.0)
-    assert second == pytest.approx(60 - std if "missing_eos_penalty" in punished else mean - std)
+    assert second == pytest.approx(60 - std if "missing_eos_penalty" in punished else -std)
     assert [log["objective/raw_scores"] for log in trainer.state.log_history if "loss" in log] == [50.0, 50.0]
 
 

@@ -96,15 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int]]] = {
         {"reward_funcs": some_rows, "score_scaling": True, "score_clip": 1.5},
         ("on_step_begin", 2),
     ),
-    "with evaluations of normalized scores": (
-        {**SAMPLED, "score_normalization": True, "missing_eos_penalty": 1.0, "score_clip": 2.0},
-        ("on_step_begin", 1),
-    ),
     "without a reference": ({"kl_coef": 0.0}, ("on_step_begin", 1)),
-    "with a half-frozen critic that learns longer": (
-        {"critic_freeze": "attention", "num_critic_epochs": 3},
-        ("on_step_begin", 1),
-    ),
     "with continuous batching": ({"generation_engine": "continuous"}, ("on_step_begin", 2)),
     "with a plateau schedule": (PLATEAU, ("on_step_begin", 2)),
 }

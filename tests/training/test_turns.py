@@ -12,7 +12,6 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import turn_gae, turn_starts
 from rlhf_ppo.algorithm.losses import ValueLoss, explained_variance
 from rlhf_ppo.data.rollout import Experience
-from rlhf_ppo.training.learning import advantages_and_returns
 from tests.episodes import RespondsInTurns
 from tests.runs import history, parameters
 
@@ -79,16 +78,3 @@ def test_value_metrics_count_turns_alike_in_mini_batches_of_other_numbers_of_tok
     starts = turn_starts(trainer.rollout.loss_mask)
     half_squares = 0.5 * (trainer.rollout.values - trainer.returned[1])[starts].square()
     assert history(trainer)[0]["loss/value_avg"] == pytest.approx(float(half_squares.mean()), rel=1e-5)
-
-
-def test_a_length_is_a_number_of_turns(make_trainer: MakeTrainer) -> None:
-    """alpha 0.4: lam_i = 1 - 2.5 / l_i, 0 up to two turns."""
-    trainer = make_trainer(Recorded, **RUN | {"length_adaptive_alpha": 0.4})
-    trainer.train()
-    rollout = trainer.rollout
-    num_turns = turn_starts(rollout.loss_mask).sum(dim=1)
-    lam = (1 - 2.5 / num_turns).clamp(min=0)
-    expected = turn_gae(trainer.rewards, rollout.values, rollout.loss_mask, 0.99, lam)[0]
-    found = advantages_and_returns(rollout, trainer.rewards, trainer.args)[0]
-    assert lam.any()
-    torch.testing.assert_close(found, expected)
