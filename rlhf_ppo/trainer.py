@@ -229,10 +229,11 @@ class PPOTrainer(TrainerBase):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        if self._driver.is_beginning:
-            return self._begin_external_loop(resume_from_checkpoint)
         loop = self._begin_run(resume_from_checkpoint, ignore_keys_for_eval)
         self._evaluate_on_start()
+        if self._begins_steps:
+            self._begin_epoch()
+            return TrainOutput(self.state.global_step, 0.0, {})
         for epoch in itertools.count(loop.epoch):
             for prompts in self._prompts(epoch):
                 experience = self._next_experience(partial(self.collect_rollout, loop.model, prompts))
@@ -638,9 +639,9 @@ class PPOTrainer(TrainerBase):
             The update's metrics.
 
         Raises:
-            TypeError: A value is not a tensor of integer ids, no bool mask, or no number. Nothing has changed.
             ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
-                a vocabulary, a score is infinite, or a log-probability is above 0 or not finite. Nothing has changed.
+                a vocabulary, a response has no token of the policy, or a log-probability is above 0 or not finite.
+                Nothing has changed.
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """
@@ -648,11 +649,15 @@ class PPOTrainer(TrainerBase):
             self._run, queries, responses, scores, response_masks, sampling_logprobs, ended
         )
 
-        def collect(model: nn.Module) -> Rollout:
-            model.eval()
+        def collect() -> Rollout:
+            model = self._run.loop.model.eval()
             return self._score_rollout(model, checked, self.tokens.ended(checked), lambda: checked_scores)
 
-        return self._driver.step(collect)
+        with self._step_of_run() as loop:
+            loop.grad_norm = self.learn(loop.model, self._next_experience(collect))
+            metrics = dict(self._run.metrics)
+            self._end_update()
+        return metrics
 
     def close(self) -> None:
         """End a run of `step` before its last update.
@@ -670,7 +675,7 @@ class PPOTrainer(TrainerBase):
             DivergenceError: A weight is not finite. `output_dir` is released nevertheless.
             RunStopped: A signal arrived after the last update; the run ended with a checkpoint.
         """
-        self._driver.close(saves=True)
+        self._close_steps(saves=True)
 
     def __enter__(self) -> Self:
         """Return the trainer; the end of the block calls `close`."""
@@ -678,7 +683,7 @@ class PPOTrainer(TrainerBase):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Call `close`; after an error of one of several processes only release `output_dir`."""
-        self._driver.close(saves=kind is None or self.accelerator.num_processes == 1)
+        self._close_steps(saves=kind is None or self.accelerator.num_processes == 1)
 
     # ---- State, and checks of the constructor ----
 

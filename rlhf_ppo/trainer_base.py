@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -40,7 +40,7 @@ from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding, drop_ignored_generation_settings
-from rlhf_ppo.processes.distributed import get_logger, raise_on_all_ranks, use_stream_in_callbacks
+from rlhf_ppo.processes.distributed import get_logger, preserve_rng, raise_on_all_ranks, use_stream_in_callbacks
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting import evaluation as evaluations
 from rlhf_ppo.reporting.critic_audit import CriticAudit, audit, check_audit, prefixes_of
@@ -51,7 +51,6 @@ from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.training import datasets, rollouts, saving
 from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
 from rlhf_ppo.training.construction import set_up_engine
-from rlhf_ppo.training.external_loop import StepDriver
 from rlhf_ppo.training.learning import CriticOnly, gradient_norms, monte_carlo_returns
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
@@ -131,9 +130,8 @@ class TrainerBase(Trainer):
         run.signals = StopOnSignal(reduce_sum, self.accelerator.num_processes)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
         self._checkpoints = saving.CheckpointWriter(run, self._directory, self.create_model_card)
-        self._driver = StepDriver(
-            run, self._open_external_run, self._take_update, self._leave_if_stopped, self._save_last, self._finish_run
-        )
+        self._open_steps: ExitStack | None = None  # releases what a run of `step` holds
+        self._has_stepped = False
         self._printed = ""  # the latest sample table
         add_console_and_health(self, self.args, self.sizes, self.reward_models)
         self.add_callback(run.signals)
@@ -235,24 +233,6 @@ class TrainerBase(Trainer):
         health = health_settings(self.callback_handler.callbacks)
         self._directory.note(output_directory(self.args), self.state.log_history, made_of, health)
 
-    @contextmanager
-    def _open_external_run(self) -> Iterator[nn.Module]:
-        """Set up a run for `step` as `Trainer.train` does, without its loop; yield the prepared model."""
-        with self._open_run(None) as checkpoint:
-            self._driver.is_beginning = True
-            try:
-                super().train(checkpoint)
-            finally:
-                self._driver.is_beginning = False
-            yield self._run.loop.model
-
-    def _begin_external_loop(self, checkpoint: str | None) -> TrainOutput:
-        """Begin a run for `step`, in place of Trainer's loop."""
-        self._begin_run(checkpoint)
-        self._evaluate_on_start()
-        self._begin_epoch()
-        return TrainOutput(self.state.global_step, 0.0, {})
-
     def _evaluate_on_start(self) -> None:
         if self.args.eval_on_start:
             loop = self._run.loop
@@ -268,14 +248,6 @@ class TrainerBase(Trainer):
         num_tables = self.args.num_sample_generations
         if num_tables > 0 and evaluations.is_due(self.state.global_step, self.state.max_steps, num_tables):
             self.generate_completions(sampling=True)
-
-    def _take_update(self, collect: Callable[[], Rollout]) -> dict[str, float]:
-        """Run one update of an external loop and return its metrics."""
-        loop = self._run.loop
-        loop.grad_norm = self.learn(loop.model, self._next_experience(collect))
-        metrics = dict(self._run.metrics)
-        self._end_update()
-        return metrics
 
     def _count_update(self) -> None:
         """Count an update, step the schedule, and keep the metrics for the next log."""
@@ -365,6 +337,57 @@ class TrainerBase(Trainer):
             output = self._finalize_training(None, num_episodes, loop.start)
             self.save_state()  # the log, for `rlhf-ppo report`
             return output
+
+    # ---- The run of `step` ----
+
+    @property
+    def _begins_steps(self) -> bool:
+        """Whether Trainer's `train` only sets up a run of `step`."""
+        return self._open_steps is not None and not self._has_stepped
+
+    @contextmanager
+    def _step_of_run(self) -> Iterator[LoopState]:
+        """Begin the run of `step` in its first call; end it after the last update, a signal or an error."""
+        with ExitStack() as ending:
+            ending.callback(self._release_steps)
+            if self._open_steps is None and not self._has_stepped:
+                self._open_steps = ExitStack()
+                super().train(self._open_steps.enter_context(self._open_run(None)))
+                self._has_stepped = True
+            if self._open_steps is None or self.state.global_step >= self.state.max_steps:
+                done, of = self.state.global_step, self.state.max_steps
+                raise RuntimeError(
+                    f"the run of step() is over after {done} of {of} updates; to continue, make a new PPOTrainer with "
+                    "resume_from_checkpoint=True, and a larger total_episodes for more updates"
+                )
+            yield self._run.loop
+            self._leave_if_stopped()
+            if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+                self._finish_run()
+            else:
+                ending.pop_all()
+
+    def _close_steps(self, saves: bool) -> None:
+        """End a run of `step` before its last update, see `PPOTrainer.close`; do nothing without an open run.
+
+        Args:
+            saves: Whether to save, log and fire `on_train_end`, which all ranks do together.
+        """
+        if self._open_steps is None:
+            return
+        with ExitStack() as ending:
+            ending.callback(self._release_steps)
+            if saves:
+                self._run.signals.agree(self.args.device)
+                if self.args.save_strategy != "no":
+                    with preserve_rng():
+                        self._save_last()
+                self._finish_run()
+
+    def _release_steps(self) -> None:
+        if self._open_steps is not None:
+            self._open_steps.close()
+            self._open_steps = None
 
     # ---- Optimizer steps ----
 

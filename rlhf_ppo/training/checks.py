@@ -39,7 +39,7 @@ _PATH = (str, os.PathLike)
 KEPT = frozenset(
     """
     kl_controller policy_model reference reward_models score_moments scorer sizes tokens value_model _reward_funcs
-    _checkpoints _critic_only _directory _driver _engine _episodes _is_stepped
+    _checkpoints _critic_only _directory _engine _episodes _is_stepped
     _optimization _policy_loss _preparation _printed _ptx _rollout_metrics _rollouts _run
     """.split()
 )
