@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction
 from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
-from tests.rewards.local_server import Request, drop, lengths, says, url
+from tests.rewards.local_server import SHORT, Request, cut_off, delay, drop, lengths, says, url
 from tests.rewards.test_functions import make_batch
 
 
@@ -77,26 +77,6 @@ def test_requests_run_at_the_same_time_up_to_a_limit(server: Any, concurrency: i
     assert most == together
 
 
-def test_the_last_repetition_says_which_rows_were_asked_for(server: Any) -> None:
-    server.replies = [lengths, drop, drop]
-    with pytest.raises(
-        ConnectionError, match=f"{url(server)}, asked for the rows 1 to 1, did not answer.*last of 2 times"
-    ):
-        ask(endpoint(server, retries=1, batch_size=1, concurrency=1), ["a", "b", "c"])
-
-
-def test_the_wait_doubles(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    server.replies = [drop] * 3
-    assert ask(endpoint(server, retries=3, backoff=0.5), ["a"]) == [1.0]
-    assert waits == [0.5, 1.0, 2.0]
-
-
 def test_it_is_a_reward_function(server: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     reward = RewardFunction(endpoint(server), tokenizer, TrainerState)
     assert reward.is_async and reward.name == "score"
@@ -106,36 +86,52 @@ def test_it_is_a_reward_function(server: Any, tokenizer: PreTrainedTokenizerFast
     assert server.requests[1][1]["columns"] == {"answer": ["a", "b", "c"]}
 
 
-def test_a_column_that_is_no_json_is_named(server: Any) -> None:
-    with pytest.raises(TypeError, match="column 'image' cannot be sent"):
-        ask(endpoint(server), ["a"], number=[1], image=[object()])
-    assert server.requests == []
+@pytest.mark.parametrize("failure", [drop, cut_off, says("busy", 503)], ids=["drops", "cuts off", "busy"])
+def test_a_failed_request_is_repeated_and_the_last_one_names_its_rows(
+    failure: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    server.replies = [failure] * 3
+    assert ask(endpoint(server, retries=3, backoff=0.5), ["a"]) == [1.0] and waits == [0.5, 1.0, 2.0]
+    server.replies = [lengths, failure, failure]
+    wanted = f"^the endpoint {url(server)}, asked for the rows 1 to 1, .*last of 2 times"
+    with pytest.raises(ConnectionError, match=wanted):
+        ask(endpoint(server, retries=1, batch_size=1, concurrency=1), ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "words"),
+    [
+        (says("no", 401), ConnectionError, r"answered with the status 401 \(no\)"),
+        (says("", 302, Location="http://h/"), ConnectionError, "answered with the status 302"),
+        (says("[]"), ValueError, r"answered \[\]: it must answer"),
+        (says('{"rewards": [1]}'), ValueError, "with 2 entries"),
+        (says("<html>"), ValueError, "Expecting value"),
+    ],
+)
+def test_other_answers_are_errors_at_once(reply: Any, kind: type[Exception], words: str, server: Any) -> None:
+    server.replies = [reply]
+    with pytest.raises(kind, match=words):
+        ask(endpoint(server), ["a", "b"])
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_is_late_is_given_up(server: Any) -> None:
+    server.replies = [delay]
+    with pytest.raises(ConnectionError, match="did not answer.*Timeout"):
+        ask(endpoint(server, timeout=SHORT, retries=0), ["a"])
 
 
 @pytest.mark.parametrize(
     ("address", "name"),
-    [
-        ("http://localhost:8000/v1/helpful/", "helpful"),
-        ("https://judge.example", "judge.example"),
-        ("http://localhost:8000/score?key=1", "score"),
-    ],
+    [("http://localhost:8000/v1/helpful/", "helpful"), ("https://judge.example", "judge.example")],
 )
 def test_its_name(address: str, name: str) -> None:
     reward: Any = RewardEndpoint(address)
     assert reward.__name__ == name
-    named: Any = RewardEndpoint(address, name="mine")
-    assert named.__name__ == pickle.loads(pickle.dumps(named)).__name__ == "mine"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"url": "ftp://host/x"}, "url='ftp://host/x' must be an address"),
-        ({"url": "http://"}, "url='http://' must be an address"),
-        *(({name: value}, f"{name}={value}") for name, value in
-          [("timeout", 0), ("timeout", -1), ("retries", -1), ("backoff", -1), ("batch_size", 0), ("concurrency", 0)]),
-    ],
-)  # fmt: skip
-def test_settings_are_checked(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        RewardEndpoint(**{"url": "http://host", **options})
+    assert pickle.loads(pickle.dumps(RewardEndpoint(address, name="mine"))).__name__ == "mine"

@@ -14,11 +14,10 @@ from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer, write_rows
-from tests.rewards.local_server import says, url
+from tests.rewards.local_server import url
 from tests.rewards.test_reward_model_tokens import TEMPLATE, responses
 from tests.runs import QUICK
 
@@ -152,17 +151,12 @@ KINDS += ["judges_here.py:feedback", "judges_here.py:trl", "the server"]
 def places(empty_place: None) -> None:
     tiny_policy().save_pretrained("one")
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = CHAT
     tokenizer.save_pretrained("one")
     Path("judges_here.py").write_text(JUDGES)
     rows = [{"prompt": f"w{row}", "topic": str(row), "chosen": "w4 w5 w6"} for row in range(4)]
     write_rows("prompts.jsonl", rows)
 
 
-CHAT = (
-    "{% for message in messages %}{{ ' w22 ' if message['role'] == 'assistant' else ' w20 ' }}{{ message['content'] }}"
-    " w21 {% endfor %}{% if add_generation_prompt %} w22 {% endif %}"
-)
 OPTIONS = "--model one --opponent-column chosen --dataset_name prompts.jsonl --max-new-tokens 4 --judge".split()
 
 
@@ -180,57 +174,6 @@ def test_what_training_accepts_as_judge_eval_accepts(places: None, server: Any) 
         assert evaluate([*OPTIONS, kind]) == expected, kind
     body = server.requests[-1][1]
     assert set(body) == {"prompts", "completions", "completion_ids", "columns"} and "topic" in body["columns"]
-
-
-@pytest.mark.parametrize(
-    ("reply", "words"),
-    [
-        (says("no", 401), "answered with the status 401 (no)"),
-        (says("[]"), "must answer"),
-        (says('{"rewards": ["a", 1, 1, 1, 1, 1, 1, 1]}'), "returned 'a'"),
-    ],
-)
-def test_what_a_server_does_wrong_is_one_sentence(
-    reply: Any, words: str, places: None, server: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.replies = [reply]
-    with pytest.raises(SystemExit) as stopped:
-        evaluate([*OPTIONS, url(server)])
-    (sentence,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert stopped.value.code == 2 and sentence.startswith("rlhf-ppo judge: error: ") and words in sentence
-
-
-def test_a_conversation_is_judged_through_the_chat_template(places: None, read: Any) -> None:
-    tokenizer = AutoTokenizer.from_pretrained("one")
-    tiny_scorer().save_pretrained("reward")
-    tokenizer.save_pretrained("reward")
-    rows = [{"prompt": [{"role": "user", "content": f"w{row}"}], "chosen": "w4 w5"} for row in range(3)]
-    write_rows("prompts.jsonl", rows)
-    found = evaluate([*OPTIONS[:-1], "--judge_model", "reward"])
-    assert isinstance(found, WinRate) and found.failed == 0
-    asked = [
-        tuple(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"])
-        for row in rows
-    ]
-    assert len(read) == 6
-    assert all(sum(ids[: len(prompt)] == prompt for ids in read) == 2 for prompt in asked)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("length --opponent-column answer --model nowhere", "opponent_column='answer': the data set has only the col"),
-        ("nonsense", "judge holds 'nonsense', which is not a reward's name"),
-        ("judges_here.py:nobody", "judges_here.py has no 'nobody'; it defines ['scores',"),
-        ("http://127.0.0.1:99999/x", "has no valid port"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_is_loaded(
-    options: str, words: str, places: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        evaluate([*OPTIONS, *options.split()])
-    assert words in capsys.readouterr().err
 
 
 def test_a_pairwise_judge_is_told_from_a_reward_function() -> None:

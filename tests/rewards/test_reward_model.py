@@ -75,14 +75,6 @@ def test_passes_have_the_rows_asked_for_without_padding_and_run_in_the_context()
     assert shapes == [(1, 8), (1, 13), (1, 7)] and entered  # two rows, two rows, one: without padding
 
 
-def test_a_model_in_low_precision_scores_in_float32_within_its_context() -> None:
-    model = scorer()
-    source = RewardModel(FrozenScorer(model), 2, lambda: torch.autocast("cpu", torch.bfloat16))
-    scores, expected = source(make_batch()), by_hand(model)
-    assert scores.dtype == torch.float32
-    assert scores.tolist() == pytest.approx(expected, rel=0.1, abs=0.1) and scores.tolist() != expected
-
-
 def test_a_score_that_is_not_finite_is_an_error_naming_the_row() -> None:
     model = scorer()
     with torch.no_grad():

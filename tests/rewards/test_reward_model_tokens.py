@@ -110,28 +110,9 @@ def test_a_text_goes_on_into_its_response_and_ends_in_the_other_eos(columns: dic
     assert character_tokenizer()(written)["input_ids"] == expected
 
 
-def test_what_the_policy_cannot_say_is_read_from_the_column() -> None:
-    assert encoded({"prompt": ["über w2?", "w5", "w6", "w13"]})[0][:4] == own_ids("Ã¼be")[:4]
-
-
 def test_a_response_that_ended_with_a_word_or_a_stop_string_keeps_it_and_gets_the_eos() -> None:
     assert encoded({}, ended=[True, True, True, False])[2] == [*own_ids(TEXTS[2]), 1]
     assert encoded({}, ended=[False] * 4) == [own_ids(text) for text in TEXTS]
-
-
-def test_an_eos_that_the_tokenizer_adds_itself_is_not_doubled() -> None:
-    adds = character_tokenizer()
-    adds.backend_tokenizer.post_processor = processors.TemplateProcessing(  # pyright: ignore
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
-    ids = encoded({}, reader=adds)
-    assert ids[0] == [*own_ids(TEXTS[0])[1:], 1] and ids[2] == [*own_ids(TEXTS[2])[1:], 1]
-
-
-def test_a_tokenizer_without_eos_appends_nothing() -> None:
-    bare = character_tokenizer()
-    bare.eos_token = None
-    assert encoded({}, reader=bare)[0] == own_ids(TEXTS[0])
 
 
 CONVERSATIONS: list[Any] = [[{"role": "user", "content": text, "name": None}] for text in PROMPTS]
@@ -148,14 +129,6 @@ def test_a_conversation_goes_through_the_other_template_which_closes_only_what_e
 def test_a_prefilled_turn_goes_on() -> None:
     prefilled = [[*CONVERSATIONS[0], {"role": "assistant", "content": "w0 "}], *CONVERSATIONS[1:]]
     assert encoded({"prompt": prefilled})[0] == own_ids("[user]w1 w2[end][assistant]w0 w3 w4[end]")[1:]
-
-
-def test_blocks_of_text_are_read_where_the_other_template_knows_only_texts() -> None:
-    blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CONVERSATIONS[0]]
-    prefilled = [*blocks, {"role": "assistant", "content": [{"type": "text", "text": "w0 "}]}]
-    assert encoded({"prompt": [blocks, *CONVERSATIONS[1:]]}) == encoded({"prompt": CONVERSATIONS})
-    expected = own_ids("[user]w1 w2[end][assistant]w0 w3 w4[end]")[1:]
-    assert encoded({"prompt": [prefilled, *CONVERSATIONS[1:]]})[0] == expected
 
 
 def test_a_cut_response_of_nothing_but_special_tokens_is_an_open_turn() -> None:

@@ -15,6 +15,7 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.rewards.scorer import scores_in_reward_unit, shape_scores, whole_scores
 
 NAN = float("nan")
+FIRST = float(np.std([10, -10, 1], ddof=1))
 
 
 def rollout(**overrides: Any) -> Rollout:
@@ -61,33 +62,32 @@ def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[fl
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "std", "expected"),
     [
-        # In deviations of 2: 4, -3, .5; clipped to 2; less 1.5; then 2 x, and the tokens.
-        ({"score_scaling": True, "missing_eos_penalty": 1.5}, [8 + 2, -6 - 3 - 4, 1 - 3, NAN]),
-        ({"score_scaling": True, "missing_eos_score": -1.0}, [8 + 2, -2 - 4, -2, NAN]),
-        ({"score_scaling": True, "score_clip": 2.0, "missing_eos_penalty": 1.5}, [4 + 2, -4 - 3 - 4, 1 - 3, NAN]),
-        ({"score_clip": 2.0, "missing_eos_penalty": 1.5}, [2 + 2, -2 - 1.5 - 4, 1 - 1.5, NAN]),
+        ({"score_scaling": True, "missing_eos_penalty": 1.5}, 2.0, [8 + 2, -6 - 3 - 4, 1 - 3, NAN]),
+        ({"score_scaling": True, "missing_eos_score": -1.0}, 2.0, [8 + 2, -2 - 4, -2, NAN]),
+        ({"score_scaling": True, "score_clip": 2.0, "missing_eos_penalty": 1.5}, 2.0, [6, -4 - 3 - 4, 1 - 3, NAN]),
+        ({"score_clip": 2.0, "missing_eos_penalty": 1.5}, None, [2 + 2, -2 - 1.5 - 4, 1 - 1.5, NAN]),
+        # Before the first update the moments are those of these scores.
+        ({"score_scaling": True, "missing_eos_score": -1.0}, 0.0, [10, -FIRST - 4, -FIRST, NAN]),
     ],
 )
-def test_an_evaluation_s_scores_keep_the_reward_s_unit(settings: dict[str, Any], expected: list[float]) -> None:
-    """A response's score is what training would pay for it, times the deviation, plus the mean."""
+def test_an_evaluation_s_scores_keep_the_reward_s_unit(
+    settings: dict[str, Any], std: float | None, expected: list[float]
+) -> None:
+    """A response's score is what training would pay for it, times the deviation."""
     args, made = PPOConfig(**settings), rollout()
-    unit = ScoreMoments(2, 3.0, 4.0) if args.score_scaling else None
-    given = (made.scores, made.token_scores.sum(dim=1), made.ended, args)
-    ours = scores_in_reward_unit(*given, unit)
+    unit = None if std is None else ScoreMoments(2, 3.0, std**2) if std else ScoreMoments()
+    ours = scores_in_reward_unit(made.scores, made.token_scores.sum(dim=1), made.ended, args, unit)
     assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32
-    paid, of_tokens = shape_scores(made, args, unit)
-    std = 2.0 if unit else 1.0
-    torch.testing.assert_close(ours, std * (paid + of_tokens.sum(dim=1)), equal_nan=True)
 
 
-def test_before_the_first_update_an_evaluation_takes_the_moments_of_its_own_scores() -> None:
-    args, made = PPOConfig(score_scaling=True, missing_eos_score=-1.0), rollout()
-    given = (made.scores, made.token_scores.sum(dim=1), made.ended, args)
-    std = np.std([10, -10, 1], ddof=1)
-    expected = [10, -std - 4, -std, NAN]
-    assert scores_in_reward_unit(*given, ScoreMoments()).tolist() == pytest.approx(expected, nan_ok=True)
+def test_a_part_of_a_rollout_has_its_rows_of_every_source() -> None:
+    whole = rollout(scores_by_source={"a": torch.arange(4.0)})
+    for rows in (slice(1, 3), [3, 0], torch.tensor([2])):
+        part = whole[rows]
+        assert part.scores_by_source["a"].tolist() == torch.arange(4.0)[rows].tolist()
+        assert len(part.scores) == len(part)
 
 
 def test_the_spread_is_that_of_whole_scores_of_scored_responses() -> None:
