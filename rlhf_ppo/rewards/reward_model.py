@@ -81,8 +81,7 @@ class Answer:
         return self.prompt if isinstance(self.prompt, str) else ""
 
     def _decode(self, ids: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            raise ValueError("the answer has token ids, but no tokenizer to read them with")
+        assert self.tokenizer is not None  # the policy's, which comes with ids
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return "".join(self.tokenizer.decode(list(ids), **options))
 
@@ -147,19 +146,17 @@ def load_reward_models(
         tokenizer: The policy's tokenizer.
 
     Raises:
-        TypeError: A tokenizer has the wrong type.
-        ValueError: The lists have different lengths, a label does not exist, or a model cannot be loaded.
+        ValueError: The lists have different lengths, or a model cannot be loaded.
     """
     specs = _as_list(reward_model)
-    tokenizers = _one_for_each(_as_list(reward_processing_classes), specs, "reward_processing_classes")
+    tokenizers = _as_list(reward_processing_classes) or [None] * len(specs)
+    if len(tokenizers) != len(specs):
+        raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries for {len(specs)} reward models")
     for number, (spec, own) in enumerate(zip(specs, tokenizers, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
         model = load_reward_model(spec, argument, merges_adapter=not args.share_base_model)
         if own is None:
             own = _own_tokenizer(spec, model, tokenizer)
-        elif not isinstance(own, PreTrainedTokenizerBase):
-            raise TypeError(f"reward_processing_classes holds a {type(own).__name__}; pass AutoTokenizer's")
-        _check_vocabulary(model, own, argument)
         yield LoadedRewardModel(argument, model, own)
 
 
@@ -253,10 +250,7 @@ class RewardModel:
     def _padded(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> tuple[Tensor, Tensor]:
         rows: list[Tensor] = []
         for row, answer in enumerate(answers):
-            try:
-                ids = reward_model_ids(answer, tokenizer_for(answer))
-            except ValueError as error:
-                raise ValueError(f"row {row}: {error}") from error
+            ids = reward_model_ids(answer, tokenizer_for(answer))
             if self.max_positions is not None and len(ids) > self.max_positions:
                 raise ValueError(
                     f"row {row} has {len(ids)} tokens for the reward model, which has {self.max_positions} positions: "
@@ -275,32 +269,10 @@ def _own_tokenizer(
     return None if found is None or shares_tokens(policy_tokenizer, found) else found
 
 
-def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, argument: str) -> None:
-    if tokenizer is None:
-        return
-    size = transformers_model(model).config.get_text_config().vocab_size
-    largest = max(number for number in tokenizer.get_vocab().values() if number != tokenizer.pad_token_id)
-    if largest >= size:
-        raise ValueError(
-            f"{argument} has {size} token ids, but its tokenizer makes ids up to {largest}: pass its own tokenizer in "
-            "reward_processing_classes"
-        )
-
-
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _one_for_each(values: list[Any], specs: Sequence[Any], argument: str, spread: bool = False) -> list[Any]:
-    if not values:
-        return [None] * len(specs)
-    if spread and len(values) == 1 and specs:
-        return values * len(specs)
-    if len(values) != len(specs):
-        raise ValueError(f"{argument} has {len(values)} entries for {len(specs)} reward models; give one for each")
-    return values
 
 
 # Tokenization
@@ -319,17 +291,14 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
         tokenizer: The reward model's own tokenizer; None if it reads the policy's tokens.
 
     Raises:
-        ValueError: The prompt is a conversation, and the tokenizer has no chat template or the template rejects it; or
-            the answer has no ids, and there is no tokenizer.
+        ValueError: The answer has no ids, and there is no tokenizer; or the tokenizer has no chat template.
     """
     if tokenizer is None:
         if answer.prompt_ids is not None and answer.response_ids is not None:
             return [*answer.prompt_ids, *answer.response_ids]
         tokenizer = answer.tokenizer
     if tokenizer is None:
-        raise ValueError(
-            "the reward model needs a tokenizer to read a text, and its directory has none; save it there"
-        )
+        raise ValueError("the reward model needs a tokenizer to read a text: save one in its directory")
     if is_conversation(answer.prompt):
         return _templated(answer, tokenizer)
     ids, eos = _ids(tokenizer(answer.text)), eos_id(tokenizer)
@@ -337,11 +306,6 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "the prompt is a conversation, and the reward model's tokenizer has no chat template: set its "
-            "chat_template in reward_processing_classes"
-        )
     messages: list[Any] = list(answer.prompt)
     if answer.messages is not None:
         whole, opens = [*messages, *answer.messages], False
@@ -355,15 +319,12 @@ def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         goes_on = not answer.ended and bool(response.strip())
         opens = not answer.ended and not goes_on
         whole = messages if opens else [*messages, {"role": "assistant", "content": response}]
-    try:
-        encoded = tokenizer.apply_chat_template(
-            as_the_template_reads(whole, tokenizer),
-            continue_final_message=goes_on,
-            add_generation_prompt=opens,
-            return_dict=True,
-        )
-    except Exception as error:
-        raise ValueError(f"the reward model's chat template rejects it: {error}") from error
+    encoded = tokenizer.apply_chat_template(
+        as_the_template_reads(whole, tokenizer),
+        continue_final_message=goes_on,
+        add_generation_prompt=opens,
+        return_dict=True,
+    )
     return _ids(encoded)
 
 

@@ -17,8 +17,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.models.frozen import FrozenScorer
-from rlhf_ppo.rewards import RewardModel, ScoringBatch
+from rlhf_ppo.rewards import ScoringBatch
 from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.runs import QUICK
@@ -146,21 +145,6 @@ def test_of_an_episode_each_message_goes_through_the_other_template() -> None:
     behind = [f"{begun}[assistant]w[end]", begun, f"{begun}[assistant]go", f"{begun}[assistant][end]"]
     expected = [own_ids(f"[user]{prompt}[end]{text}")[1:] for prompt, text in zip(PROMPTS, behind, strict=True)]
     assert encoded({"prompt": CONVERSATIONS, EPISODE_COLUMN: records}) == expected
-
-
-def test_a_conversation_without_a_template_is_an_error_that_names_its_row() -> None:
-    columns: dict[str, list[Any]] = {"prompt": [PROMPTS[0], *CONVERSATIONS[1:]]}
-    with pytest.raises(
-        ValueError, match="row 1: the prompt is a conversation, and the reward model's tokenizer has no"
-    ):
-        scored_alone(columns, character_tokenizer(chat_template=None))
-    columns = {"prompt": CONVERSATIONS}
-    with pytest.raises(ValueError, match="row 0: the reward model's chat template rejects it: no"):
-        scored_alone(columns, character_tokenizer(chat_template="{{ raise_exception('no') }}"))
-
-
-def scored_alone(columns: dict[str, list[Any]], tokenizer: Any) -> torch.Tensor:
-    return RewardModel(FrozenScorer(character_model()), 2, tokenizers=(make_tokenizer(), tokenizer))(batch(columns))
 
 
 def test_tokenizers_are_the_same_where_the_policys_tokens_have_the_same_ids() -> None:

@@ -42,11 +42,3 @@ def test_data_sets_are_loaded_from_paths(kind: str, tmp_path: Path, make_trainer
     trainer = make_trainer(train_dataset=path, eval_dataset=str(path), max_steps=1, total_episodes=None)
     trainer.train()
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (16, 4 if kind == "splits" else 16)  # pyright: ignore
-
-
-def test_paths_that_are_not_there_are_named(tmp_path: Path, make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match=r"^train_dataset='.*/nowhere.jsonl': there is no such file"):
-        make_trainer(train_dataset=str(tmp_path / "nowhere.jsonl"))
-    DatasetDict({name: Dataset.from_list(ROWS) for name in ("a", "b")}).save_to_disk(tmp_path / "ab")
-    with pytest.raises(ValueError, match=r"^eval_dataset\['x'\]='.*ab' has the splits \['a', 'b'\]; load the wanted"):
-        make_trainer(eval_dataset={"x": str(tmp_path / "ab")})
