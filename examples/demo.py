@@ -5,7 +5,9 @@
 Exits with 1 if the held-out judge does not clearly prefer the stories told after PPO.
 """
 
+import sys
+
 from rlhf_ppo.cli.main import demo
 
 if __name__ == "__main__":
-    demo(program="demo.py")
+    demo(sys.argv[1:])

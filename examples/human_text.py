@@ -14,13 +14,12 @@ Each line of the file has one pair, such as `{"prompt": "I wore my mask when I v
 - `held_out.jsonl`: prompts that no model has seen, for the judge's comparison.
 """
 
+import argparse
 import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from rlhf_ppo.cli.errors import CommandParser, user_errors
 
 VOCABULARY = 2048
 Row = dict[str, str]
@@ -33,17 +32,9 @@ def prepare(pairs: Path, folder: Path, num_held_out: int) -> None:
         pairs: Rows with `prompt`, `chosen` and `rejected`.
         folder: Directory of the parts.
         num_held_out: Prompts that no model sees.
-
-    Raises:
-        OSError: The file does not exist.
-        ValueError: A row is not a pair, there are too few, or `num_held_out` is not positive.
     """
-    if num_held_out < 1:
-        raise ValueError(f"num_held_out={num_held_out} must be at least 1")
     rows = read_pairs(pairs)
     prompts = sorted({row["prompt"] for row in rows if row["prompt"].strip()})
-    if len(prompts) < 4 * num_held_out:
-        raise ValueError(f"{pairs} has {len(prompts)} prompts; {num_held_out} held out ones take four times as many")
     random.Random(0).shuffle(prompts)
     held_out, first = set(prompts[:num_held_out]), set(prompts[num_held_out::2])
     seen = [row for row in rows if row["prompt"] not in held_out]
@@ -59,24 +50,13 @@ def prepare(pairs: Path, folder: Path, num_held_out: int) -> None:
 
 
 def read_pairs(path: Path) -> list[Row]:
-    """Return the pairs whose sides differ.
-
-    Args:
-        path: JSON lines.
-
-    Raises:
-        ValueError: A line is not a pair.
-    """
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
-        try:
-            row = json.loads(line)
-            pair = {name: str(row[name]) for name in ("prompt", "chosen", "rejected")}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} of {path} has no prompt, chosen and rejected: {error!r}") from None
-        if pair["chosen"] != pair["rejected"]:
-            rows.append(pair)
-    return rows
+    """Return the pairs whose sides differ, from JSON lines."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+    return [
+        {name: row[name] for name in ("prompt", "chosen", "rejected")}
+        for row in rows
+        if row["chosen"] != row["rejected"]
+    ]
 
 
 def make_base(texts: Sequence[str], folder: Path) -> None:
@@ -117,11 +97,10 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 if __name__ == "__main__":
-    parser = CommandParser(description="Prepare examples/human_text.yaml.")
+    parser = argparse.ArgumentParser(description="Prepare examples/human_text.yaml.")
     parser.add_argument("pairs", type=Path, help="JSON lines with prompt, chosen and rejected")
     parser.add_argument("folder", type=Path, help="where the parts are written")
     parser.add_argument("--num_held_out", type=int, default=512, help="prompts that no model sees")
     options = parser.parse_args()
-    with user_errors(parser.prog):
-        prepare(options.pairs, options.folder, options.num_held_out)
+    prepare(options.pairs, options.folder, options.num_held_out)
     print(f"The parts are in {options.folder}; next: rlhf-ppo pipeline examples/human_text.yaml")

@@ -13,8 +13,8 @@ in RLHF_PPO_JUDGE_TOKEN. `rlhf-ppo judge` has all options.
 
 from dataclasses import dataclass, field
 
-from rlhf_ppo.cli.arguments import PPOArgumentParser
-from rlhf_ppo.cli.errors import user_errors
+from transformers import HfArgumentParser
+
 from rlhf_ppo.cli.judge import JudgeArguments, judge_responses
 
 
@@ -34,19 +34,18 @@ class ScriptArguments:
 
 
 if __name__ == "__main__":
-    with user_errors("judge_tldr.py"):
-        (args,) = PPOArgumentParser(ScriptArguments).parse_args_and_config()  # pyright: ignore[reportArgumentType]
-        judge_responses(
-            JudgeArguments(
-                dataset_name=args.dataset_name,
-                split=args.dataset_split,
-                model=args.model_name_or_path,
-                opponent_column="completion",
-                judge_model=args.judge_model,
-                judge_url=args.judge_url,
-                num_prompts=args.num_examples,
-                max_new_tokens=200,
-                temperature=0.0,
-                output_dir=args.output_dir,
-            )
+    (args,) = HfArgumentParser(ScriptArguments).parse_args_into_dataclasses()
+    judge_responses(
+        JudgeArguments(
+            dataset_name=args.dataset_name,
+            split=args.dataset_split,
+            model=args.model_name_or_path,
+            opponent_column="completion",
+            judge_model=args.judge_model,
+            judge_url=args.judge_url,
+            num_prompts=args.num_examples,
+            max_new_tokens=200,
+            temperature=0.0,
+            output_dir=args.output_dir,
         )
+    )

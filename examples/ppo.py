@@ -30,15 +30,67 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml \
     --local_rollout_forward_batch_size 1 \
     --missing_eos_penalty 1.0
 
-Every path may be a local directory; `--dataset_name` also takes a .jsonl, .json, .csv or .parquet file with a `prompt`
-column. `--use_peft` trains LoRA adapters, with `--load_in_4bit` over a quantized model. `--config run.yaml` reads
-options from a file, `--resume_from_checkpoint True` goes on from the newest checkpoint in `--output_dir`.
+Paths may be local directories. The data have a column `prompt`, as text or conversation; the last 100 rows are held
+out unless there is a test split. `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a file.
 """
 
-from accelerate import PartialState
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from rlhf_ppo.cli.commands import train
+from rlhf_ppo import PPOConfig, PPOTrainer
 
 if __name__ == "__main__":
-    trainer = train()
-    PartialState().destroy_process_group()
+    parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
+    script_args, args, model_args = parser.parse_args_and_config()
+    if args.stop_token is None and args.stop_token_id is None:
+        args.stop_token = "eos"
+
+    # Tokenizer and models
+    path = model_args.model_name_or_path or args.sft_model_path
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    loading = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        loading["quantization_config"] = get_quantization_config(model_args)
+    peft_config = get_peft_config(model_args)
+    policy = AutoModelForCausalLM.from_pretrained(args.sft_model_path, **loading)
+    ref_policy = None  # with adapters, the policy without them
+    if peft_config is None:
+        ref_policy = AutoModelForCausalLM.from_pretrained(args.sft_model_path, **loading)
+    reward_model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, num_labels=1, **loading)
+    value_model = AutoModelForSequenceClassification.from_pretrained(
+        args.reward_model_path, num_labels=1, dtype="float32"
+    )
+
+    # Data
+    splits = load_dataset(script_args.dataset_name, script_args.dataset_config)
+    dataset = splits[script_args.dataset_train_split]
+    if script_args.dataset_test_split in splits:
+        train_dataset, eval_dataset = dataset, splits[script_args.dataset_test_split]
+    else:
+        parts = dataset.train_test_split(test_size=min(100, len(dataset) // 10), shuffle=False)
+        train_dataset, eval_dataset = parts["train"], parts["test"]
+
+    # Training
+    trainer = PPOTrainer(
+        args,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=ref_policy,
+        reward_model=reward_model,
+        value_model=value_model,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=peft_config,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.generate_completions()

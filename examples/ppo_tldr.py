@@ -35,39 +35,66 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     --eval_strategy steps \
     --eval_steps 100
 
-The data, by default `trl-lib/tldr`, has posts as `prompt`. Posts above 512 tokens are dropped; `--max_prompt_length`
-sets another limit. Paths, files and all other options are as in `ppo.py`; without `--eval_strategy` no evaluation set
-is loaded.
+The data, by default `trl-lib/tldr`, have posts as `prompt`. Posts above 512 tokens are dropped; `--max_prompt_length`
+sets another limit. Without `--eval_strategy` no evaluation set is used.
 """
 
-from accelerate import PartialState
-from trl.trainer.model_config import ModelConfig
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from rlhf_ppo import PPOConfig
-from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments, quantization_options
-from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.training import running, scored_ppo_trainer, train_and_save
-from rlhf_ppo.data.sources import choose_split, load_splits
-from rlhf_ppo.training.checks import check_output_dir
+from rlhf_ppo import PPOConfig, PPOTrainer
 
 if __name__ == "__main__":
-    parser = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))  # pyright: ignore[reportArgumentType]
-    with user_errors(parser.prog):
-        script_args, training_args, model_args = parser.parse_args_and_config()
-        quantization_options(model_args)  # an error comes before anything is loaded
-        check_output_dir(training_args.output_dir)
-        if training_args.stop_token is None and training_args.stop_token_id is None:
-            training_args.stop_token = "eos"
-        if training_args.max_prompt_length is None:
-            training_args.max_prompt_length = 512
+    parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
+    script_args, args, model_args = parser.parse_args_and_config()
+    if args.stop_token is None and args.stop_token_id is None:
+        args.stop_token = "eos"
+    if args.max_prompt_length is None:
+        args.max_prompt_length = 512
 
-        name = script_args.dataset_name or "trl-lib/tldr"
-        dataset = load_splits(name, script_args.dataset_config, script_args.dataset_streaming)
-        train_dataset = choose_split(dataset, script_args.dataset_train_split, "dataset_train_split")
-        eval_dataset = None
-        if training_args.eval_strategy != "no":
-            eval_dataset = choose_split(dataset, script_args.dataset_test_split, "dataset_test_split")
-        trainer = scored_ppo_trainer(script_args, training_args, model_args, train_dataset, eval_dataset)
-    with running(parser.prog, trainer):
-        train_and_save(trainer, name, show_samples=True)
-    PartialState().destroy_process_group()
+    # Tokenizer and models
+    path = model_args.model_name_or_path or args.sft_model_path
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    loading = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        loading["quantization_config"] = get_quantization_config(model_args)
+    peft_config = get_peft_config(model_args)
+    policy = AutoModelForCausalLM.from_pretrained(args.sft_model_path, **loading)
+    ref_policy = None  # with adapters, the policy without them
+    if peft_config is None:
+        ref_policy = AutoModelForCausalLM.from_pretrained(args.sft_model_path, **loading)
+    reward_model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, num_labels=1, **loading)
+    value_model = AutoModelForSequenceClassification.from_pretrained(
+        args.reward_model_path, num_labels=1, dtype="float32"
+    )
+
+    # Data
+    dataset_name = script_args.dataset_name or "trl-lib/tldr"
+    splits = load_dataset(dataset_name, script_args.dataset_config)
+    train_dataset = splits[script_args.dataset_train_split]
+    eval_dataset = None if args.eval_strategy == "no" else splits[script_args.dataset_test_split]
+
+    # Training
+    trainer = PPOTrainer(
+        args,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=ref_policy,
+        reward_model=reward_model,
+        value_model=value_model,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=peft_config,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset_name)
+    trainer.generate_completions()

@@ -32,14 +32,31 @@ python examples/reward_modeling.py \
     --lora_r 32 \
     --lora_alpha 16
 
-Rows have `chosen` and `rejected`, texts or conversations, and `prompt` unless these begin with it. Paths and files are
-as in `ppo.py`, whose `--reward_model_path` the directory is. `rlhf-ppo reward` does the same.
+Rows have `chosen` and `rejected`, texts or conversations, and `prompt` unless these begin with it. The directory is
+the `--reward_model_path` of `ppo.py`.
 """
 
-from accelerate import PartialState
-
-from rlhf_ppo.cli.commands import reward
+from datasets import load_dataset
+from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, TrlParser, get_peft_config
 
 if __name__ == "__main__":
-    trainer = reward()
-    PartialState().destroy_process_group()
+    parser = TrlParser((ScriptArguments, RewardConfig, ModelConfig))
+    script_args, args, model_args = parser.parse_args_and_config()
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+
+    splits = load_dataset(script_args.dataset_name, script_args.dataset_config)
+    trainer = RewardTrainer(
+        model=model_args.model_name_or_path,
+        args=args,
+        train_dataset=splits[script_args.dataset_train_split],
+        eval_dataset=None if args.eval_strategy == "no" else splits[script_args.dataset_test_split],
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -33,14 +33,40 @@ python examples/sft.py \
     --output_dir Qwen2-0.5B-SFT \
     --push_to_hub
 
-Rows have `text`, `messages`, or `prompt` and `completion`. Paths and files are as in `ppo.py`, whose
-`--sft_model_path` the directory is. `rlhf-ppo sft` does the same.
+Rows have `text`, `messages`, or `prompt` and `completion`. The directory is the `--sft_model_path` of `ppo.py`.
 """
 
-from accelerate import PartialState
-
-from rlhf_ppo.cli.commands import sft
+from datasets import load_dataset
+from trl import (
+    ModelConfig,
+    ScriptArguments,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 
 if __name__ == "__main__":
-    trainer = sft()
-    PartialState().destroy_process_group()
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
+    script_args, args, model_args = parser.parse_args_and_config()
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+    }
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        args.model_init_kwargs["quantization_config"] = get_quantization_config(model_args)
+
+    splits = load_dataset(script_args.dataset_name, script_args.dataset_config)
+    trainer = SFTTrainer(
+        model=model_args.model_name_or_path,
+        args=args,
+        train_dataset=splits[script_args.dataset_train_split],
+        eval_dataset=None if args.eval_strategy == "no" else splits[script_args.dataset_test_split],
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(args.output_dir)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

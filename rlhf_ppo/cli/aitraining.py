@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
-from rich.console import Console
-from rich.table import Table
 from transformers import Trainer, TrainingArguments
 
-from rlhf_ppo.checkpoints.run import check_start, finished_checkpoints, parse_resume
-from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
+from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.options import LLMCommand
 from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
@@ -26,20 +22,16 @@ from rlhf_ppo.cli.training import (
     sft_trainer,
     train_and_save,
 )
-from rlhf_ppo.compat import params as mapping
 from rlhf_ppo.compat.environments import REWARD_MODEL, json_object, make_environment
-from rlhf_ppo.compat.params import LLMTrainingParams
+from rlhf_ppo.compat.params import LLMTrainingParams, arguments_of, model_arguments
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.config.validation import option
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.rewards.builtin import Custom
-from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.terminal import cell, redacted, visible_logger
-from rlhf_ppo.training.checks import check_output_dir
+from rlhf_ppo.terminal import visible_logger
 
 __all__ = ["AutoTrainProject", "LLMTrainingParams"]
-
 
 logger = visible_logger(__name__)
 
@@ -57,10 +49,10 @@ def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:
         ValueError: There is no such data, split or column.
     """
     splits = load_splits(params.data_path, argument="data_path")
-    names = {"train_split": params.train_split, "valid_split": params.valid_split}
-    chosen = [None if name is None else choose_split(splits, name, option) for option, name in names.items()]
-    train_dataset, eval_dataset = (None if rows is None else _prepared(rows, params) for rows in chosen)
-    return train_dataset, eval_dataset
+    train_dataset = _prepared(choose_split(splits, params.train_split, "train_split"), params)
+    if params.valid_split is None:
+        return train_dataset, None
+    return train_dataset, _prepared(choose_split(splits, params.valid_split, "valid_split"), params)
 
 
 def fill_update(rows: Any, num_episodes: int) -> Any:
@@ -163,27 +155,9 @@ def _prepared(dataset: Any, params: LLMTrainingParams) -> Any:
 _JUDGES = {"judge", "preference_model", "human_feedback_fn"}
 """Keys of a preference environment's judge; without one the reward model is the judge."""
 
-_SHOWN = (*mapping.MODEL.values(), "lora_target_modules", "load_in_4bit", "load_in_8bit", "attn_implementation")
-"""Arguments of TRL's `ModelConfig` that the parameters set."""
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """Sources of PPO's rewards.
-
-    Attributes:
-        model: Path of the reward model, or None.
-        functions: The reward functions.
-        settings: Arguments of `PPOConfig` that they set.
-    """
-
-    model: str | None
-    functions: list[Callable[..., Any]]
-    settings: dict[str, Any]
-
 
 class AutoTrainProject:
-    """A training run on this machine; the constructor checks its configuration and prints it.
+    """A training run on this machine; the constructor checks its configuration.
 
     Args:
         params: The parameters.
@@ -194,13 +168,12 @@ class AutoTrainProject:
 
     Attributes:
         params: The parameters.
-        arguments: Trainer arguments that the parameters set.
         args: All arguments of the trainer.
         model_args: Loading of the models, and the adapter.
-        rewards: Sources of PPO's rewards; None for other trainers.
+        reward_model: Path of PPO's reward model, or None.
+        reward_funcs: PPO's reward functions.
 
     Raises:
-        TypeError: `params` are no `LLMTrainingParams`, or an argument has the wrong type.
         ValueError: There is no such backend, reward or environment, or an argument is out of its range.
     """
 
@@ -211,20 +184,16 @@ class AutoTrainProject:
         process: bool = False,
         resume_from_checkpoint: str | bool | None = None,
     ) -> None:
-        if not isinstance(params, LLMTrainingParams):
-            raise TypeError(f"params must be LLMTrainingParams, got {type(params).__name__}")
         if backend != "local":
             raise ValueError(f"backend={backend!r} is not available here: train on this machine with backend='local'")
-        self.params, self.rewards = params, reward_sources(params) if params.trainer == "ppo" else None
+        self.params, self.reward_model, self.reward_funcs = params, None, []
+        arguments = arguments_of(params) | {"resume_from_checkpoint": resume_from_checkpoint}
+        if params.trainer == "ppo":
+            self.reward_model, self.reward_funcs, settings = reward_sources(params)
+            arguments |= settings
         config: Any = {"ppo": PPOConfig, "reward": RewardArguments, "sft": SFTArguments}[params.trainer]
-        self.arguments = mapping.arguments_of(params) | (self.rewards.settings if self.rewards else {})
-        if resume_from_checkpoint is not None:
-            self.arguments["resume_from_checkpoint"] = resume_from_checkpoint
-        with mapping.explaining():
-            self.args: Any = config(**self.arguments)
-        self.model_args = mapping.model_arguments(params)
-        if PartialState().is_main_process:
-            self._print()
+        self.args: Any = config(**arguments)
+        self.model_args = model_arguments(params)
 
     def create(self) -> Trainer:
         """Train, and save the result in `./<project_name>`.
@@ -246,27 +215,24 @@ class AutoTrainProject:
         params, args = self.params, self.args
         if params.token is not None:
             os.environ.setdefault("HF_TOKEN", params.token)  # for models and data that need it
-        with mapping.explaining():
-            check_output_dir(args.output_dir)
-            self._check_start()
-            train_dataset, eval_dataset = load_rows(params)
-            if self.rewards is None:
-                make = reward_trainer if params.trainer == "reward" else sft_trainer
-                return make(args, self.model_args, train_dataset, eval_dataset)
-            episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            num_episodes = episodes * PartialState().num_processes
-            train_dataset = fill_update(train_dataset, num_episodes)
-            remove_short_warmup(args, len(train_dataset), num_episodes)
-            return ppo_trainer(
-                PPOScriptArguments(),
-                args,
-                self.model_args,
-                train_dataset,
-                eval_dataset,
-                reward_model=self.rewards.model,
-                ref_model=params.model_ref,
-                reward_funcs=self.rewards.functions or None,
-            )
+        train_dataset, eval_dataset = load_rows(params)
+        if params.trainer != "ppo":
+            make = reward_trainer if params.trainer == "reward" else sft_trainer
+            return make(args, self.model_args, train_dataset, eval_dataset)
+        episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        num_episodes = episodes * PartialState().num_processes
+        train_dataset = fill_update(train_dataset, num_episodes)
+        remove_short_warmup(args, len(train_dataset), num_episodes)
+        return ppo_trainer(
+            PPOScriptArguments(),
+            args,
+            self.model_args,
+            train_dataset,
+            eval_dataset,
+            reward_model=self.reward_model,
+            ref_model=params.model_ref,
+            reward_funcs=self.reward_funcs or None,
+        )
 
     def train(self, trainer: Trainer) -> Trainer:
         """Train, save the result, and return the trainer that `build` made."""
@@ -276,65 +242,29 @@ class AutoTrainProject:
         train_and_save(trainer, self.params.data_path, merge=self.params.merge_adapter)
         return trainer
 
-    def _check_start(self) -> None:
-        """Check that a checkpoint to resume exists, or that the directory holds no other run."""
-        directory = output_directory(self.args)
-        resumed = parse_resume(self.args.resume_from_checkpoint)
-        if resumed is not False:
-            check_start(directory, resumed, overwrite=False)
-        elif self.params.trainer == "ppo" and (found := finished_checkpoints(directory)):
-            raise ValueError(
-                f"project_name={self.params.project_name!r} holds the checkpoints of another run ({found}): continue "
-                "it with --resume-from-checkpoint True, or choose another project_name"
-            )
 
-    def _print(self) -> None:
-        """Print the values that the parameters set, by the names of the trainer's arguments."""
-        table = Table("argument", "value", title=cell(f"{type(self.args).__name__} of {self.args.output_dir}"))
-        values = {name: getattr(self.args, name) for name in self.arguments}
-        values |= {name: getattr(self.model_args, name) for name in _SHOWN}
-        values |= {
-            name: getattr(self.params, name) for name in ("data_path", "train_split", "valid_split", "max_samples")
-        }
-        if self.rewards is not None:
-            functions = [function_name(function) for function in self.rewards.functions]
-            values |= {
-                "ref_model": self.params.model_ref,
-                "reward_model": self.rewards.model,
-                "reward_funcs": functions,
-            }
-        for name, value in values.items():
-            table.add_row(name, cell(redacted(getattr(value, "value", value), name)))  # enums by their value
-        Console().print(table)
+def reward_sources(params: LLMTrainingParams) -> tuple[str | None, list[Callable[..., Any]], dict[str, Any]]:
+    """Return the path of PPO's reward model, its reward functions, and the `PPOConfig` settings of the environment.
 
-
-def reward_sources(params: LLMTrainingParams) -> Rewards:
-    """Resolve PPO's reward sources and the `PPOConfig` settings of their environment.
+    The weight of the reward model is 1 unless the weights name it.
 
     Raises:
         ValueError: There is no such reward, or the environment does not know a setting.
     """
-    model = params.rl_reward_model_path
+    model, weights = params.rl_reward_model_path, params.rl_reward_weights
     function = None if params.rl_reward_fn is None else _resolved(params.rl_reward_fn)
-    if params.environment is None:
-        functions = [function] if function else [] if model else [resolve_reward("default")]
-        return Rewards(model, functions, {"reward_weights": _with_model(model, params.rl_reward_weights)})
-    config = json_object("rl_env_config", params.rl_env_config)
-    if params.environment == "preference_comparison" and model is not None and not _JUDGES & config.keys():
-        config, model = {**config, "preference_model": model}, None
-    environment = make_environment(
-        params.environment, config, reward_weights=params.rl_reward_weights, reward_fn=function
-    )
-    weights = _with_model(model, environment.reward_weights)
-    return Rewards(model, environment.reward_funcs, {**environment.settings, "reward_weights": weights})
-
-
-def _with_model(model: str | None, given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
-    """Return the weights by name; the weight of the reward model is 1 unless they name it."""
-    if given is None:
-        return None
-    weights = json_object("rl_reward_weights", given)
-    return weights if model is None else {REWARD_MODEL: 1.0, **weights}
+    settings: dict[str, Any] = {}
+    functions = [function] if function else [] if model else [resolve_reward("default")]
+    if params.environment is not None:
+        config = json_object("rl_env_config", params.rl_env_config)
+        if params.environment == "preference_comparison" and model is not None and not _JUDGES & config.keys():
+            config, model = {**config, "preference_model": model}, None
+        environment = make_environment(params.environment, config, reward_weights=weights, reward_fn=function)
+        functions, settings, weights = environment.reward_funcs, environment.settings, environment.reward_weights
+    if weights is not None:
+        own = {} if model is None else {REWARD_MODEL: 1.0}
+        settings = {**settings, "reward_weights": own | json_object("rl_reward_weights", weights)}
+    return model, functions, settings
 
 
 def _resolved(spec: str) -> Callable[..., Any]:
@@ -351,7 +281,18 @@ def _resolved(spec: str) -> Callable[..., Any]:
 # ---- rlhf-ppo llm ----
 
 
-def llm(argv: Sequence[str] | None = None) -> Trainer | None:
+@dataclass
+class LLMCommand:
+    """Options of `rlhf-ppo llm` besides the parameters."""
+
+    train: bool = option(True, "Train.")
+    resume_from_checkpoint: str | None = option(
+        None, "Continue the run in project_name: True for its newest checkpoint, or the path of a checkpoint."
+    )
+    backend: str = option("local", "Where to train; only local is supported.")
+
+
+def llm(argv: Sequence[str] | None = None) -> Trainer:
     """Train as `aitraining llm --train --trainer ppo|reward|sft` does, with the same options.
 
     Args:
@@ -359,18 +300,16 @@ def llm(argv: Sequence[str] | None = None) -> Trainer | None:
             own.
 
     Returns:
-        The trainer, after training and saving; None with `--dry-run`.
+        The trainer, after training and saving.
 
     Raises:
-        SystemExit: An option is unknown, wrong or not available; the message names an alternative.
+        SystemExit: An option is unknown or wrong; the message names it.
     """
-    parser: Any = PPOArgumentParser((LLMCommand, LLMTrainingParams), prog="rlhf-ppo llm")  # pyright: ignore[reportArgumentType]
-    with user_errors(parser.prog):
-        command, params = parser.parse_args_into_dataclasses(argv)
+    program = "rlhf-ppo llm"
+    command, params = parse((LLMCommand, LLMTrainingParams), program, argv)
+    with user_errors(program):
         resumed = command.resume_from_checkpoint
-        project = AutoTrainProject(params, backend=command.backend, process=True, resume_from_checkpoint=resumed)
-        if command.dry_run:
-            return None
+        project = AutoTrainProject(params, backend=command.backend, resume_from_checkpoint=resumed)
         trainer = project.build()
-    with running(parser.prog, trainer):
+    with running(program, trainer):
         return project.train(trainer)

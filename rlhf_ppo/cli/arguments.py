@@ -1,33 +1,26 @@
-"""Arguments of the command lines: the parser of `PPOConfig`, models, data sets, quantization and trackers."""
+"""Arguments of the command lines: the parser, the options besides `PPOConfig`'s, data sets and trackers."""
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-import torch
-import yaml
-from accelerate import PartialState
 from transformers import TrainingArguments
 from trl.scripts.utils import ScriptArguments, TrlParser
-from trl.trainer.model_config import ModelConfig
-from trl.trainer.utils import get_quantization_config
 
-from rlhf_ppo.cli.errors import CommandParser, left_over
+from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.config.inherited import check_keys, is_logged_in_to_wandb
 from rlhf_ppo.config.presets import PRESETS
-from rlhf_ppo.config.validation import CONFIG_HINTS, UniqueKeys, check_json_file, option, reject_removed
-from rlhf_ppo.terminal import redact_in_place, visible_logger
+from rlhf_ppo.config.validation import CONFIG_HINTS, hint_for, option, reject_removed
+from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
+from rlhf_ppo.terminal import visible_logger
 
 
 class PPOArgumentParser(CommandParser, TrlParser):
-    """A `TrlParser` whose errors name the replacement of removed, foreign and misspelled options.
+    """A `TrlParser` that takes the name of a preset after `--config`, and whose errors name the closest option.
 
     ```python
     script_args, training_args, model_args = PPOArgumentParser(
@@ -36,106 +29,55 @@ class PPOArgumentParser(CommandParser, TrlParser):
     ```
 
     Raises:
-        TypeError: The command line or the YAML file holds an option that `TrainingArguments` no longer has.
+        TypeError: The command line holds an option that `TrainingArguments` no longer has.
         ValueError: The YAML file cannot be read, or an option is unknown.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"usage": "%(prog)s [options]", **kwargs})
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
+        """Parse the command line, over the values of the YAML file after `--config`."""
+        words = [*(sys.argv[1:] if args is None else args)]
+        if "--config" in words[:-1]:
+            place = words.index("--config") + 1
+            shipped = PRESETS / f"{words[place]}.yaml"
+            words[place] = str(shipped) if shipped.is_file() else words[place]
+        return super().parse_args_and_config(words)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse; an error explains unknown options."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        redact_in_place(sys.argv)  # trackers write it into files
-        options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        reject_removed(option.lstrip("-").replace("-", "_") for option in options)
-        if options:
-            raise ValueError(self._unknown(options))
+        known = [action.dest for action in self._actions]
+        advice: list[str] = []
+        for word in (word.partition("=")[0] for word in unknown if word.startswith("--")):
+            name = word.lstrip("-").replace("-", "_")
+            reject_removed([name])
+            hint = hint_for(name, known, CONFIG_HINTS, {})
+            advice.append(f"{word} ({hint})" if hint else word)
         if unknown:
-            words = sys.argv[1:] if args is None else args
-            raise ValueError(f"there {'is' if len(unknown) == 1 else 'are'} {left_over(unknown, words)}")
-        for name in ("deepspeed", "fsdp_config", "accelerator_config"):
-            path = getattr(parsed, name, None)
-            if isinstance(path, str) and not path.lstrip().startswith("{"):
-                check_json_file(path, name)
+            raise ValueError(f"there is no option {', '.join(advice)}" if advice else "words without an option")
         return parsed, unknown
 
-    def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
-        """Parse the command line, over the values of the YAML file after `--config`."""
-        given = [*(sys.argv[1:] if args is None else args)]
-        words = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-        if words.count("--config") > 1:
-            self.error("argument --config: given twice; use one file for all options")
-        if "--config" in words:
-            position = words.index("--config")
-            if position + 1 == len(words):
-                self.error("argument --config: expected one argument")
-            if (shipped := PRESETS / f"{words[position + 1]}.yaml").is_file():
-                words[position + 1] = str(shipped)
-            check_yaml(words[position + 1])
-        parsed = super().parse_args_and_config(words)
-        for each in parsed:
-            modules = getattr(each, "lora_target_modules", None)
-            if isinstance(modules, str) and re.fullmatch(r"[\w.]+", modules):
-                each.lora_target_modules = [modules]  # a list's only name, which PEFT would read as a pattern
-        return parsed
 
-    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Take defaults from the YAML file; an error explains unknown options."""
-        names = [name.replace("-", "_") for name in kwargs]  # as on the command line
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"the key {', '.join(twice)} is repeated in --config")
-        kwargs = dict(zip(names, kwargs.values(), strict=True))
-        reject_removed(kwargs)
-        for action in self._actions:
-            if action.choices is not None and kwargs.get(action.dest) not in (None, *action.choices):
-                if kwargs[action.dest] is False and "no" in action.choices:
-                    kwargs[action.dest] = "no"  # as YAML reads the word
-                    continue
-                given = kwargs[action.dest]
-                raise ValueError(f"{action.dest}={given!r} in --config must be one of {[*action.choices]}")
-        unknown = super().set_defaults_with_config(**kwargs)
-        if unknown:
-            raise ValueError(f"in --config {self._unknown([word for word in unknown if word.startswith('--')])}")
-        return unknown
-
-    def _unknown(self, options: Sequence[str]) -> str:
-        known = [name for action in self._actions for name in action.option_strings]
-        names = {option: option.lstrip("-").replace("-", "_") for option in options} if "--kl_coef" in known else {}
-        if hints := [f"{option} ({CONFIG_HINTS[name]})" for option, name in names.items() if name in CONFIG_HINTS]:
-            return f"there is no option {', '.join(hints)}"
-        near = [match for option in options for match in difflib.get_close_matches(option, known, n=1)]
-        hint = f"; did you mean {' and '.join(near)}?" if near else "; --help lists the options"
-        return f"there is no option {', '.join(options)}{hint}"
-
-
-def check_yaml(path: str) -> None:
-    """Check that a YAML file holds options, `name: value`, each name once.
+def parse(groups: Any, program: str, argv: Sequence[str] | None) -> Any:
+    """Parse a command line; a mistake ends the program with one sentence.
 
     Args:
-        path: The file after `--config`.
-
-    Raises:
-        ValueError: It cannot be read, is not a YAML mapping, or a key is repeated.
+        groups: The dataclasses whose fields are the options.
+        program: Start of error messages.
+        argv: The options; None takes the program's own.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            config = yaml.load(file, UniqueKeys)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--config {path!r} cannot be read as YAML: {reason}") from error
-    if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
-        raise ValueError(f"--config {path!r} must hold options as `name: value`, such as `learning_rate: 1e-6`")
+    parser: Any = PPOArgumentParser(groups, prog=program)
+    with user_errors(program):
+        return parser.parse_args_and_config(argv)
 
 
 def check_single_process(task: str) -> None:
-    """Check that the command was not started in several processes, each of which would do all of its work.
+    """Check that no launcher has started the command in several processes, each of which would do all of its work.
 
     Args:
-        task: What the command does, such as "a critic is fitted".
+        task: What the command does, such as "responses are judged".
 
     Raises:
-        ValueError: A launcher has started several.
+        ValueError: There are several.
     """
     # Launchers set both variables; accelerate's own count is 1 on CPUs.
     processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
@@ -150,7 +92,7 @@ def check_single_process(task: str) -> None:
 class DryRunScriptArguments(ScriptArguments):
     """TRL's `ScriptArguments`, and a dry run."""
 
-    dry_run: bool = option(False, "Check files, columns and options, list all problems, and exit.")
+    dry_run: bool = option(False, "Load data and models, check everything, and exit.")
 
 
 @dataclass
@@ -181,35 +123,24 @@ class PPOScriptArguments(DryRunScriptArguments):
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
 
 
-# ---- Quantization ----
-
-
-def quantization_options(model_args: ModelConfig) -> dict[str, Any]:
-    """Return the `from_pretrained` arguments of `--load_in_4bit` and `--load_in_8bit`.
+def train_and_eval_rows(script_args: ScriptArguments, command: str) -> tuple[Any, Any]:
+    """Load the rows to train on and to evaluate on; preference pairs get explicit prompts.
 
     Args:
-        model_args: TRL's options of a model.
-
-    Raises:
-        ValueError: There is no CUDA GPU, or bitsandbytes is not installed.
+        script_args: Gives the data and its splits.
+        command: "sft", "reward", or "train", which holds rows out for evaluation if there is no split for it.
     """
-    asked = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(model_args, name)]
-    if not asked:
-        return {}
-    if not torch.cuda.is_available():
-        raise ValueError(
-            f"{asked[0]}=True quantizes with bitsandbytes, which needs a CUDA GPU, and torch finds none: leave "
-            f"--{asked[0]} out (with --use_peft --dtype bfloat16 the frozen weights have 16 bits), or use a GPU"
-        )
-    if find_spec("bitsandbytes") is None:
-        raise ValueError(f"{asked[0]}=True needs bitsandbytes, which is not installed: pip install bitsandbytes")
-    return {"quantization_config": get_quantization_config(model_args), "device_map": {"": PartialState().device}}
-
-
-# ---- Data set columns ----
-
-NUMBERS = ("bool", "double", "float", "int", "uint")
-"""How the names of the types of numbers begin in `datasets`, such as int64."""
+    splits = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
+    train_dataset, eval_dataset = choose_split(splits, script_args.dataset_train_split, "dataset_train_split"), None
+    if script_args.dataset_test_split != "test" or "test" in splits:
+        eval_dataset = choose_split(splits, script_args.dataset_test_split, "dataset_test_split")
+    elif command == "train":
+        train_dataset, eval_dataset = hold_out(train_dataset, num_rows=100)
+    if command == "sft":
+        return train_dataset, eval_dataset
+    where_missing = command == "train"
+    held_out = None if eval_dataset is None else separate_prompts(eval_dataset, where_missing)
+    return separate_prompts(train_dataset, where_missing), held_out
 
 
 def check_columns(dataset: Any, alternatives: list[set[str]], name: str = "the data set") -> None:
@@ -221,15 +152,12 @@ def check_columns(dataset: Any, alternatives: list[set[str]], name: str = "the d
         name: Its name in errors.
 
     Raises:
-        ValueError: It has none of the sets, or a column holds numbers.
+        ValueError: It has none of the sets.
     """
     columns = dataset.column_names
     if columns is not None and not any(needed <= {*columns} for needed in alternatives):
         wanted = " or ".join(" and ".join(f"`{name}`" for name in sorted(needed)) for needed in alternatives)
         raise ValueError(f"{name} has the columns {columns}, but training needs {wanted}; rename them")
-    for column, kind in (dataset.features or {}).items():
-        if column in set().union(*alternatives) and getattr(kind, "dtype", "string").startswith(NUMBERS):
-            raise ValueError(f"the column `{column}` holds {kind.dtype}, but training needs texts or messages in it")
 
 
 # ---- Trackers ----

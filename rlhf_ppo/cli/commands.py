@@ -1,19 +1,13 @@
 """The commands train, reward and sft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import Trainer
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli.arguments import (
-    DryRunScriptArguments,
-    PPOScriptArguments,
-    quantization_options,
-)
-from rlhf_ppo.cli.checks import check_step_options, parse
-from rlhf_ppo.cli.errors import Problems, program_name, user_errors
-from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, parse, train_and_eval_rows
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
@@ -25,13 +19,16 @@ from rlhf_ppo.cli.training import (
     train_and_save,
 )
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited import INHERITED_RANGES, check_inherited
-from rlhf_ppo.config.validation import (
-    check_ranges,
-)
 from rlhf_ppo.terminal import print_text
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.checks import check_output_dir
+
+OPTIONS = {
+    "sft": (DryRunScriptArguments, SFTArguments, ModelConfig),
+    "reward": (DryRunScriptArguments, RewardArguments, ModelConfig),
+    "train": (PPOScriptArguments, PPOConfig, ModelConfig),
+}
+"""Option groups of each command."""
 
 
 def train(argv: Sequence[str] | None = None) -> PPOTrainer:
@@ -47,48 +44,52 @@ def train(argv: Sequence[str] | None = None) -> PPOTrainer:
     Raises:
         SystemExit: An option, the data or a model is wrong; the message names it.
     """
-    return _train("train", scored_ppo_trainer, argv)
+    return _train("train", argv)
 
 
 def reward(argv: Sequence[str] | None = None) -> Trainer:
-    """Train a reward model with TRL's `RewardTrainer`, with the options of its configuration.
-
-    Args:
-        argv: The options: those of TRL's `ScriptArguments`, `RewardConfig` and `ModelConfig`, or `--config`.
-
-    Returns:
-        The trainer, after training and saving.
-
-    Raises:
-        SystemExit: An option, the data or the model is wrong; the message names it.
-    """
-    return _train("reward", lambda _, *given: measured_reward_trainer(*given), argv)
+    """Train a reward model with TRL's `RewardTrainer`, with the options of its configuration; see `train`."""
+    return _train("reward", argv)
 
 
 def sft(argv: Sequence[str] | None = None) -> Trainer:
-    """Train a language model on texts with TRL's `SFTTrainer`, with the options of its configuration.
+    """Train a language model on texts with TRL's `SFTTrainer`, with the options of its configuration; see `train`."""
+    return _train("sft", argv)
+
+
+def parse_step(command: str, argv: Sequence[str] | None, program: str) -> tuple[Any, Any]:
+    """Parse the options of a command and load its data: all of its mistakes that need no model.
 
     Args:
-        argv: The options: those of TRL's `ScriptArguments`, `SFTConfig` and `ModelConfig`, or `--config`.
+        command: A key of `OPTIONS`.
+        argv: The options; None takes the program's own.
+        program: Start of error messages.
 
     Returns:
-        The trainer, after training and saving.
+        The groups of options, and the rows to train on and to evaluate on.
 
     Raises:
-        SystemExit: An option, the data or the model is wrong; the message names it.
+        SystemExit: An option or the data is wrong; the message names it.
     """
-    return _train("sft", lambda _, *given: sft_trainer(*given), argv)
-
-
-def _train(command: str, make_trainer: Callable[..., Any], argv: Sequence[str] | None) -> Any:
-    program, problems = program_name(command, argv), Problems()
-    script_args, args, model_args = parse_options(program, command, argv, problems)
+    script_args, args, model_args = options = parse(OPTIONS[command], program, argv)
+    if command == "reward":
+        model_args.lora_task_type = "SEQ_CLS"  # TRL's default is that of language models, which PEFT refuses here
     if command == "train" and args.stop_token is None and args.stop_token_id is None:
         args.stop_token = "eos"
-    rows = check_step_options(problems, command, (script_args, args, model_args))
-    problems.fail(program)
     with user_errors(program):
-        trainer = make_trainer(script_args, args, model_args, *rows)
+        check_output_dir(args.output_dir)
+        return options, train_and_eval_rows(script_args, command)
+
+
+def _train(command: str, argv: Sequence[str] | None) -> Any:
+    program = f"rlhf-ppo {command}"
+    (script_args, args, model_args), rows = parse_step(command, argv, program)
+    with user_errors(program):
+        if command == "train":
+            trainer = scored_ppo_trainer(script_args, args, model_args, *rows)
+        else:
+            make = sft_trainer if command == "sft" else measured_reward_trainer
+            trainer = make(args, model_args, *rows)
     if script_args.dry_run:
         print_text(f"Dry run: no problems found; the run would write into {args.output_dir}.")
         return trainer
@@ -97,40 +98,3 @@ def _train(command: str, make_trainer: Callable[..., Any], argv: Sequence[str] |
         if command == "reward":
             measure_accuracy(trainer)
     return trainer
-
-
-OPTIONS = {
-    "sft": (DryRunScriptArguments, SFTArguments),
-    "reward": (DryRunScriptArguments, RewardArguments),
-    "train": (PPOScriptArguments, PPOConfig),
-}
-"""Option groups of each command that takes TRL's `ModelConfig` too."""
-
-
-def parse_options(program: str, command: str, argv: Sequence[str] | None, problems: Problems) -> Any:
-    """Parse and check the options of a command; nothing is loaded.
-
-    Args:
-        program: Start of error messages.
-        command: A key of `OPTIONS`, or "judge".
-        argv: The options; None takes the program's own.
-        problems: Gets the problems.
-
-    Raises:
-        SystemExit: The options cannot be parsed.
-    """
-    if command == "judge":
-        return parse(JudgeArguments, program, argv, problems)[0]
-    script_args, args, model_args = parse((*OPTIONS[command], ModelConfig), program, argv, problems)
-    if command == "reward":
-        model_args.lora_task_type = "SEQ_CLS"  # TRL's default is that of language models, which PEFT refuses here
-    checks = (  # PPOConfig has checked its numbers, TRL's configurations have not
-        lambda: quantization_options(model_args),
-        lambda: check_output_dir(args.output_dir),
-        lambda: check_ranges(args, INHERITED_RANGES),
-        lambda: check_inherited(args),
-    )
-    for check in checks:
-        with problems.collecting():
-            check()
-    return script_args, args, model_args

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.utils import get_peft_config
 
-from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
-from rlhf_ppo.cli.errors import program_name, user_errors
+from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.training import has_reward_model
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.validation import AtLeastOne, Interval, option
@@ -58,10 +58,9 @@ def estimate(argv: Sequence[str] | None = None) -> dict[str, int]:
     Raises:
         SystemExit: An option is wrong, or there is no such model.
     """
-    program = program_name("estimate", argv)
+    program = "rlhf-ppo estimate"
+    script_args, args, model_args = parse((EstimateArguments, PPOConfig, ModelConfig), program, argv)
     with user_errors(program):
-        parser: Any = PPOArgumentParser((EstimateArguments, PPOConfig, ModelConfig), prog=program)  # pyright: ignore[reportArgumentType]
-        script_args, args, model_args = parser.parse_args_and_config(argv)
         found = estimate_memory(script_args, args, model_args)
     table = Table("memory per device", "GB", "for", title=f"PPO on {script_args.num_devices} device(s)")
     for purpose, num_bytes in found.items():

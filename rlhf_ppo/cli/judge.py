@@ -16,8 +16,8 @@ from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_ppo.checkpoints.files import write_json
-from rlhf_ppo.cli.arguments import check_single_process
-from rlhf_ppo.cli.errors import Problems, user_errors
+from rlhf_ppo.cli.arguments import check_single_process, parse
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
 from rlhf_ppo.data.prompts import is_conversation
@@ -58,24 +58,15 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
     Raises:
         SystemExit: An option, the data, a model or the judge is wrong; the message names it.
     """
-    from rlhf_ppo.cli.checks import check_step_options, parse
-
-    problems = Problems()
-    (args,) = parse(JudgeArguments, prog, argv, problems)
-    check_step_options(problems, "judge", args)
-    problems.fail(prog)
+    (args,) = parse(JudgeArguments, prog, argv)
     with user_errors(prog):
         check_single_process("responses are judged")
+        check_judge(args)
         if not args.dry_run:
             return judge_responses(args)
         make_judge(args)
     print_text(f"Dry run: no problems found; the verdicts would be in {args.output_dir}.")
     return None
-
-
-def evaluate(argv: Sequence[str] | None = None) -> WinRate | None:
-    """Judge under the command's other name, `rlhf-ppo eval`; see `judge`."""
-    return judge(argv, prog="rlhf-ppo eval")
 
 
 def judge_responses(args: JudgeArguments) -> WinRate:

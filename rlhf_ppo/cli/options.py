@@ -1,4 +1,4 @@
-"""Options of `rlhf-ppo judge` and `rlhf-ppo llm`; importing them needs neither torch nor transformers."""
+"""Options of `rlhf-ppo judge`; importing them needs neither torch nor transformers."""
 
 import os
 import re
@@ -110,38 +110,3 @@ class JudgeArguments:
             return False
         is_openais = OPENAI_NAMES.fullmatch(self.judge_model) and not os.path.isdir(self.judge_model)
         return self.judge_url is not None or bool(is_openais)
-
-
-UNSUPPORTED = {
-    "deploy": "serve the saved directory with `transformers serve` or vLLM",
-    "inference": "compare two models' responses with `rlhf-ppo judge`",
-    "interactive": "`rlhf-ppo llm --help` lists all options",
-}
-"""AITraining's commands that `rlhf-ppo llm` does not have: an alternative to each."""
-
-
-@dataclass
-class LLMCommand:
-    """Options of `rlhf-ppo llm` besides the parameters.
-
-    Raises:
-        ValueError: An option is unsupported.
-    """
-
-    train: bool = option(True, "Train.")
-    dry_run: bool = option(False, "Print the resolved configuration and exit.")
-    resume_from_checkpoint: str | None = option(
-        None, "Continue the run in project_name: True for its newest checkpoint, or the path of a checkpoint."
-    )
-    backend: str = option("local", "Where to train; only local is supported.")
-    deploy: bool = option(False, "Not available here.")
-    inference: bool = option(False, "Not available here.")
-    interactive: bool = option(False, "Not available here.")
-
-    def __post_init__(self) -> None:
-        """Reject unsupported options."""
-        for name, alternative in UNSUPPORTED.items():
-            if getattr(self, name):
-                raise ValueError(f"--{name} is not available here: {alternative}")
-        if not self.train:
-            raise ValueError("--train false leaves nothing to do; --dry-run shows the configuration without training")

@@ -25,7 +25,7 @@ import yaml
 from rlhf_ppo.checkpoints.complete import last_complete_checkpoint, newest_trl_checkpoint
 from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.checkpoints.run import locked
-from rlhf_ppo.cli.errors import Problems, user_errors
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.config.validation import PlainWords
 from rlhf_ppo.processes.signals import discard_closed_terminal
 from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
@@ -238,7 +238,7 @@ def check_and_run(file: str, dry_run: bool) -> None:
         pipeline = read_pipeline(file)
         record = read_record(pipeline.output_dir)
         remaining = [step for step in pipeline.steps if not is_finished(step, pipeline, record)]
-    check_steps(pipeline, remaining).fail(PROGRAM)
+    check_steps(remaining)
     if dry_run:
         for step in remaining:
             print_text(f"{step.name}: {_shown(step, step.argv())}")
@@ -249,28 +249,21 @@ def check_and_run(file: str, dry_run: bool) -> None:
         raise SystemExit(code)
 
 
-def check_steps(pipeline: Pipeline, steps: Iterable[Step]) -> Problems:
-    """Check options, data and models of steps as their commands do; each message begins with its section.
+def check_steps(steps: Iterable[Step]) -> None:
+    """Check options and data of steps as their commands do; of several seeds, one is checked.
 
-    A model that an earlier step will write is checked as the model that this step starts from. One seed is checked.
-
-    Args:
-        pipeline: The pipeline.
-        steps: Some of its steps.
+    Raises:
+        SystemExit: An option is wrong; the message begins with the section.
     """
-    from rlhf_ppo.cli.checks import check_step_options
-    from rlhf_ppo.cli.commands import parse_options
+    from rlhf_ppo.cli.arguments import parse
+    from rlhf_ppo.cli.commands import parse_step
+    from rlhf_ppo.cli.options import JudgeArguments
 
-    problems = Problems()
-    origins = {
-        str(step.output_dir): step.options.get("model_name_or_path", step.options.get("sft_model_path"))
-        for step in pipeline.steps
-    }
     for kind, step in {step.kind: step for step in steps if step.kind != "report"}.items():
-        with problems.section(kind):
-            options = parse_options(PROGRAM, COMMANDS[kind], step.argv(), problems)
-            check_step_options(problems, COMMANDS[kind], options, origins=origins)
-    return problems
+        if kind == "judge":
+            parse(JudgeArguments, f"{PROGRAM}: {kind}", step.argv())
+        else:
+            parse_step(COMMANDS[kind], step.argv(), f"{PROGRAM}: {kind}")
 
 
 def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:

@@ -1,53 +1,27 @@
-"""AITraining's `LLMTrainingParams`, all options of `aitraining llm`, and the trainers' arguments."""
+"""AITraining's `LLMTrainingParams`, the options of `aitraining llm`, and the trainers' arguments."""
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal, TypeVar, dataclass_transform, get_type_hints
+from typing import Any, Literal
 
-import yaml
+from transformers import TrainingArguments
+from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, check_type, ranges_of
+from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, ranges_of
 from rlhf_ppo.config.validation import option as _option
 from rlhf_ppo.terminal import redacted, visible_logger
-
-T = TypeVar("T")
 
 TRAINERS = ("ppo", "reward", "sft")
 """Supported values of `trainer`."""
 
-ENVIRONMENTS = ("text_generation", "multi_objective", "preference_comparison")
-"""Values of `rl_env_type`."""
 
-_NOT_HERE = "Not available here: "
-_ABSENT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("unavailable.yaml").read_text())
-"""Alternative: AITraining's options that are not available here, with their defaults."""
-UNAVAILABLE = {name: alternative for alternative, names in _ABSENT.items() for name in names}
-"""AITraining's unsupported options, and their alternatives."""
-
-
-@dataclass_transform(field_specifiers=(_option,))
-def _with_absent(made: type[T]) -> type[T]:
-    """Make a dataclass that also has the options of `_ABSENT`."""
-    for alternative, defaults in _ABSENT.items():
-        for name, default in defaults.items():
-            made.__annotations__[name] = str | None if default is None else type(default)
-            setattr(made, name, _option(default, _NOT_HERE + alternative))
-    return dataclass(made)
-
-
-@_with_absent
+@dataclass(repr=False)
 class LLMTrainingParams:
     """Parameters of a training run, with AITraining's names.
 
-    Options whose help begins with "Not available here" accept only their default, so that scripts that pass it work;
-    any other value is an error that names an alternative.
-
     Raises:
-        TypeError: A parameter has the wrong type.
-        ValueError: A parameter is not available here, does not belong to the trainer, or contradicts another.
+        ValueError: A parameter is out of its range, or one that another needs is missing.
     """
 
     # --- What and where ---
@@ -151,61 +125,17 @@ class LLMTrainingParams:
         return f"{type(self).__name__}({', '.join(f'{name}={redacted(value, name)!r}' for name, value in values)})"
 
     def __post_init__(self) -> None:
-        """Check each parameter, then those that require or exclude each other."""
-        self._check_each()
-        self.chat_template = None if self.chat_template == "none" else self.chat_template
+        """Check the parameters that require each other."""
+        check_ranges(self, ranges_of(LLMTrainingParams))
         if self.trainer not in TRAINERS:
             raise ValueError(f"trainer={self.trainer!r} must be one of {list(TRAINERS)}; TRL has other trainers")
-        self._check_trainer()
-        self._check_adapters_and_hub()
-        if self.trainer == "ppo":
-            self._check_ppo()
-
-    def _check_each(self) -> None:
-        hints = get_type_hints(type(self))
-        for option in fields(self):
-            value, help = getattr(self, option.name), option.metadata["help"]
-            check_type(option.name, value, hints[option.name], help)
-            if option.name in UNAVAILABLE and value != option.default:
-                raise ValueError(f"{_flag(option.name, value)} is not available here: {UNAVAILABLE[option.name]}")
-        check_ranges(self, ranges_of(LLMTrainingParams))
-        if self.block_size < 1 and self.block_size != -1:
-            raise ValueError(f"{_flag('block_size', self.block_size)} must be at least 1, or -1")
-
-    def _check_trainer(self) -> None:
-        for option in fields(self):
-            value, trainers = getattr(self, option.name), used_by(option.name)
-            if self.trainer not in trainers and value != option.default:
-                raise ValueError(
-                    f"{_flag(option.name, value)} has no meaning for trainer={self.trainer!r}, only for "
-                    f"{' and '.join(trainers)}; leave it out"
-                )
-
-    def _check_adapters_and_hub(self) -> None:
-        if self.quantization is not None and not self.peft:
-            raise ValueError(
-                f"{_flag('quantization', self.quantization)} needs adapters: quantized weights are not trained; "
-                "add --peft"
-            )
-        if self.push_to_hub and (self.username is None or self.token is None):
-            raise ValueError("--push-to-hub needs --username and --token")
-
-    def _check_ppo(self) -> None:
-        if self.rl_reward_model_path is None and self.model_ref is None:
+        if self.trainer == "ppo" and self.rl_reward_model_path is None and self.model_ref is None:
             raise ValueError(
                 "rl_reward_model_path=None and model_ref=None: give --rl-reward-model-path, a model trained with "
                 "--trainer reward, or --model-ref, the model for the KL penalty, with --rl-reward-fn for the reward"
             )
-        if self.rl_env_type is not None and self.rl_env_type not in ENVIRONMENTS:
-            raise ValueError(f"{_flag('rl_env_type', self.rl_env_type)} must be one of {list(ENVIRONMENTS)}")
-        if self.rl_multi_objective and self.rl_env_type not in ("multi_objective", None):
-            raise ValueError(
-                f"--rl-multi-objective contradicts {_flag('rl_env_type', self.rl_env_type)}; leave one out"
-            )
         if self.rl_env_config is not None and self.environment is None:
-            raise ValueError(
-                f"{_flag('rl_env_config', self.rl_env_config)} needs --rl-env-type, one of {list(ENVIRONMENTS)}"
-            )
+            raise ValueError("rl_env_config is given without rl_env_type: give --rl-env-type too")
 
     @property
     def environment(self) -> str | None:
@@ -213,26 +143,7 @@ class LLMTrainingParams:
         return "multi_objective" if self.rl_multi_objective else self.rl_env_type
 
 
-_USED_BY: dict[str, tuple[str, ...]] = {
-    "model_ref": ("ppo",),
-    "prompt_text_column": ("ppo", "reward"),
-    "rejected_text_column": ("reward",),
-    "packing": ("sft",),
-    "auto_find_batch_size": ("reward", "sft"),
-}
-
-
-def used_by(name: str) -> tuple[str, ...]:
-    """Return the trainers that use an option."""
-    return ("ppo",) if name.startswith("rl_") else _USED_BY.get(name, TRAINERS)
-
-
-def _flag(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')} {redacted(value, name)}"
-
-
-# Arguments of PPOTrainer and of TRL's trainers
-
+# ---- Arguments of PPOTrainer and of TRL's trainers ----
 
 TRAINING: dict[str, str] = {
     "project_name": "output_dir",
@@ -280,15 +191,6 @@ MODEL: dict[str, str] = {
 """Parameter: the argument of TRL's `ModelConfig` with the same value."""
 
 
-OTHERS: dict[str, str] = {
-    "model": "sft_model_path",
-    "rl_reward_model_path": "reward_model",
-    "model_ref": "ref_model",
-    "log": "report_to",
-}
-"""Parameter: the name in error messages of the argument that it determines."""
-
-
 def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments that all three trainers have."""
     evaluates = params.valid_split is not None and params.eval_strategy != "no"
@@ -302,7 +204,7 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
         "load_best_model_at_end": evaluates and params.save_strategy == params.eval_strategy,
         "bf16": params.mixed_precision == "bf16",
         "fp16": params.mixed_precision == "fp16",
-        "hub_model_id": f"{params.username}/{params.project_name}" if params.push_to_hub else None,
+        "hub_model_id": f"{params.username}/{params.project_name}" if params.username else None,
     }
 
 
@@ -329,8 +231,6 @@ def ppo_arguments(params: LLMTrainingParams) -> dict[str, Any]:
 
 def reward_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments of TRL's `RewardConfig`."""
-    from transformers import TrainingArguments  # its import takes seconds, and `--help` needs none of it
-
     renamed = hasattr(TrainingArguments, "activation_checkpointing")  # then the old name warns
     checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
     return {
@@ -346,10 +246,8 @@ def sft_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     return {**reward_arguments(params), "packing": bool(params.packing)}
 
 
-def model_arguments(params: LLMTrainingParams) -> Any:
+def model_arguments(params: LLMTrainingParams) -> ModelConfig:
     """Return the arguments of model loading and adapters, a `ModelConfig` of TRL."""
-    from trl.trainer.model_config import ModelConfig
-
     modules = params.target_modules.split(",") if params.target_modules else None
     scores = params.trainer == "reward"
     return ModelConfig(
@@ -363,25 +261,6 @@ def model_arguments(params: LLMTrainingParams) -> Any:
     )
 
 
-@contextmanager
-def explaining() -> Iterator[None]:
-    """Add to errors the command-line option that set the argument.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range.
-    """
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        set_by = {new: old for table in (TRAINING, PPO, MODEL, OTHERS) for old, new in table.items()}
-        flags = [f"{new} is --{old.replace('_', '-')}" for new, old in set_by.items() if f"{new}=" in str(error)]
-        if not flags:
-            raise
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{error} ({', '.join(flags)})") from error
-
-
 def _renamed(params: LLMTrainingParams, names: Mapping[str, str]) -> dict[str, Any]:
     return {new: getattr(params, old) for old, new in names.items()}
 
@@ -390,12 +269,10 @@ def _num_mini_batches(params: LLMTrainingParams) -> int:
     """Return the number of mini-batches of a device's episodes; fewer episodes than one mini-batch are one."""
     num_episodes = params.batch_size * params.gradient_accumulation
     size = min(params.rl_mini_batch_size, num_episodes)
-    if size < 1 or num_episodes % size:
-        divisors = [number for number in range(1, num_episodes + 1) if num_episodes % number == 0]
+    if num_episodes % size:
         raise ValueError(
             f"--rl-mini-batch-size {params.rl_mini_batch_size} does not divide the {num_episodes} episodes of an "
-            f"update (--batch-size {params.batch_size} x --gradient-accumulation {params.gradient_accumulation}); use "
-            f"one of {divisors}"
+            f"update (--batch-size {params.batch_size} x --gradient-accumulation {params.gradient_accumulation})"
         )
     return num_episodes // size
 
@@ -404,11 +281,6 @@ def _max_prompt_length(params: LLMTrainingParams) -> int | None:
     limits = [params.block_size // 2] if params.block_size > 0 else []
     if params.model_max_length != LLMTrainingParams.model_max_length:
         limits.append(params.model_max_length - params.rl_max_new_tokens)
-    if limits and min(limits) < 1:
-        raise ValueError(
-            f"--block-size {params.block_size} and --model-max-length {params.model_max_length} leave no room for "
-            f"prompts beside --rl-max-new-tokens {params.rl_max_new_tokens}; raise them"
-        )
     return min(limits, default=None)
 
 

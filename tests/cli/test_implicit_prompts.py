@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli.arguments import DryRunScriptArguments
-from rlhf_ppo.cli.checks import check_step_options, train_and_eval_rows
-from rlhf_ppo.cli.errors import Problems
+from rlhf_ppo.cli.arguments import DryRunScriptArguments, train_and_eval_rows
 from rlhf_ppo.cli.judge import load_rows
 from rlhf_ppo.cli.options import JudgeArguments
-from rlhf_ppo.cli.training import RewardArguments
 
 HH = "\n\nHuman: Sky?\n\nAssistant:"
 ASKED, GOOD, BAD = (
@@ -39,11 +35,8 @@ def test_every_reader_separates_the_prompt(name: str, reader: str, streaming: bo
     given = DryRunScriptArguments(dataset_name=str(path), dataset_streaming=streaming)
     if reader == "judge":
         found = load_rows(JudgeArguments(dataset_name=str(path), opponent_column="chosen", model="m", judge="length"))
-    elif reader == "train":
-        found, held_out = train_and_eval_rows(given, always_evaluates=True)
-        assert next(iter(held_out)).get("prompt") == expected[0]
     else:
-        args = RewardArguments(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
-        found, _ = check_step_options(Problems(), "reward", (given, args, ModelConfig()))
+        found, held_out = train_and_eval_rows(given, reader)
+        assert (held_out is None) == (reader == "reward")
     first = next(iter(found))
     assert tuple(first.get(key) for key in ("prompt", "chosen", "rejected")) == expected

@@ -44,7 +44,7 @@ def test_the_pipeline_accepts_the_file(options: str, names: list[str]) -> None:
 
     steps = {step.name: step for step in read_pipeline("run.yaml").steps}
     assert list(steps) == names
-    check_steps(read_pipeline("run.yaml"), list(steps.values()))
+    check_steps(steps.values())
     ppo, judge = steps["ppo"].options, steps["judge"].options
     assert ("reward_model_path" in ppo) == ("reward" in names) and ppo["total_episodes"] >= 20 * 64
     assert (judge.get("judge_model") == "runs/pipeline/judge_reward") == ("judge_reward" in names)
