@@ -41,7 +41,6 @@ from transformers import (
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.generation.engine_factory import is_recent_enough
-from rlhf_ppo.generation.transformers_engine import GenerationNeeds
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
@@ -262,13 +261,6 @@ def tiny_policy(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_config(**overrides))
 
 
-def tried_policy() -> LlamaForCausalLM:
-    """A tiny language model with what the probe of its generation finds out, which takes a tenth of a run."""
-    policy = tiny_policy()
-    vars(policy)["generation_needs"] = GenerationNeeds(preallocates={None: True})
-    return policy
-
-
 def tiny_scorer(seed: int = 1, num_labels: int = 1, **overrides: Any) -> LlamaForSequenceClassification:
     """A randomly initialised tiny sequence classifier."""
     torch.manual_seed(seed)
@@ -382,7 +374,7 @@ def make_trainer(make_args: Callable[..., PPOConfig]) -> Iterator[Callable[..., 
         given = {name: overrides.pop(name) for name in trainer_arguments & overrides.keys()}
         values: dict[str, Any] = {
             "processing_class": make_tokenizer(),
-            "model": tried_policy(),
+            "model": tiny_policy(),
             "value_model": tiny_scorer(seed=2),
             "train_dataset": Dataset.from_list(prompt_rows(32)),
         }

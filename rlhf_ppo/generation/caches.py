@@ -1,4 +1,4 @@
-"""Key-value caches of transformers' `generate`: preallocated ones, and those kept between the turns of episodes."""
+"""Key-value caches of transformers' `generate`: parted, shared between rows, and kept between turns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, GenerationMixin
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, GenerationConfig
 
-from rlhf_ppo.models.unwrapping import CACHE, autocast_dtype
+from rlhf_ppo.models.unwrapping import CACHE
 
 
 def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
@@ -31,116 +30,6 @@ def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
         return {}
     for layer in layers:
         layer.reorder_cache(rows)  # `batch_select_indices` forgets the states of convolutions and recurrences
-    return {CACHE: cache}
-
-
-# ---- Preallocated ----
-
-_BLOCK = 128
-"""Tokens by which a buffer grows."""
-
-
-class StateBuffer:
-    """Memory for keys or values `(B, heads, capacity, D)`; a range of it is in use.
-
-    Attributes:
-        view: The range that `keep` returned last; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.memory, self.start, self.end = torch.empty(0), 0, 0
-        self.view: Tensor | None = None
-
-    def extended(self, kept: Tensor | None, new: Tensor) -> Tensor:
-        """Return the kept states followed by new ones, `(B, heads, n, D)`.
-
-        Args:
-            kept: `view`, or the tensor that has replaced it; None at first.
-            new: The new states.
-        """
-        num_kept, num_new = 0 if kept is None else kept.shape[-2], new.shape[-2]
-        if kept is None or kept is not self.view or self.end + num_new > self.memory.shape[-2]:
-            shape = (*new.shape[:-2], num_kept + num_new + _BLOCK, new.shape[-1])
-            memory = new.new_empty(shape)
-            if kept is not None:
-                memory[..., :num_kept, :].copy_(kept)
-            self.memory, self.start, self.end = memory, 0, num_kept
-        self.memory[..., self.end : self.end + num_new, :].copy_(new)
-        self.end += num_new
-        return self.memory[..., self.start : self.end, :]
-
-    def keep(self, num_last: int | None = None) -> Tensor:
-        """Return the last `num_last` states, or all if None, and drop the others."""
-        if num_last is not None:
-            self.start = max(self.start, self.end - num_last)
-        self.view = self.memory[..., self.start : self.end, :]
-        return self.view
-
-
-class PreallocatedLayer(DynamicLayer):
-    """Keys and values of a layer, in the type that attention computes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers = StateBuffer(), StateBuffer()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values `(B, heads, n, D)`; return all of them."""
-        return _extended(self, key_states, value_states)
-
-
-class PreallocatedSlidingLayer(DynamicSlidingWindowLayer):
-    """Keys and values of a layer that attends to the last tokens only."""
-
-    def __init__(self, sliding_window: int) -> None:
-        super().__init__(sliding_window=sliding_window)
-        self.buffers = StateBuffer(), StateBuffer()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values `(B, heads, n, D)`; return those that the new tokens may attend to."""
-        self.cumulative_length += key_states.shape[-2]
-        return _extended(self, key_states, value_states, self.sliding_window - 1)
-
-
-def _extended(layer: Any, keys: Tensor, values: Tensor, num_kept: int | None = None) -> tuple[Tensor, Tensor]:
-    """Append to a layer's buffers and return the states; the layer keeps the last `num_kept`, or all if None."""
-    if not layer.is_initialized:
-        layer.lazy_initialization(keys, values)
-    has_some = layer.keys is not None and layer.keys.numel() > 0
-    kept = (layer.keys, layer.values) if has_some else (None, None)
-    dtype = autocast_dtype(keys.device.type)  # or attention would cast all states for each token
-    states = (
-        layer.buffers[0].extended(kept[0], keys.to(dtype or keys.dtype)),
-        layer.buffers[1].extended(kept[1], values.to(dtype or torch.promote_types(keys.dtype, values.dtype))),
-    )
-    layer.keys, layer.values = (buffer.keep(num_kept) for buffer in layer.buffers)
-    return states
-
-
-def preallocated_cache(model: Any, keeps_all: bool = False) -> dict[str, Any]:
-    """Make `generate`'s cache with preallocated attention layers; return it as an argument of `generate`.
-
-    Args:
-        model: A transformers model.
-        keeps_all: Sliding-window layers keep all states.
-
-    Returns:
-        `{}` if `generate` would make another kind of cache.
-    """
-    name = "_prepare_cache_for_generation"
-    if (
-        getattr(type(model), name, None) is not getattr(GenerationMixin, name)
-        or not model._supports_default_dynamic_cache()
-    ):
-        return {}
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = PreallocatedLayer
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = PreallocatedLayer()
-        elif type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[index] = PreallocatedLayer() if keeps_all else PreallocatedSlidingLayer(layer.sliding_window)
     return {CACHE: cache}
 
 
@@ -201,7 +90,7 @@ class KeptCaches:
         tokens = [row[start:] for row, start in zip(ids.cpu().numpy(), starts, strict=True)]
         unread = [len(row) - self._num_known(name, row) for name, row in zip(self.names, tokens, strict=True)]
         if any(number == len(row) for number, row in zip(unread, tokens, strict=True)):
-            return preallocated_cache(model, keeps_all=True)
+            return {CACHE: DynamicCache()}
         fewest, groups = min(unread), dict[int, list[int]]()
         for place, number in enumerate(unread):
             if number > fewest:
@@ -209,7 +98,7 @@ class KeptCaches:
         for places in groups.values():
             most = max(unread[place] for place in places) - fewest
             self._read(model, places, ids[places, : width - fewest], mask[places, : width - fewest], most)
-        return self._taken(model, range(len(ids)), starts, width - fewest)
+        return self._taken(range(len(ids)), starts, width - fewest)
 
     def _num_known(self, name: int, row: np.ndarray) -> int:
         """Return the number of a row's first tokens that are kept; the last, whose logits are needed, is not one."""
@@ -221,19 +110,19 @@ class KeptCaches:
         """Read the last `most` tokens of rows, for some rows again, and keep the caches."""
         starts = (mask == 0).sum(dim=1).tolist()
         first, rows = min(starts), torch.arange(len(places))
-        cache = self._taken(model, places, [start - first for start in starts], ids.shape[1] - first - most)
+        cache = self._taken(places, [start - first for start in starts], ids.shape[1] - first - most)
         given = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": _READING}
         output = model.generate(**given, **cache)
         of_rows = KeptCaches(self.kept, [self.names[place] for place in places])
         of_rows.keep(rows, rows >= 0, getattr(output, CACHE), output.sequences, mask[:, first:])
 
-    def _taken(self, model: Any, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
+    def _taken(self, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
         """Stack the keys and values of rows, each from its start to `columns`."""
-        given = preallocated_cache(model, keeps_all=True)
+        cache = DynamicCache()  # without the configuration, sliding layers keep all states
         rows = [self.kept.pop(self.names[place])[1] for place in places]
-        for index, layer in enumerate(given[CACHE].layers):
-            layer.update(*(_stacked([row[index][part] for row in rows], starts, columns) for part in (0, 1)))
-        return given
+        for index in range(len(rows[0])):
+            cache.update(*(_stacked([row[index][part] for row in rows], starts, columns) for part in (0, 1)), index)
+        return {CACHE: cache}
 
     def keep(self, rows: Tensor, leaving: Tensor, cache: Any, ids: Tensor, mask: Tensor) -> None:
         """Keep the caches of rows that leave the batch.

@@ -22,7 +22,7 @@ from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampling import StopStrings
-from rlhf_ppo.generation.transformers_engine import TransformersEngine, generation_needs
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import start_vllm
 from rlhf_ppo.models.unwrapping import is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
@@ -132,8 +132,6 @@ def make_engine(
             )
         return start_vllm(args, policy, accelerator, tokenizer, local_batch_size or rows)
     if engine == "transformers":
-        if not is_sharded(policy):  # otherwise the first call probes
-            generation_needs(policy)
         return TransformersEngine(rows, stop_strings, accelerator.gather)  # pyright: ignore[reportArgumentType]
     _check_continuous(args, policy, accelerator)
     return ContinuousEngine(rows, mixed_precision_dtype(accelerator))

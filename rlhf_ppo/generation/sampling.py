@@ -7,10 +7,10 @@ tokens and stop strings, truncation after them, and joining responses to their p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,38 +27,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rlhf_ppo.algorithm.masked import exact_type
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import HostMasks, Responses, check_masks, sent
 from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.unwrapping import autocast_dtype, transformers_model
-
-_UNIT = 2**52
-"""A probability of 1 as an integer: a double's digits; sums over a vocabulary stay below 2^63."""
-
-
-class IntegerTopP(LogitsProcessor):
-    """Top-p with sums of integers, which do not depend on their order; masks the same tokens as `TopPLogitsWarper`.
-
-        S_v = sum_{w: p_w <= p_v} round(2^52 p_w),    keep v if S_v > 2^52 (1 - p), and always the likeliest
-
-    A GPU sums floats in another order in each run. Nucleus sampling: Holtzman et al., 1904.09751.
-
-    Args:
-        top_p: Probability to keep, 0 to 1.
-    """
-
-    def __init__(self, top_p: float) -> None:
-        self.top_p = top_p
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Set the logits of unlikely tokens, `(B, V)`, to minus infinity."""
-        ascending, tokens = scores.sort(dim=-1, stable=True)
-        shares = ascending.softmax(dim=-1, dtype=exact_type(scores.device)).mul_(_UNIT).round_().long()
-        is_unlikely = shares.cumsum(dim=-1) <= round((1 - self.top_p) * _UNIT)
-        is_unlikely[:, -1] = False
-        return scores.masked_fill(is_unlikely.gather(1, tokens.argsort(dim=-1)), -torch.inf)
-
 
 # ---- Inverse-CDF sampling ----
 
@@ -85,7 +57,7 @@ def sampling_processors(
     """Return the configuration and processors with which `generate` samples.
 
     On a CPU a processor draws the token, and `generate` is greedy. On an accelerator, which draws fast, `generate`
-    draws; under `full_determinism`, `IntegerTopP` replaces its sums of floats.
+    draws.
 
     Args:
         config: The sampling distribution: `do_sample`, `temperature`, `top_k`, `top_p` and `min_p`.
@@ -95,10 +67,7 @@ def sampling_processors(
         return config, LogitsProcessorList()
     if device.type == "cpu":
         greedy = changed(config, do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
-        return greedy, LogitsProcessorList([*_warpers(config, TopPLogitsWarper), InverseCDFSampling()])
-    if _cuts(config.top_p) and torch.are_deterministic_algorithms_enabled():
-        plain = changed(config, temperature=1.0, top_k=0, top_p=1.0, min_p=None)
-        return plain, LogitsProcessorList(_warpers(config, IntegerTopP))
+        return greedy, LogitsProcessorList([*_warpers(config), InverseCDFSampling()])
     return config, LogitsProcessorList()
 
 
@@ -109,18 +78,14 @@ def changed(config: GenerationConfig, **changes: Any) -> GenerationConfig:
     return result
 
 
-def _cuts(top_p: float | None) -> TypeGuard[float]:
-    return top_p is not None and top_p < 1.0
-
-
-def _warpers(config: GenerationConfig, nucleus: Callable[[float], LogitsProcessor]) -> Iterator[LogitsProcessor]:
+def _warpers(config: GenerationConfig) -> Iterator[LogitsProcessor]:
     """Make the processors that `generate` applies when it samples, in its order."""
     if config.temperature not in (None, 1.0):
         yield TemperatureLogitsWarper(config.temperature)
     if config.top_k:
         yield TopKLogitsWarper(config.top_k)
-    if _cuts(config.top_p):
-        yield nucleus(config.top_p)
+    if config.top_p is not None and config.top_p < 1.0:
+        yield TopPLogitsWarper(config.top_p)
     if config.min_p is not None:
         yield MinPLogitsWarper(config.min_p)
 

@@ -1,8 +1,4 @@
-"""Checks of a model before training: longest sequence, vocabulary, independence of rows and padding, finite weights.
-
-In PPO a token's log-probability may depend on the earlier tokens of its row only: not on randomness, later tokens,
-padding or other rows. A few forward passes check this.
-"""
+"""Checks of a model before training: longest sequence, vocabulary, independence of rows and padding."""
 
 from __future__ import annotations
 
@@ -13,24 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.config.ppo_config import settings_of
 from rlhf_ppo.data.prompts import PositionLimit, smallest
-from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.models.packing import run_padded
-from rlhf_ppo.models.unwrapping import (
-    as_in_learning,
-    backbone,
-    in_eval_mode,
-    is_in_16_bits,
-    is_sharded,
-    own_share,
-    probe_rows,
-    text_config,
-    transformers_model,
-)
-from rlhf_ppo.processes.distributed import get_logger, preserve_rng
+from rlhf_ppo.models.packing import looked_at
+from rlhf_ppo.models.policy_and_value import logits
+from rlhf_ppo.models.unwrapping import is_sharded, own_share, text_config, transformers_model
+from rlhf_ppo.processes.distributed import get_logger
 
 
 def position_limit(model: nn.Module) -> PositionLimit | None:
@@ -154,100 +139,23 @@ def shared_vocabulary(
 
 # ---- Independence of rows and padding ----
 
-LENGTHS = (3, 8, 8)
-"""Tokens of the rows of a probe; the last two rows differ in their last token."""
 
-
-@torch.no_grad()
-def check_consistent(model: nn.Module, argument: str, args: TrainingArguments | None = None) -> None:
-    """Check that a model computes the same states from the same tokens: in learning, in evaluation, in any batch.
+def check_consistent(model: nn.Module, argument: str) -> None:
+    """Check that a token's state depends on the earlier tokens of its row only, and that the head is known.
 
     Args:
-        model: A causal language model or a value model, or a `PeftModel` around one; it stays as it was.
+        model: A causal language model or a value model, or a `PeftModel` around one.
         argument: Name of the caller's argument, for error messages.
-        args: Of a model that learns: `gradient_checkpointing` and `gradient_checkpointing_kwargs`.
 
     Raises:
-        ValueError: It does not, or cannot recompute activations; names the architecture and the reason.
+        ValueError: It does not; names the architecture and the reason.
     """
-    name = type(transformers_model(model)).__name__
     if is_sharded(model):
-        logger.info(
-            f"{argument} ({name}) is sharded by ZeRO-3 and cannot run yet: it was not tested whether it is "
-            "deterministic, causal and independent of padding."
-        )
         return
-    body = backbone(model)
-    ids, mask = probe_rows(model, LENGTHS)
-    ids[2, :-1] = ids[1, :-1]
-    ids[2, -1] = (ids[1, -1] + 1) % text_config(model).vocab_size
-    recomputing = args is not None and bool(args.gradient_checkpointing)
-    how = settings_of(args.gradient_checkpointing_kwargs) if args is not None else None
-    places, of_first = PackedIndices.of(mask), PackedIndices.of(mask[:1])
-    with preserve_rng():
-        with in_eval_mode(model):
-            alone = run_padded(body, ids[:1], of_first)
-        try:
-            # Without gradients, transformers 5.24 runs a layer that recomputes as it is: in training mode.
-            with as_in_learning(recomputing, how, model), torch.enable_grad():
-                first, second = (run_padded(body, ids, places).detach() for _ in range(2))
-        except ValueError as error:
-            if "support" not in str(error):
-                raise
-            raise ValueError(f"{argument}: {error} Set gradient_checkpointing=False") from error
-        with in_eval_mode(model):
-            evaluated = run_padded(body, ids, places)
-            if args is not None:
-                _check_gradient(f"{argument} is a {name}", body, ids[:1], of_first)
-    _check(f"{argument} is a {name}", alone, first, second, evaluated)
-
-
-def deviation(states: Tensor, expected: Tensor) -> float:
-    """Return the relative difference of states from expected states: `||x - y|| / ||y||`."""
-    return float((states - expected).float().norm() / expected.float().norm().clamp(min=1e-30))
-
-
-def rounding(states: Tensor) -> float:
-    """Return the deviation that other kernels or batch shapes may cause, which is large in 16 bits."""
-    return 0.3 if is_in_16_bits(states) else 1e-3
-
-
-def _check_gradient(what: str, body: nn.Module, ids: Tensor, places: PackedIndices) -> None:
-    """Check that gradients reach the first layers in the modes of learning."""
-    trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
-    if not trained:
-        return
-    try:
-        with torch.enable_grad():
-            states = run_padded(body, ids, places)
-            torch.autograd.grad(states.float().square().sum(), trained[:1], allow_unused=True)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(
-            f"{what}, whose gradients cannot be computed outside training mode: {error!s:.300}"
-        ) from error
-
-
-def _check(what: str, alone: Tensor, first: Tensor, second: Tensor, evaluated: Tensor) -> None:
-    if not evaluated.isfinite().all():
-        return  # broken weights are reported at the first sampling
-    tolerance = rounding(evaluated)
-    # Kernels of an accelerator may add up in any order; on a CPU the same pass gives the same bits.
-    repeated = 0.0 if first.device.type == "cpu" else tolerance
-    own, row, twin = evaluated.split(LENGTHS)
-    faults = (
-        (second, first, repeated, "which computes at random: two passes over the same tokens differ by {} of their "
-         "states, so that the importance ratio would not start at 1; use another architecture"),
-        (first, evaluated, tolerance, "which computes something else in training than in evaluation (by {} of its "
-         "states), so that the importance ratio would not start at 1; use another architecture"),
-        (twin[:-1], row[:-1], tolerance, "in which a token's state depends on later tokens (by {}), so that it cannot "
-         "generate from left to right; use a decoder (models of BERT's kind need is_decoder=True in their "
-         "configuration)"),
-        (own, alone, tolerance, "in which a row's states depend on the padding behind it (by {}): rows of different "
-         "lengths cannot share a pass; use another architecture"),
-    )  # fmt: skip
-    for states, expected, most, fault in faults:
-        if (error := deviation(states, expected)) > most:
-            raise ValueError(f"{what}, {fault.format(f'{error:.2g}')}")
+    base = transformers_model(model)
+    fault = looked_at(model, None if base.get_output_embeddings() is None else logits).fault
+    if fault is not None:
+        raise ValueError(f"{argument} is a {type(base).__name__}, {fault}")
 
 
 # ---- Non-finite weights ----

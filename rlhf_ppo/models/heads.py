@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.models.capabilities import LENGTHS, rounding
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
     autocast_if_stored_in_16_bits,
@@ -23,6 +22,7 @@ from rlhf_ppo.models.unwrapping import (
     output_layer,
     probe_ids,
     probe_rows,
+    rounding,
     text_config,
     transformers_model,
 )
@@ -193,7 +193,7 @@ def check_classifier(model: nn.Module, argument: str) -> None:
         return
     what = f"{argument} is a {type(transformers_model(model)).__name__}"
     score = last_token_score if reads_last_token(model) else pooled_score
-    ids, mask = probe_rows(model, LENGTHS)
+    ids, mask = probe_rows(model, (3, 8, 8))
     with in_eval_mode(model), preserve_rng():
         try:
             beside = score(model, ids, mask)

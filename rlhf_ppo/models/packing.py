@@ -8,32 +8,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.unwrapping import (
-    autocast_dtype,
     backbone,
     in_eval_mode,
     is_in_16_bits,
     is_sharded,
-    probe_rows,
+    rounding,
     text_config,
     transformers_model,
 )
+from rlhf_ppo.processes.distributed import preserve_rng
 
-PACKS, PROOF = "rows_are_packed", "proof_of_packing"
-"""Attributes of a backbone: the attention with which it can pack rows, and a check postponed to its first pass."""
+PACKS, LATER = "rows_are_packed", "packs_rows_later"
+"""Attributes of a backbone: the attention with which it packs rows, and `pack_rows` until its first pass."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -58,7 +57,7 @@ def hidden_states(
 ) -> Tensor:
     """Run the backbone once and return its last hidden states.
 
-    Rows are packed where `pack_rows` has checked that the model can, now or earlier. Elsewhere rows are padded on the
+    Rows are packed where `pack_rows` has found that the model can. Elsewhere rows are padded on the
     right with id 0: a padding id outside the vocabulary, or equal to EOS, changes nothing.
 
     Args:
@@ -71,8 +70,8 @@ def hidden_states(
         Hidden states `(B, L, H)` in the model's dtype, 0 where the mask is False.
     """
     body = backbone(model)
-    if (prove := vars(body).pop(PROOF, None)) is not None:
-        prove(body)
+    if (pack := vars(body).pop(LATER, None)) is not None:
+        pack(model, now=True)
     run = run_packed if packs_rows(body) else run_padded
     places = PackedIndices.of(attention_mask) if places is None else places
     states = run(body, input_ids, places)
@@ -141,79 +140,10 @@ def run_padded(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Ten
     return output.last_hidden_state.flatten(0, 1).index_select(0, places.squeezed)
 
 
-# ---- Variable-length flash attention ----
-
-_TAKES = frozenset(inspect.signature(varlen_attn).parameters)
-"""Arguments of this PyTorch's function: in 2.10 no windows, scales or grouped heads."""
-
-_OTHERS = ("position_bias", "softcap", "s_aux", "cache")
-"""Arguments of transformers' attention functions that the kernels lack."""
-
-
-def attend_varlen(
-    states: tuple[Tensor, Tensor, Tensor],
-    starts: Tensor,
-    longest: int,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """Attend causally within each row, without padding, if PyTorch and the device can.
-
-    Args:
-        states: Queries `(1, heads, N, D)`, keys and values `(1, key heads, N, D)` of `N` tokens.
-        starts: First token of each of `B` rows and end of the last, int32 `(B + 1,)`.
-        longest: Tokens of the longest row.
-        scaling: Factor of the scores; None: `D ** -0.5`.
-        sliding_window: Number of tokens that a token attends to, with itself; None: all before it.
-        kwargs: Other arguments of transformers' attention functions.
-
-    Returns:
-        Attended values `(1, N, heads, D)`; None if the kernels cannot.
-    """
-    if kwargs.get("dropout") or any(kwargs.get(name) is not None for name in _OTHERS):
-        return None
-    if (dtype := autocast_dtype(states[0].device.type)) is not None:  # autocast casts only for `sdpa`
-        states = states[0].to(dtype), states[1].to(dtype), states[2].to(dtype)
-    window = None if sliding_window is None or longest <= sliding_window else sliding_window
-    options = _options(states, scaling, window)
-    if not options.keys() <= _TAKES or not _flash_can(*states):
-        return None
-    query, key, value = (part[0].transpose(0, 1) for part in states)
-    attended: Any = varlen_attn(query, key, value, starts, starts, longest, longest, **options)
-    return attended[None]
-
-
-def _options(states: tuple[Tensor, Tensor, Tensor], scaling: float | None, window: int | None) -> dict[str, Any]:
-    """Return the arguments that differ from the function's defaults."""
-    query, key, _ = states
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if window is None and "window_size" not in _TAKES:
-        options = {"is_causal": True}
-    if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5):
-        options["scale"] = scaling
-    if query.shape[1] != key.shape[1]:
-        options["enable_gqa"] = True
-    return options
-
-
-def _flash_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether PyTorch's flash attention takes these heads; only `sdpa` pads heads of odd sizes."""
-    if query.device.type != "cuda" or torch.version.hip is not None or query.shape[-1] % 8:
-        return False
-    grouped = query.shape[1] != key.shape[1]
-    return torch.backends.cuda.can_use_flash_attention(
-        torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, grouped)
-    )
-
-
 # ---- Packed attention ----
 
 PACKED = "packed_sdpa"
 """Name of the attention of models with packed rows; all other calls run `sdpa`."""
-
-_LENGTHS = (5, 9, 6)
-"""Tokens of the rows of a check."""
 
 
 def packed_sdpa(
@@ -245,9 +175,6 @@ def packed_sdpa(
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    attended = attend_varlen((query, key, value), cu_seq_lens_q, max_length_q, **kwargs)
-    if attended is not None:
-        return attended, None
     rows = PackedRows(cu_seq_lens_q, max_length_q, squeezed_places)
     attend = _attend_row_by_row if query.device.type == "cpu" else _attend_padded
     return attend(module, (query, key, value), rows, **kwargs), None
@@ -315,64 +242,199 @@ AttentionInterface.register(PACKED, packed_sdpa)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
-def pack_rows(model: nn.Module) -> None:
-    """Enable packing in `hidden_states`, after a check that each row's states are those of the row alone.
+def pack_rows(model: nn.Module, now: bool = False) -> None:
+    """Enable packing in `hidden_states` if each row's states are those of the row alone; see `looked_at`.
 
-    The check runs causal models with `sdpa` or flash attention on a few tokens: convolutions and state-space layers
-    would carry a row's end into the next row. Other models keep padded rows. Flash attention, and models that ZeRO-3
-    has sharded, cannot run yet and are checked in their first pass.
+    A model that ZeRO-3 has sharded cannot run yet and is looked at in its first pass.
 
     Args:
         model: A transformers model with a backbone, or a `PeftModel` around one.
+        now: The model is in its first pass.
     """
     base, body = transformers_model(model), backbone(model)
-    is_flash = uses_flash_attention(body)
-    if not _attends_causally(base) or not (is_flash or base.config._attn_implementation == "sdpa"):
+    if not may_pack(base):
         return
-    if not is_flash:
-        base.set_attn_implementation(PACKED)
-    if is_flash or is_sharded(model):
-        setattr(body, PROOF, _check_packing)
-    else:
-        _check_packing(body)
+    if is_sharded(model) and not now:
+        setattr(body, LATER, pack_rows)
+    elif looked_at(model).packs:
+        if not uses_flash_attention(body):
+            base.set_attn_implementation(PACKED)
+        setattr(body, PACKS, attention_of(body))
+
+
+def may_pack(base: Any) -> bool:
+    """Return whether a model attends with `sdpa` or flash attention, causally, in all layers."""
+    config = base.config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return (
+        (uses_flash_attention(base) or attention_of(base) in ("sdpa", PACKED))
+        and base._can_set_attn_implementation()
+        and config.get_text_config() is config
+        and kinds <= {"full_attention", "sliding_attention"}
+        and all(getattr(module, "is_causal", True) for module in base.modules())
+    )
+
+
+# ---- What a model computes, seen in two short passes ----
+
+
+class Look(NamedTuple):
+    """What the passes over a few tokens have shown.
+
+    Attributes:
+        fault: Why the model cannot be trained with PPO, or None.
+        pads_left: A row's states do not depend on padding before it.
+        packs: Packed rows have the states of the rows alone.
+    """
+
+    fault: str | None = None
+    pads_left: bool = True
+    packs: bool = False
+
+
+_WIDTH, _SHORT = 8, 3
+"""Tokens of the two long rows, which differ in the last token, and of the short rows, which begin like them."""
+
+_NOT_OF_LAYERS = (
+    *("architectures", "_name_or_path", "dtype", "transformers_version", "vocab_size", "use_cache", "problem_type"),
+    *("id2label", "label2id", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
+)
+"""Entries of a configuration that change nothing in the layers."""
+
+_LOOKS: dict[Any, Look] = {}
+"""By the class of the head, None without one, and the layers."""
+
+
+def looked_at(model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor] | None = None) -> Look:
+    """Run a model on a few tokens, once for each architecture: one padded pass, and a packed one where it may pack.
+
+    In PPO a token's log-probability may depend on the earlier tokens of its row only: not on later tokens, padding or
+    other rows. Packing needs in addition that each sliding layer gives its attention function the window: the packed
+    attention does not read masks. Rows are shorter than a model's window, so their states alone would not show it.
+
+    Args:
+        model: A causal language model or a value model, or a `PeftModel` around one. If it is sharded, all ranks call
+            this together.
+        logits: Computes logits from hidden states; compared with the model's own.
+    """
+    base, body, weight = transformers_model(model), backbone(model), next(model.parameters())
+    config = {name: value for name, value in text_config(model).to_dict().items() if name not in _NOT_OF_LAYERS}
+    attention = str(attention_of(body)).replace(PACKED, "sdpa")
+    kinds = map(type, body.modules())
+    classes = frozenset(kind for kind in kinds if not kind.__module__.startswith(("torch.", "peft.")))
+    layers = (json.dumps(config, default=str, sort_keys=True), attention, classes, weight.dtype, weight.device.type)
+    head = None if logits is None else type(base)
+    if (head, layers) in _LOOKS:
+        return _LOOKS[head, layers]
+    look = _look(base, body, logits)
+    if look is None:  # weights that are not finite show nothing, and are reported at the first sampling
+        return Look()
+    _LOOKS[head, layers] = look
+    _LOOKS.setdefault((None, layers), look)
+    return look
 
 
 @torch.no_grad()
-def _check_packing(body: Any) -> None:
-    """Pack the rows of a backbone from now on, if their states do not depend on the other rows."""
-    ids, mask = probe_rows(body, _LENGTHS)
-    others = ids.clone()
-    others[::2] = (ids[::2] + 1) % text_config(body).vocab_size  # the middle row stays
-    middle, places = slice(_LENGTHS[0], sum(_LENGTHS[:2])), PackedIndices.of(mask)
-    with in_eval_mode(body):
-        padded = run_padded(body, ids, places)
-        try:
-            packed, beside_others = run_packed(body, ids, places), run_packed(body, others, places)
-        except (RuntimeError, TypeError, ValueError):  # the model refuses, or does not know the arguments
-            packed = beside_others = torch.full_like(padded, torch.nan)
-    # The same kernels on as many tokens, and other kernels, over many layers.
-    leak, rounding = (2e-2, 1e-1) if is_in_16_bits(padded) else (1e-4, 1e-2)
-    proven = _are_alike(packed[middle], beside_others[middle], leak) and _are_alike(packed, padded, rounding)
-    setattr(body, PACKS, body.config._attn_implementation if proven else "")
-    if not proven and body.config._attn_implementation == PACKED:
-        body.set_attn_implementation("sdpa")
+def _look(base: Any, body: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor] | None) -> Look | None:
+    device, size = next(base.parameters()).device, text_config(base).vocab_size
+    row = (torch.arange(_WIDTH, device=device) * 7 + 1) % size
+    ids = row.repeat(4, 1)
+    ids[1, -1] = (row[-1] + 1) % size
+    ids[3, -_SHORT:] = row[:_SHORT]
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[2, _SHORT:] = mask[3, :-_SHORT] = False
+    places = PackedIndices.of(mask[:3])
+    # Flash attention needs a GPU and 16 bits, which the model may not have yet.
+    attention = str(attention_of(base))
+    if uses_flash_attention(base):
+        attention = "sdpa" if base._supports_sdpa else "eager"
+    with in_eval_mode(base), preserve_rng(), attending(base, attention):
+        states, own_logits = _padded_states(base, body, ids, mask, logits is not None)
+        if not (states[mask].isfinite().all() and own_logits.isfinite().all()):
+            return None
+        fault = _fault(states)
+        if logits is not None and fault is None:
+            fault = _fault_of_head(logits(base, states[0]), own_logits[0].float())
+        packs = may_pack(base) and _packs(base, body, ids[:3], places, states[:3][mask[:3]])
+    pads_left = deviation(states[3, -_SHORT:], states[0, :_SHORT]) <= rounding(states)
+    return Look(fault, pads_left, packs)
 
 
-@contextmanager
-def unpacked(model: Any) -> Iterator[None]:
-    """Restore `sdpa` inside a context, for code that knows transformers' own attentions only.
-
-    Args:
-        model: A transformers model.
-    """
-    packs = model.config._attn_implementation == PACKED
-    if packs:
-        model.set_attn_implementation("sdpa")
+def _padded_states(base: Any, body: nn.Module, ids: Tensor, mask: Tensor, with_logits: bool) -> tuple[Tensor, Tensor]:
+    """Return hidden states `(4, L, H)` and the model's own logits; some classes call only a part of the backbone."""
+    found: list[Any] = []
+    hook = body.register_forward_hook(lambda _, given, output: found.append(output))
+    positions = {"position_ids": position_ids(mask)} if _takes(type(body), "position_ids") else {}
+    given = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, "return_dict": True, **positions}
     try:
-        yield
+        logits = base(**given).logits if with_logits else ids.float()
+        if not found:
+            body(**given)
     finally:
-        if packs:
-            model.set_attn_implementation(PACKED)
+        hook.remove()
+    return found[0].last_hidden_state, logits
+
+
+def _fault(states: Tensor) -> str | None:
+    error = deviation(states[1, :-1], states[0, :-1])
+    if error <= rounding(states):
+        return None
+    return (
+        f"in which a token's state depends on later tokens (by {error:.2g}), so that it cannot generate from left to "
+        "right; use a decoder"
+    )
+
+
+def _fault_of_head(ours: Tensor, theirs: Tensor) -> str | None:
+    tolerance = 1e-2 if is_in_16_bits(ours) else 1e-4
+    largest = float(theirs.abs().max())
+    if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * largest):
+        return None
+    return (
+        "which changes its logits after the head in a way rlhf_ppo does not know; add its scaling to "
+        "rlhf_ppo.models.policy_and_value.logit_scaling"
+    )
+
+
+def _packs(base: Any, body: Any, ids: Tensor, places: PackedIndices, padded: Tensor) -> bool:
+    """Pack two long rows and a short one, and record what each layer gives its attention function."""
+    given: list[tuple[Tensor | None, int | None]] = []
+
+    def recording(module: nn.Module, *states: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        given.append((states[3], kwargs.get("sliding_window")))
+        return packed_sdpa(module, *states, **kwargs)
+
+    AttentionInterface.register(PACKED, recording)
+    try:
+        with attending(base, PACKED):
+            packed = run_packed(body, ids, places)
+    except (RuntimeError, TypeError, ValueError):  # the model refuses, or does not know the arguments
+        return False
+    finally:
+        AttentionInterface.register(PACKED, packed_sdpa)
+    changes_mask = any(mask is None or mask.numel() != 1 for mask, _ in given)
+    windows = [window for _, window in given if window is not None]
+    row, twin, short = packed.split([_WIDTH, _WIDTH, _SHORT])
+    # The same kernels on as many tokens, and other kernels, over many layers.
+    leak, rounds = (2e-2, 1e-1) if is_in_16_bits(padded) else (1e-4, 1e-2)
+    return (
+        not changes_mask
+        and len(windows) == _num_sliding(base.config)
+        and _are_alike(torch.cat((twin[:-1], short)), torch.cat((row[:-1], row[:_SHORT])), leak)
+        and _are_alike(packed, padded, rounds)
+    )
+
+
+def _num_sliding(config: Any) -> int:
+    """Count the layers that attend to a window."""
+    if kinds := getattr(config, "layer_types", None):
+        return list(kinds).count("sliding_attention")
+    return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
+
+
+def deviation(states: Tensor, expected: Tensor) -> float:
+    """Return the relative difference of states from expected states: `||x - y|| / ||y||`."""
+    return float((states - expected).float().norm() / expected.float().norm().clamp(min=1e-30))
 
 
 def _are_alike(states: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -381,12 +443,24 @@ def _are_alike(states: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool((difference <= tolerance * expected.float().norm(dim=1)).all())
 
 
-def _attends_causally(base: Any) -> bool:
-    config = base.config
-    kinds = set(getattr(config, "layer_types", None) or ())
-    return (
-        base._can_set_attn_implementation()
-        and config.get_text_config() is config
-        and kinds <= {"full_attention", "sliding_attention"}
-        and all(getattr(module, "is_causal", True) for module in base.modules())
-    )
+@contextmanager
+def attending(model: Any, name: str) -> Iterator[None]:
+    """Use another attention inside a context.
+
+    Args:
+        model: A transformers model.
+        name: transformers' name of the attention.
+    """
+    before = attention_of(model)
+    if name != before:
+        model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        if name != before:
+            model.set_attn_implementation(before)
+
+
+def unpacked(model: Any) -> AbstractContextManager[None]:
+    """Restore `sdpa` inside a context, for code that knows transformers' own attentions only."""
+    return attending(model, "sdpa") if attention_of(model) == PACKED else nullcontext()

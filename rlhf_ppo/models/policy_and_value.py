@@ -24,13 +24,10 @@ from rlhf_ppo.models.heads import LINEAR_KINDS, is_in_float32, last_real, multip
 from rlhf_ppo.models.packing import hidden_states, packs_rows
 from rlhf_ppo.models.unwrapping import (
     backbone,
-    in_eval_mode,
     is_managed,
-    is_sharded,
     is_zero_hook,
     no_split_modules,
     output_layer,
-    probe_ids,
     recompute_in_eval_mode,
     set_learning,
     text_config,
@@ -183,32 +180,6 @@ def logit_scaling(policy: nn.Module, temperature: float = 1.0) -> LogitScaling:
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     cap = next((cap for name in names if (cap := getattr(config, name, None))), None)
     return LogitScaling(factor, cap, temperature)
-
-
-@torch.no_grad()
-def check_logits(policy: nn.Module) -> None:
-    """Check that head(backbone(ids)), scaled by `logit_scaling`, equals the model's own logits.
-
-    Raises:
-        ValueError: The architecture changes its logits in another way.
-    """
-    if is_sharded(policy):
-        return
-    ids = probe_ids(policy)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    with in_eval_mode(policy):
-        ours = logits(policy, hidden_states(policy, ids, mask))
-        theirs = transformers_model(policy)(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits.float()
-    if not theirs.isfinite().all():
-        return  # overflow is reported at the first sampling
-    tolerance = 1e-2 if next(policy.parameters()).dtype.itemsize == 2 else 1e-4
-    largest = float(theirs.abs().max())
-    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * largest):
-        raise ValueError(
-            f"{type(transformers_model(policy)).__name__} changes its logits after the head (they differ from "
-            f"head(backbone(ids)) by {float((ours - theirs).abs().max()):.3g}), in a way rlhf_ppo does not know; add "
-            "its scaling to rlhf_ppo.models.policy_and_value.logit_scaling"
-        )
 
 
 # ---- Linear layers of the head ----

@@ -199,6 +199,11 @@ def is_in_16_bits(states: Tensor) -> bool:
     return states.dtype.itemsize == 2 or autocast_dtype(states.device.type) is not None
 
 
+def rounding(states: Tensor) -> float:
+    """Return the deviation that other kernels or batch shapes may cause, which is large in 16 bits."""
+    return 0.3 if is_in_16_bits(states) else 1e-3
+
+
 def autocast_if_stored_in_16_bits(model: nn.Module) -> torch.autocast:
     """Return a context in which a model with weights in 16 bits may have a head in 32 bits."""
     weight = next(model.parameters())

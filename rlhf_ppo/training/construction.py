@@ -26,7 +26,6 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
-from rlhf_ppo.models.policy_and_value import check_logits
 from rlhf_ppo.models.unwrapping import is_peft_model
 from rlhf_ppo.processes import distributed
 from rlhf_ppo.rewards.functions import RewardFunction
@@ -224,15 +223,14 @@ def assemble_models(
     policy, given_reference, critic = _load_given(args, rewards, model, ref_model, value_model)
     if args.share_base_model:
         policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
+        if critic is not None:
+            loading.check_value_model(critic)
         critic = adapters.value_model_over(policy, critic, value_peft_config)
         _share_with_rewards(policy, rewards)
-        loading.check_value_model(critic)
     else:
         critic = _separate_critic(args, policy, critic, copied, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, needs_reference and given_reference is None)
-    capabilities.check_consistent(critic, "value_model", args)
-    check_logits(policy)
-    adapters.warn_of_rank_allocation(policy)
+    capabilities.check_consistent(critic, "value_model")
     reference = None
     if needs_reference or given_reference is not None:
         reference = references.make_reference(
@@ -288,8 +286,9 @@ def _separate_critic(
     args: PPOConfig, policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: Any
 ) -> nn.Module:
     """Return the given value model, the reward model's copy, or one made from the policy; add its adapter."""
+    if critic is not None:
+        loading.check_value_model(critic)
     critic = critic or copied or loading.make_value_model(policy)
-    loading.check_value_model(critic)
     return critic if peft_config is None else adapters.add_value_adapter(critic, peft_config)
 
 
@@ -321,7 +320,7 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
             loading.check_runs_on(module, name, args.device)
             adapters.check_adapter(module, name)
             if name in ("model", "ref_model"):
-                capabilities.check_consistent(module, name, args if name == "model" else None)
+                capabilities.check_consistent(module, name)
             elif name.startswith("reward_model"):
                 heads.check_classifier(module, name)
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationConfig, TopPLogitsWarper, TrainerCallback
+from transformers import GenerationConfig, TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
-    IntegerTopP,
     InverseCDFSampling,
     NonFiniteLogitsError,
     sampling_processors,
@@ -81,50 +80,6 @@ class DeterministicCUDA(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-@pytest.fixture
-def deterministic(determinism_restored: None) -> None:
-    torch.use_deterministic_algorithms(True)
-
-
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
-def test_what_stays_is_what_transformers_keeps(top_p: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(64, 500, generator=generator)
-    logits[:, 300:] = -torch.inf  # as `top_k` leaves them
-    theirs: Any = TopPLogitsWarper(top_p)
-    assert torch.equal(IntegerTopP(top_p)(None, logits), theirs(None, logits))
-
-
-def test_top_p_by_hand() -> None:
-    """Probabilities 1/8, 1/2, 1/8, 1/4: of equal ones those in front go first, and the likeliest stays in any case."""
-    logits, gone = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log(), -torch.inf
-    for top_p, expected in {0.9: [1, 1, 1, 1], 0.875: [0, 1, 1, 1], 0.75: [0, 1, 0, 1], 0.5: [0, 1, 0, 0]}.items():
-        kept = IntegerTopP(top_p)(None, logits)
-        assert torch.equal(kept, logits.masked_fill(torch.tensor([expected]) == 0, gone)), top_p
-    assert IntegerTopP(0.0)(None, logits).isfinite().tolist() == [[False, True, False, False]]
-    rounded_down = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
-    assert IntegerTopP(0.0)(None, rounded_down).isfinite().tolist() == [[False, True, False], [False, False, True]]
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_generate_draws_from_the_same_tokens_in_the_same_order_of_processors() -> None:
-    config = GenerationConfig(do_sample=True, temperature=1.7, top_k=5, top_p=0.8, min_p=0.1)
-    model: Any = tiny_policy()
-    ids: Any = torch.ones(1, 1, dtype=torch.long)
-    expected = model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
-    plain, ours = sampling_processors(config, CUDA)
-    assert plain.do_sample and config.top_p == 0.8
-    logits = 3 * torch.randn(32, 40, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(ours(ids, logits.clone()), expected(ids, logits.clone()))
-    assert not model._get_logits_processor(plain, input_ids_seq_length=1, device="cpu")
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_without_top_p_generate_is_left_to_itself() -> None:
-    config = GenerationConfig(do_sample=True, top_k=5, top_p=1.0)
-    assert sampling_processors(config, CUDA) == (config, [])
-
-
 @pytest.mark.usefixtures("determinism_restored")
 def test_an_update_runs_nothing_that_a_gpu_refuses(
     make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
@@ -133,7 +88,7 @@ def test_an_update_runs_nothing_that_a_gpu_refuses(
     monkeypatch.setattr(
         transformers_engine, "sampling_processors", lambda config, device: sampling_processors(config, CUDA)
     )
-    options = {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "whiten_rewards": True, "bootstrap_truncated": True}
+    options = {"top_k": 20, "min_p": 0.01, "whiten_rewards": True, "bootstrap_truncated": True}
     trainer = make_trainer(**QUICK | {"total_episodes": 2}, full_determinism=True, **options)
     with DeterministicCUDA() as mode:
         trainer.train()

@@ -22,11 +22,11 @@ from rlhf_ppo.generation import transformers_engine as engine
 from rlhf_ppo.generation.transformers_engine import (
     call_sizes,
     default_generation_config,
-    generation_needs,
     greedy_config,
     sample_responses,
     sampling_config,
 )
+from rlhf_ppo.models.packing import looked_at
 from tests import oracles
 from tests.conftest import tiny_policy
 from tests.oracles import Llama
@@ -53,7 +53,7 @@ def scripted_policy(script: dict[int, int]) -> Any:
 
 def count_calls(model: Any) -> list[int]:
     calls: list[int] = []
-    generation_needs(model)  # which call it too
+    looked_at(model)  # which call it too
     model.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
@@ -97,7 +97,7 @@ def test_parts_are_generated_apart_and_padded_to_one_width(make_args: MakeArgs) 
 
 def test_prompts_of_similar_length_are_generated_from_together(make_args: MakeArgs) -> None:
     policy = scripted_policy({})
-    generation_needs(policy)  # which call it too
+    looked_at(policy)  # which call it too
     widths: list[int] = []
     policy.register_forward_pre_hook(
         lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -136,7 +136,7 @@ def test_it_samples_in_eval_mode_with_the_cache_and_restores_the_mode(make_args:
     policy = tiny_policy(attention_dropout=0.5)
     policy.gradient_checkpointing_enable()
     policy.train(training)
-    generation_needs(policy)  # which call it too
+    looked_at(policy)  # which call it too
     lengths: list[int] = []
     policy.model.register_forward_hook(lambda module, _, output: lengths.append(output.last_hidden_state.shape[1]))
     modes: list[bool] = []

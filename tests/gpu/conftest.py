@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation.engine_factory import has_flash_attention
-from rlhf_ppo.models import packing
 
 IS_FAST = torch.cuda.is_available() and os.environ.get("PRETEND_CUDA") != "1"
 """Whether there is a GPU; runs are short on the pretended one, which computes on the CPU."""
@@ -28,7 +27,6 @@ REASONS = {
     "two GPUs": "needs two GPUs: a tensor-parallel group, or NCCL between processes",
     "vllm": "needs vLLM: pip install trl[vllm]",
     "flash": "needs flash attention: pip install flash-attn; or pip install kernels, with HF_HUB_OFFLINE=0",
-    "varlen": "needs PyTorch's attention for rows of any lengths, with windows, and a GPU of NVIDIA's capability 8.0",
     "compiler": "needs Triton and a C compiler, which torch.compile calls",
     "bitsandbytes": "needs bitsandbytes: pip install bitsandbytes",
 }
@@ -39,14 +37,12 @@ def found() -> set[str]:
     """Return the names in `REASONS` that this machine has; the pretended GPU has no kernels of its own."""
     gpus = torch.cuda.device_count()
     is_installed = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "bitsandbytes", "triton")}
-    is_new = IS_FAST and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
     loads_kernels = importlib.util.find_spec("flash_attn") is not None or os.environ.get("HF_HUB_OFFLINE") != "1"
     return {
         *(["cuda"] if gpus else []),
         *(["two GPUs"] if gpus > 1 else []),
         *(name for name in ("vllm", "bitsandbytes") if is_installed[name]),
         *(["flash"] if has_flash_attention() and loads_kernels else []),
-        *(["varlen"] if is_new and {"window_size", "scale", "enable_gqa"} <= packing._TAKES else []),
         *(["compiler"] if is_installed["triton"] and shutil.which(os.environ.get("CC", "cc")) else []),
     }
 

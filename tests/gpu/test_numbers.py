@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.models.heads import multiply_head_in_float32
-from rlhf_ppo.models.packing import PackedRows, _attend_row_by_row, attend_varlen
 from rlhf_ppo.models.policy_and_value import token_logprobs
 from tests.gpu.conftest import MakeTrainer, small_policy
 from tests.runs import QUICK, record_rollouts
@@ -21,7 +20,6 @@ from tests.runs import QUICK, record_rollouts
     ["sdpa", pytest.param("flash_attention_2", marks=pytest.mark.needs("cuda", "flash"))],
 )
 def test_rows_stay_packed_in_bf16_and_the_ratio_starts_at_1(make_device_trainer: MakeTrainer, attention: str) -> None:
-    """On a GPU `sdpa` is variable-length attention where torch has it; what packs is tried at construction."""
     trainer = make_device_trainer(
         **QUICK | {"total_episodes": None}, model=small_policy(attn_implementation=attention)
     )
@@ -30,30 +28,6 @@ def test_rows_stay_packed_in_bf16_and_the_ratio_starts_at_1(make_device_trainer:
     assert trainer._run.unwrapped(trainer.model).packs_rows
     assert first["objective/kl"] == pytest.approx(0, abs=1e-6)
     assert first["val/ratio"] == pytest.approx(1, abs=1e-3)
-
-
-@pytest.mark.needs("cuda", "varlen")
-@pytest.mark.parametrize("window", [None, 3, 40])
-def test_packed_rows_take_pytorch_s_kernels_for_rows_of_any_lengths(window: int | None) -> None:
-    """Grouped heads, another scale, a window: what each row gives in float64, and gradients, to bf16."""
-    starts = torch.tensor([0, 1, 131, 200], dtype=torch.int32, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(0)
-    states: Any = tuple(
-        torch.randn(1, 200, heads, 64, generator=generator, device="cuda").bfloat16().transpose(1, 2).requires_grad_()
-        for heads in (4, 2, 2)
-    )
-    exact: Any = tuple(part.detach().double().requires_grad_() for part in states)
-    attended = attend_varlen(states, starts, 130, scaling=0.2, sliding_window=window)
-    assert attended is not None
-    module: Any = torch.nn.Module()
-    module.num_key_value_groups = 2
-    expected = _attend_row_by_row(module, exact, PackedRows(starts, 130, None), scaling=0.2, sliding_window=window)
-    weights = torch.randn(expected.shape, generator=generator, device="cuda", dtype=torch.float64)
-    (attended * weights.bfloat16()).sum().backward()
-    (expected * weights).sum().backward()
-    gradients = [(one.grad, other.grad) for one, other in zip(states, exact, strict=True)]
-    for ours, theirs in ((attended, expected), *gradients):
-        assert (ours.double() - theirs).norm() <= 2**-6 * theirs.norm()
 
 
 @pytest.mark.parametrize("in_float32", [False, True], ids=["bf16", "lm_head_float32"])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -373,17 +371,6 @@ def test_what_bitsandbytes_has_quantized_runs_on_cuda_alone(make_trainer: MakeTr
         make_trainer(**given, peft_config=lora())
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
-def test_a_directory_with_a_quantized_model_names_the_argument_and_the_package(make_trainer: MakeTrainer, tmp_path):
-    tiny_policy().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-
-    with pytest.raises(ValueError, match=r"^model='.*' needs a package that is not installed: .*bitsandbytes"):
-        make_trainer(model=str(tmp_path), peft_config=lora())
-
-
 def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_can(make_trainer: MakeTrainer):
     policy, reward_model = tiny_policy(), tiny_scorer()
     policy.is_quantized = reward_model.is_quantized = True
@@ -423,23 +410,6 @@ def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_ca
 def test_arguments_that_contradict_each_other(make_trainer: MakeTrainer, arguments: Any, error: Any, message: str):
     with pytest.raises(error, match=message):
         make_trainer(**arguments())
-
-
-@pytest.mark.parametrize(
-    ("change", "remedy"),
-    [("merge_adapter", "unmerge_adapter"), ("disable_adapter_layers", "base_model.enable_adapter_layers")],
-)
-def test_an_adapter_that_does_not_act_is_refused_with_the_call_that_mends_it(
-    make_trainer: MakeTrainer, change: str, remedy: str
-):
-    from peft import get_peft_model
-
-    policy: Any = get_peft_model(tiny_policy(), lora())
-    getattr(policy.base_model, change)()
-    with pytest.raises(ValueError, match=rf"^model has a .* adapter, which does not train: call model\.{remedy}\(\)"):
-        make_trainer(model=policy)
-    functools.reduce(getattr, remedy.split("."), policy)()
-    make_trainer(model=policy).train()
 
 
 def test_an_adapter_that_transformers_has_loaded_is_refused(make_trainer: MakeTrainer, tmp_path: Path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, cast
 
 import peft
@@ -75,22 +74,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 STARTS_ELSEWHERE = {"C3A", "FOURIERFT", "UNILORA", "VBLORA"}
 """Cases whose new adapter is not the identity: KL to the bare base is then more than 0 from the start."""
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "CARTRIDGE": ({"num_virtual_tokens": 2}, "virtual tokens"),
-    "CPT": ({"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}, "virtual tokens"),
-    "LILY": ({"r": 4, **Q}, "kind LILY that mixes the rows of a batch"),
-    "MULTITASK_PROMPT_TUNING": ({"num_virtual_tokens": 2, "num_tasks": 2}, "virtual tokens"),
-    "POLY": ({"r": 4, "n_skills": 2, **QV}, "kind POLY, which cannot run on token ids alone .*task_ids"),
-    "PREFIX_TUNING": ({"num_virtual_tokens": 2}, "virtual tokens"),
-    "PROMPT_TUNING": ({"num_virtual_tokens": 2}, "virtual tokens"),
-    "P_TUNING": ({"num_virtual_tokens": 2, "encoder_hidden_size": 8}, "virtual tokens"),
-    "SHADOW": ({"r": 4, **QV}, "kind SHADOW, which cannot run on token ids alone"),
-}
-"""A configuration by kind, and a part of the error."""
-
-REFUSED_BELOW = {"XLORA"}
-"""Kinds with a test of their own."""
 
 ONLY_OVER_A_BASE_OF_THEIR_OWN = {"ADAPTION_PROMPT": "trains layers", "TRAINABLE_TOKENS": "no modules_to_save"}
 
@@ -163,11 +146,6 @@ def assert_ratio_is_one(trainer: PPOTrainer) -> None:
         assert abs(ratio - 1) < 1e-6 and approxkl < 1e-12
 
 
-def test_every_kind_that_peft_has_is_tried() -> None:
-    listed = {kind for kind, _ in KINDS.values()} | REFUSED.keys() | REFUSED_BELOW
-    assert {kind.value for kind in PeftType} <= listed
-
-
 @cases("LORA embeddings", "LORA tokens", "ADALORA", "ADAPTION_PROMPT", "IA3", "LOHA", "VERA")
 def test_nothing_differs_at_learning_rate_0(make: Callable[..., PPOTrainer], case: str) -> None:
     start = logits(trained(case))
@@ -235,35 +213,8 @@ def train_the_adapter_alone(trainer: PPOTrainer, case: str) -> None:
 # ---- What is refused ----
 
 
-@pytest.mark.parametrize("kind", [kind for kind in REFUSED if kind in PeftType.__members__])
-def test_kinds_that_work_outside_the_layers_are_refused(make: Callable[..., PPOTrainer], kind: str) -> None:
-    options, message = REFUSED[kind]
-    with pytest.raises(ValueError, match=message):
-        make(peft_config=config(kind, options))
-    with pytest.raises(ValueError, match=f"model has an adapter of the kind {kind}"):
-        make(model=peft.get_peft_model(tiny_policy(), config(kind, options)))
-
-
 @pytest.mark.parametrize("role", ["value_model", "reward_model"])
 def test_prompt_learning_is_refused_in_every_role(make: Callable[..., PPOTrainer], role: str) -> None:
     prompts = peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS")
     with pytest.raises(ValueError, match=f"{role} has an adapter of the kind PREFIX_TUNING: prompt learning adds"):
         make(**{role: peft.get_peft_model(tiny_scorer(), prompts)})
-
-
-def test_a_mixture_of_adapters_is_refused(make: Callable[..., PPOTrainer], tmp_path: Path) -> None:
-    adapters = {}
-    for name in ("0", "1"):
-        adapters[name] = str(tmp_path / name)
-        lora = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **QV)
-        peft.get_peft_model(tiny_policy(), lora).save_pretrained(adapters[name])
-    policy = tiny_policy(use_cache=False)
-    mixture = peft.XLoraConfig(adapters=adapters, hidden_size=32, xlora_size=8, task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match=r"kind XLORA that works in PeftModel\.forward, outside the layers"):
-        make(model=policy, peft_config=mixture)
-
-
-def test_options_that_need_the_forward_pass_of_the_whole_model_are_refused(make: Callable[..., PPOTrainer]) -> None:
-    activated = peft.LoraConfig(r=4, alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM", **QV)
-    with pytest.raises(ValueError, match=r"kind LORA that works in PeftModel\.forward, outside the layers"):
-        make(peft_config=activated)
