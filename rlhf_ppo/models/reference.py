@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
@@ -133,9 +133,11 @@ def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_n
     if ref_model is not None:
         raise ValueError(f"ref_adapter_name={ref_adapter_name!r} and ref_model are both given; pass one of them")
     adapters = list(policy.peft_config) if is_peft_model(policy) else []
-    if ref_adapter_name not in adapters:
+    others = [name for name in adapters if name != active_adapter(cast("PeftModel", policy))]
+    if ref_adapter_name not in others:
         raise ValueError(
-            f"ref_adapter_name={ref_adapter_name!r} is not an adapter of the policy, which has {adapters}"
+            f"ref_adapter_name={ref_adapter_name!r} is not an adapter of the policy beside the trained one; there are "
+            f"{others}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,117 +18,7 @@ from transformers.optimization import GreedyLR
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import settings_of
 
-Changes = dict[str, tuple[Any, Any]]
-"""Values before and now, by the name of the setting."""
-
-_MISSING = "not set"
 _SCHEDULERS = (LRScheduler, GreedyLR)
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Return the settings that differ, by name.
-
-    Args:
-        before: Settings in the checkpoint.
-        now: Settings of this run.
-    """
-    names = sorted(before.keys() | now.keys())
-    pairs = {name: (before.get(name, _MISSING), now.get(name, _MISSING)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def describe_changes(changed: Changes) -> str:
-    """Format changes for a log: `learning_rate=0.0005 (was 0.001), ...`."""
-    return ", ".join(f"{name}={_short(now)} (was {_short(before)})" for name, (before, now) in changed.items())
-
-
-def _short(value: Any) -> Any:
-    """Return one value if all parameter groups agree."""
-    return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
-
-
-class Settings:
-    """Initial settings of a scheduler and of its optimizer's parameter groups.
-
-    Args:
-        scheduler: A new scheduler with its `optimizer`, before any step and before a checkpoint is loaded.
-
-    Attributes:
-        arguments: Further settings of the run.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-        self.arguments: dict[str, Any] = {}
-        self._state = copy.deepcopy(scheduler.state_dict())
-        self._groups = [
-            {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
-            for group in scheduler.optimizer.param_groups
-        ]
-
-    @property
-    def _base_rates(self) -> list[float]:
-        return [float(group.get("initial_lr", group["lr"])) for group in self._groups]
-
-    def recorded(self) -> dict[str, Any]:
-        """Return all settings by name, as JSON values; settings of parameter groups are lists."""
-        names = {name for group in self._groups for name in group} - {"lr", "initial_lr"}
-        of_groups = {name: [group.get(name) for group in self._groups] for name in sorted(names)}
-        settings = {**_constants(self._state), **of_groups, "learning_rate": self._base_rates, **self.arguments}
-        return {name: json.loads(json.dumps(value)) for name, value in settings.items() if _is_json(value)}
-
-    def put_in_force(self, changed: Changes, num_steps: int) -> None:
-        """Replace loaded settings that changed by the settings of this run.
-
-        A schedule continues as if it had these settings from the start. A schedule that follows a metric keeps its
-        state; its learning rates are scaled by the ratio of the initial ones.
-
-        Args:
-            changed: Settings that differ from the checkpoint's.
-            num_steps: Number of steps that the scheduler has taken.
-        """
-        groups = self.scheduler.optimizer.param_groups
-        for group, own in zip(groups, self._groups, strict=True):
-            group.update({name: copy.deepcopy(own[name]) for name in changed if name in own})
-        if follows_metric(self.scheduler):
-            vars(self.scheduler).update({name: self._state[name] for name in changed if name in self._state})
-            before = changed.get("learning_rate", (self._base_rates, None))[0]
-            for group, old, new in zip(groups, before, self._base_rates, strict=True):
-                _set_rate(group, float(group["lr"]) * new / old if old > 0 else new)
-        elif changed.keys() - {name for group in self._groups for name in group}:
-            self._replay(num_steps)
-
-    def _replay(self, num_steps: int) -> None:
-        self.scheduler.load_state_dict(copy.deepcopy(self._state))
-        for group, own in zip(self.scheduler.optimizer.param_groups, self._groups, strict=True):
-            _set_rate(group, own["lr"])
-            if "initial_lr" in own:
-                group["initial_lr"] = copy.deepcopy(own["initial_lr"])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the optimizer's steps were taken in another process
-            for _ in range(num_steps):
-                self.scheduler.step()
-
-
-def _set_rate(group: dict[str, Any], rate: Any) -> None:
-    if isinstance(group["lr"], Tensor):  # captured by a CUDA graph
-        group["lr"].fill_(float(rate))
-    else:
-        group["lr"] = float(rate)
-
-
-def _constants(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constant part of a new scheduler's state, without counters and learning rates."""
-    counted = "last_epoch", "base_lrs"
-    return {name: value for name, value in state.items() if not name.startswith("_") and name not in counted}
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 MakeOptimizer = Callable[[list[tuple[str, Parameter]]], Optimizer]
@@ -167,7 +57,7 @@ class Optimization:
             None if self._make_optimizer else optimizer,
             None if self._make_scheduler else scheduler,
         )
-        self._settings: Settings | None = None
+        self._scheduler: Any = None
         self._is_deepspeed, self.policy_groups = False, list[int]()
 
     def check(self, model: nn.Module, accelerator: Accelerator) -> None:
@@ -200,17 +90,10 @@ class Optimization:
             )
 
     def made_optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Make the optimizer with the given function; return None without one.
-
-        Raises:
-            TypeError: The function returned no optimizer.
-            ValueError: Its optimizer lacks trainable parameters, or holds foreign ones.
-        """
+        """Make the optimizer with the given function; return None without one."""
         if self._make_optimizer is None:
             return None
         optimizer = self._make_optimizer(_trainable(model))
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizers[0] returned {type(optimizer).__name__}, not a torch optimizer")
         check_covers(optimizer, model)
         return optimizer
 
@@ -234,9 +117,14 @@ class Optimization:
 
     def take(self, scheduler: Any, args: PPOConfig, num_updates: int) -> None:
         """Record the settings of a new scheduler and its optimizer, before a checkpoint is loaded."""
-        if self._settings is None or self._settings.scheduler is not scheduler:
-            self._settings = Settings(scheduler)
-        self._settings.arguments = {
+        if self._scheduler is not scheduler:
+            self._scheduler, self._state = scheduler, copy.deepcopy(scheduler.state_dict())
+            self._groups = [
+                {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+                for group in scheduler.optimizer.param_groups
+            ]
+            self._rates = [float(group.get("initial_lr", group["lr"])) for group in self._groups]
+        self._arguments = {
             "num_total_batches": num_updates,
             "lr_scheduler_type": str(args.lr_scheduler_type),
             "lr_scheduler_kwargs": args.lr_scheduler_kwargs,
@@ -244,12 +132,19 @@ class Optimization:
         }
 
     def recorded(self) -> dict[str, Any]:
-        """Return all settings by name, for checkpoints."""
-        assert self._settings is not None, "create_scheduler comes first"
-        return self._settings.recorded()
+        """Return all settings by name, for checkpoints, as JSON values; those of parameter groups are lists."""
+        names = {name for group in self._groups for name in group} - {"lr", "initial_lr"}
+        of_groups = {name: [group.get(name) for group in self._groups] for name in sorted(names)}
+        counted = "last_epoch", "base_lrs"
+        constants = {name: self._state[name] for name in self._state if name[0] != "_" and name not in counted}
+        settings = {**constants, **of_groups, "learning_rate": self._rates, **self._arguments}
+        return {name: json.loads(json.dumps(value)) for name, value in settings.items() if _is_json(value)}
 
     def put_in_force(self, before: Mapping[str, Any], num_updates: int) -> str | None:
         """Apply this run's settings where a loaded checkpoint has others.
+
+        A schedule continues as if it had these settings from the start. A schedule that follows a metric keeps its
+        state; its learning rates are scaled by the ratio of the initial ones.
 
         Args:
             before: Settings in the checkpoint; empty if unknown.
@@ -258,11 +153,52 @@ class Optimization:
         Returns:
             A description of the changes, or None.
         """
-        changed = changes(before, self.recorded()) if before else {}
-        if not changed or (settings := self._settings) is None:
+        now = self.recorded()
+        changed = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+        if not before or not changed:
             return None
-        settings.put_in_force(changed, num_updates)
-        return describe_changes(changed)
+        groups = self._scheduler.optimizer.param_groups
+        for group, own in zip(groups, self._groups, strict=True):
+            group.update({name: copy.deepcopy(own[name]) for name in changed if name in own})
+        if follows_metric(self._scheduler):
+            vars(self._scheduler).update({name: self._state[name] for name in changed if name in self._state})
+            for group, old, new in zip(groups, before["learning_rate"], self._rates, strict=True):
+                if old != new:
+                    _set_rate(group, float(group["lr"]) * new / old if old > 0 else new)
+        elif {*changed} - {name for group in self._groups for name in group}:
+            self._replay(num_updates)
+        return ", ".join(f"{name}={_short(now.get(name))} (was {_short(before.get(name))})" for name in changed)
+
+    def _replay(self, num_updates: int) -> None:
+        self._scheduler.load_state_dict(copy.deepcopy(self._state))
+        for group, own in zip(self._scheduler.optimizer.param_groups, self._groups, strict=True):
+            _set_rate(group, own["lr"])
+            if "initial_lr" in own:
+                group["initial_lr"] = copy.deepcopy(own["initial_lr"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the optimizer's steps were taken in another process
+            for _ in range(num_updates):
+                self._scheduler.step()
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], Tensor):  # captured by a CUDA graph
+        group["lr"].fill_(float(rate))
+    else:
+        group["lr"] = float(rate)
+
+
+def _short(value: Any) -> Any:
+    """Return one value if all parameter groups agree."""
+    return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def follow_metric(args: PPOConfig) -> None:
@@ -313,7 +249,7 @@ def check_prepared(optimizer: Optimizer, model: nn.Module, args: PPOConfig, is_s
         is_sharding: Whether DeepSpeed or FSDP runs, which replace the optimizer's tensors.
 
     Raises:
-        ValueError: It lacks trainable parameters, or holds foreign ones.
+        ValueError: It lacks trainable parameters.
     """
     layer_by_layer = any(part in args.optim for part in ("layerwise", "lomo"))  # these optimizers hold no parameters
     if not is_sharding and not layer_by_layer:
@@ -321,28 +257,20 @@ def check_prepared(optimizer: Optimizer, model: nn.Module, args: PPOConfig, is_s
 
 
 def check_covers(optimizer: Optimizer, model: nn.Module) -> None:
-    """Check that an optimizer holds every trainable parameter of a model, and no foreign one.
+    """Raise a `ValueError` if an optimizer lacks a trainable parameter of a model: it would never change.
 
     Args:
         optimizer: The optimizer.
         model: The prepared `PolicyAndValue`.
-
-    Raises:
-        ValueError: It does not; the message names a few parameters.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = _trainable(model)
     missing = [name for name, parameter in trained if id(parameter) not in held]
-    num_foreign = len(held - {id(parameter) for parameter in model.parameters()})
-    faults = []
     if missing:
-        faults.append(
-            f"lacks {len(missing)} of the {len(trained)} trained tensors, which would never change: {_few(missing)}"
+        raise ValueError(
+            f"the optimizer ({type(optimizer).__name__}) lacks {len(missing)} of the {len(trained)} trained tensors, "
+            f"which would never change: {', '.join(missing[:3])}; {_FIX}"
         )
-    if num_foreign:
-        faults.append(f"holds {num_foreign} tensors that are not of the trainer's models")
-    if faults:
-        raise ValueError(f"the optimizer ({type(optimizer).__name__}) {' and '.join(faults)}; {_FIX}")
 
 
 def _critic_parameters(model: nn.Module) -> set[int]:
@@ -358,24 +286,9 @@ def _trainable(model: nn.Module) -> list[tuple[str, Parameter]]:
     ]
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
 def check_pair(optimizers: Any) -> None:
-    """Check the pair of optimizer and scheduler; each is an instance, a function that makes one, or None.
-
-    Raises:
-        TypeError: `optimizers` is no such pair.
-        ValueError: The scheduler belongs to another optimizer.
-    """
-    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-        raise TypeError(f"optimizers must be a pair (optimizer, scheduler), got {optimizers!r}")
+    """Raise a `ValueError` if the scheduler belongs to another optimizer: it would change no learning rate."""
     optimizer, scheduler = optimizers
-    for index, value in enumerate(optimizers):
-        kind, classes = (("an optimizer", Optimizer), ("a scheduler", _SCHEDULERS))[index]
-        if not (value is None or callable(value) or isinstance(value, classes)):
-            raise TypeError(f"optimizers[{index}] must be {kind}, a function that makes one, or None, got {value!r}")
     if isinstance(scheduler, _SCHEDULERS) and getattr(scheduler, "optimizer", None) is not optimizer:
         raise ValueError(
             f"optimizers[1] is a {type(scheduler).__name__} of another optimizer than optimizers[0], so it would "

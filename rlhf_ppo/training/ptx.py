@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config.ppo_config import settings_of
 from rlhf_ppo.data.prompts import as_the_template_reads, template_settings
@@ -29,7 +28,6 @@ MAX_LENGTH = 1024
 """Largest number of tokens of a text, as in `SFTTrainer`."""
 
 _TEXT_COLUMNS = ("prompt", "completion"), ("messages",), ("text",)
-_FORMS = "'text', 'prompt' and 'completion', 'messages', or 'input_ids'"
 
 
 class Text(NamedTuple):
@@ -47,9 +45,8 @@ class Text(NamedTuple):
 def prepare_texts(
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
+    longest: int,
     vocab_size: int,
-    name: str,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Text]:
     """Tokenize every row; append EOS to texts that are no conversations, as `SFTTrainer` does.
@@ -58,83 +55,72 @@ def prepare_texts(
         dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`);
             conversations may have `tools` and `chat_template_kwargs`.
         tokenizer: The policy's tokenizer.
-        max_length: Longest sequence that the models support, in tokens; None without a limit.
+        longest: Tokens after which a text is cut.
         vocab_size: Number of ids that the models embed.
-        name: Name of the data set in errors.
         template_kwargs: Further arguments of the chat template, or None.
 
     Returns:
         Rows with at least one learned token; shorter rows are left out, with a warning.
 
     Raises:
-        TypeError: It is no data set of dicts with a known length.
         ValueError: A row has none of these forms, or an unknown id; or no row is left.
     """
-    if not has_length(dataset) or not hasattr(dataset, "__getitem__") or isinstance(dataset, str | bytes | Mapping):
-        raise TypeError(
-            f"{name} is a {type(dataset).__name__}: pass a datasets.Dataset or a list of rows, which can be shuffled"
-        )
-    longest = MAX_LENGTH if max_length is None else min(MAX_LENGTH, max_length)
-    rows: Any = dataset
     texts, num_cut = [], 0
-    for index in range(len(rows)):
-        ids, num_context = _encoded(rows[index], tokenizer, index, name, template_kwargs)
+    for index in range(len(dataset)):
+        ids, num_context = _encoded(dataset[index], tokenizer, index, template_kwargs)
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise ValueError(f"row {index} of {name} has token ids outside 0 to {vocab_size - 1}, which models embed")
+            raise ValueError(f"row {index} of ptx_dataset has token ids outside 0 to {vocab_size - 1}")
         num_cut += len(ids) > longest
         num_context = max(1, num_context)
         if num_context < min(len(ids), longest):
             texts.append(Text(ids[:num_context], ids[num_context:longest]))
     if not texts:
-        raise ValueError(f"{name} has no row of which anything could be learned: each needs two tokens or more")
+        raise ValueError("ptx_dataset has no row of which anything could be learned: each needs two tokens or more")
     num_left_out = len(dataset) - len(texts)
     if num_cut or num_left_out:
         logger.warning(
-            f"{name}: of {len(dataset)} rows {num_cut} are cut after {longest} tokens, and {num_left_out} left out, "
-            "as nothing of them would be learned"
+            f"ptx_dataset: of {len(dataset)} rows {num_cut} are cut after {longest} tokens, and {num_left_out} left "
+            "out, as nothing of them would be learned"
         )
     return texts
 
 
 def _encoded(
-    row: Any, tokenizer: PreTrainedTokenizerBase, index: int, name: str, template_kwargs: Mapping[str, Any] | None
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, index: int, template_kwargs: Mapping[str, Any] | None
 ) -> tuple[list[int], int]:
     """Return a row's token ids, and the number of context tokens."""
     from trl.data_utils import is_conversational, maybe_apply_chat_template
 
-    if not isinstance(row, Mapping):
-        raise TypeError(f"row {index} of {name} is a {type(row).__name__}, not a dict with {_FORMS}")
     if row.get("input_ids") is not None:
         mask = row.get("completion_mask")
         return list(row["input_ids"]), 0 if mask is None else list(mask).index(1) if 1 in mask else len(mask)
     form = next((form for form in _TEXT_COLUMNS if all(row.get(column) is not None for column in form)), None)
     if form is None:
-        raise ValueError(f"row {index} of {name} has the columns {sorted(row)}; it needs {_FORMS}")
+        raise ValueError(
+            f"row {index} of ptx_dataset has the columns {sorted(row)}; it needs 'text', 'prompt' and 'completion', "
+            "'messages', or 'input_ids'"
+        )
     example: Any = {column: row[column] for column in form}
     is_chat = is_conversational(example)
     if is_chat:
-        settings = template_settings(row, template_kwargs, f"row {index} of {name}")
+        settings = template_settings(row, template_kwargs, f"row {index} of ptx_dataset")
         example = {column: as_the_template_reads(example[column], tokenizer, None, settings) for column in form}
         tools: Any = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
         example = maybe_apply_chat_template(example, tokenizer, tools, **settings)
-    last = "completion" if form == ("prompt", "completion") else "text"
-    if not isinstance(example.get(last), str):
-        raise ValueError(f"row {index} of {name} holds {form[-1]}={row[form[-1]]!r:.60}, neither text nor messages")
+    last = "completion" if "prompt" in example else "text"
     if not is_chat and tokenizer.eos_token and not example[last].endswith(str(tokenizer.eos_token)):
         example[last] += tokenizer.eos_token
 
-    def ids_of(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=not is_chat)["input_ids"]  # pyright: ignore[reportReturnType]
+    def ids_of(text: str) -> Any:
+        return tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
 
     whole = ids_of(example.get("prompt", "") + example[last])
-    return whole, _common_length(ids_of(example["prompt"]), whole) if last == "completion" else 0
-
-
-def _common_length(prompt: Sequence[int], whole: Sequence[int]) -> int:
-    """Count the common first tokens of a prompt and the whole text: tokens may merge at its end."""
-    pairs = zip(prompt, whole, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if last == "text":
+        return whole, 0
+    pairs = zip(ids_of(example["prompt"]), whole, strict=False)
+    common = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)  # tokens may merge at the prompt's end
+    return whole, sum(1 for _ in common)
 
 
 class LanguageModeling:
@@ -156,10 +142,10 @@ class LanguageModeling:
     def __init__(self, run: RunState, critic_only: CriticOnly, dataset: Any) -> None:
         self.run, self.critic_only, self.num_drawn = run, critic_only, 0
         self._orders: dict[int, Sequence[int]] = {}
-        limit = run.longest_sequence
-        sizes = (None if limit is None else limit.tokens, run.vocabulary.size or len(run.tokenizer))
+        longest = MAX_LENGTH if run.longest_sequence is None else min(MAX_LENGTH, run.longest_sequence.tokens)
+        vocab_size = run.vocabulary.size or len(run.tokenizer)
         settings = settings_of(run.args.chat_template_kwargs)
-        self.texts = prepare_texts(dataset, run.tokenizer, *sizes, "ptx_dataset", settings)
+        self.texts = prepare_texts(dataset, run.tokenizer, longest, vocab_size, settings)
         run.stateful.register("ptx", self)
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -226,7 +212,6 @@ class LanguageModeling:
         if number not in self._orders:
             args = self.run.args
             seed = derive_seed("ptx", args.seed if args.data_seed is None else args.data_seed, number)
-            generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(len(self.texts), generator=generator).tolist()
+            order = torch.randperm(len(self.texts), generator=torch.Generator().manual_seed(seed)).tolist()
             self._orders = {last: self._orders[last] for last in self._orders if last == number - 1} | {number: order}
         return self.texts[self._orders[number][place]]

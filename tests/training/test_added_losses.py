@@ -108,7 +108,7 @@ def test_conversations_are_read_with_the_chat_template(make_trainer: MakeTrainer
 
 
 def test_the_template_of_texts_gets_tools_and_further_arguments(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+    make_trainer: MakeTrainer,
 ) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
@@ -125,26 +125,20 @@ def test_the_template_of_texts_gets_tools_and_further_arguments(
     trainer = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=rows, **given)
     ids = [text.context + text.learned for text in trainer._ptx.texts]
     assert ids == [[4, 5, 12], [4, 5, 11], [4, 5, 11], [10, 4, 5, 12], [10, 4, 5, 12]]
-    assert "change nothing" not in caplog.text
-    with pytest.raises(ValueError, match="row 0 of ptx_dataset has chat_template_kwargs of type str: give a dict"):
-        make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=[rows[0] | {"chat_template_kwargs": "{}"}], **given)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("given", "message"),
     [
-        ({"ptx_coef": 0.5}, ValueError, r"ptx_coef=0\.5 weighs a loss on ptx_dataset, but there is none"),
-        ({"ptx_dataset": TEXTS}, ValueError, "ptx_dataset is given, but ptx_coef=0 gives it no weight"),
-        ({"ptx_coef": 0.5, "ptx_dataset": iter(TEXTS)}, TypeError, "ptx_dataset is a list_iterator: pass a datasets"),
-        ({"ptx_coef": 0.5, "ptx_dataset": []}, ValueError, "ptx_dataset has no row of which anything"),
-        ({"ptx_coef": 0.5, "ptx_dataset": ["w1"]}, TypeError, "row 0 of ptx_dataset is a str, not a dict"),
-        ({"ptx_coef": 0.5, "ptx_dataset": [{"a": 1}]}, ValueError, r"columns \['a'\]; it needs 'text'"),
-        ({"ptx_coef": 0.5, "ptx_dataset": [{"text": 3}]}, ValueError, "row 0 of ptx_dataset holds text=3"),
-        ({"ptx_coef": 0.5, "ptx_dataset": [{"input_ids": [3, 99]}]}, ValueError, "token ids outside 0 to 31"),
+        ({"ptx_coef": 0.5}, r"ptx_coef=0\.5 weighs a loss on ptx_dataset, but there is none"),
+        ({"ptx_dataset": TEXTS}, "ptx_dataset is given, but ptx_coef=0 gives it no weight"),
+        ({"ptx_coef": 0.5, "ptx_dataset": []}, "ptx_dataset has no row of which anything"),
+        ({"ptx_coef": 0.5, "ptx_dataset": [{"a": 1}]}, r"columns \['a'\]; it needs 'text'"),
+        ({"ptx_coef": 0.5, "ptx_dataset": [{"input_ids": [3, 99]}]}, "token ids outside 0 to 31"),
     ],
 )
 def test_what_cannot_be_learned_from_is_an_error(
-    make_trainer: MakeTrainer, given: dict[str, Any], error: type[Exception], message: str
+    make_trainer: MakeTrainer, given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         make_trainer(**QUICK, **given)
