@@ -332,7 +332,7 @@ def test_what_is_no_update_changes_nothing(make_stepper: Steps, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"train_dataset": [{"input_ids": [5]}] * 2}, "pass reward_model or reward_funcs"),
+        ({"train_dataset": [{"input_ids": [5]}] * 2}, "reward_model and reward_funcs are both None"),
         ({"total_episodes": None}, "max_steps or total_episodes must be set"),
         ({}, "train_dataset=None: pass the prompts to train on, or call step"),
     ],
