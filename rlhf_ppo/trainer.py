@@ -17,7 +17,7 @@ from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, token
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments, masked_whiten
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, may_hold_chats, num_rows
+from rlhf_ppo.data.prompts import NoPrompts, PromptCollator, Prompts, check_lengths, num_rows
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
 from rlhf_ppo.generation.sampling import join_responses
@@ -31,7 +31,7 @@ from rlhf_ppo.rewards.scorer import Scores, ScoringBatch, shape_scores, whole_sc
 from rlhf_ppo.trainer_base import TrainerBase
 from rlhf_ppo.training import checks, construction, learning
 from rlhf_ppo.training.construction import ModelOrPath
-from rlhf_ppo.training.datasets import check_collated, load_data
+from rlhf_ppo.training.datasets import load_data
 from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.external_loop import given_responses
 from rlhf_ppo.training.learning import PolicyLossFunction
@@ -132,19 +132,18 @@ class PPOTrainer(TrainerBase):
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
         # Check everything that needs no weights.
-        checks.check_subclass(self, PPOTrainer)
         checks.check_arguments(args)
         self._reward_funcs = reward_funcs
         self._episodes = episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
         given = (episodes, reward_funcs, reward_model, train_dataset, eval_dataset)
         self._is_stepped = all(each is None for each in given)  # for `step`, which receives responses and scores
         functions = construction.reward_functions(reward_funcs, reward_model, episodes, self._is_stepped)
-        checks.check_models(reward_model, bool(functions), model=model, ref_model=ref_model, value_model=value_model)
+        checks.check_has_reward(reward_model, bool(functions))
         tokenizer = construction.load_tokenizer(model) if processing_class is None else processing_class
         train_dataset = NoPrompts() if self._is_stepped else train_dataset
         train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
         adapters = {"peft_config": peft_config, "value_peft_config": value_peft_config}
-        checks.check_others(args, data_collator, callbacks, optimizers, kl_controller, engine, ptx_dataset, **adapters)
+        checks.check_others(args, optimizers, kl_controller, ptx_dataset)
         self._policy_loss = learning.resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
         self.tokens = tokens = special_tokens(args, tokenizer)
         checks.check_optimization(args, optimizers, num_rows(train_dataset))
@@ -184,9 +183,6 @@ class PPOTrainer(TrainerBase):
             self, run, models, preparation, episodes, engine, generate=lambda *given: self.generate_responses(*given)
         )
         self._ptx = None if ptx_dataset is None else LanguageModeling(run, self._critic_only, ptx_dataset)
-        if data_collator is not None:
-            check_collated(run, self.train_dataset, self._get_collator_with_removed_columns(data_collator, "checking"))
-        self._warn_of_unused_options(models, has_engine=engine is not None)
 
     # ---- The loop ----
 
@@ -705,14 +701,3 @@ class PPOTrainer(TrainerBase):
     def reward_model(self) -> nn.Module | None:
         """The first reward model (TRL's attribute)."""
         return next(iter(self.reward_models), None)
-
-    def _warn_of_unused_options(self, models: construction.Models, has_engine: bool) -> None:
-        episodes, (has_optimizer, has_schedule) = self._episodes, self._optimization.replaces
-        skips_search = self.args.chat_template_kwargs is None or episodes is not None or self._ptx is not None
-        checks.warn_of_unused_options(
-            self._run, models, self._policy_loss, self.kl_controller, is_stepped=self._is_stepped,
-            has_engine=has_engine, has_evaluation=self.eval_dataset is not None,
-            has_episodes=episodes is not None and episodes.rollout_func is None,
-            has_chats=skips_search or may_hold_chats(self.train_dataset, self.eval_dataset),
-            has_optimizer=has_optimizer, has_schedule=has_schedule,
-        )  # fmt: skip

@@ -49,7 +49,7 @@ from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, not
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.rewards.scorer import Scorer, Scores
 from rlhf_ppo.training import datasets, rollouts, saving
-from rlhf_ppo.training.checks import check_datasets, check_kept, check_rows
+from rlhf_ppo.training.checks import check_datasets, check_rows
 from rlhf_ppo.training.construction import set_up_engine
 from rlhf_ppo.training.learning import CriticOnly, gradient_norms, monte_carlo_returns
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
@@ -171,7 +171,6 @@ class TrainerBase(Trainer):
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
         run, args = self._run, self.args
-        check_kept(self)
         opened = self._directory.opened(output_directory(args), resume_from_checkpoint)
         with run.signals.listening(), opened as checkpoint:
             run.guard.last_checkpoint = checkpoint

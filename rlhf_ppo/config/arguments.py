@@ -222,9 +222,6 @@ def check_recipes(args: RecipeArguments, kl_coef: float) -> None:
 
 # Tools and environments
 
-EPISODE_OPTIONS = ("max_tool_calling_iterations", "tool_timeout")
-"""Options that only tools and environments read."""
-
 
 @dataclass(repr=False)
 class AgentArguments:

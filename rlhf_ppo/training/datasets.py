@@ -41,9 +41,8 @@ from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.processes.distributed import get_logger, isolated_rng
 from rlhf_ppo.processes.signals import leave_signals_to_parent
-from rlhf_ppo.training.checks import check_collator, check_datasets
+from rlhf_ppo.training.checks import check_datasets
 from rlhf_ppo.training.episodes import EpisodeRollouts
-from rlhf_ppo.training.run_state import RunState
 
 logger = get_logger(__name__)
 
@@ -196,16 +195,6 @@ def load_data(
         train_dataset = episodes.prepare(tokenizer, train_dataset)
     check_datasets(args, train_dataset, eval_dataset, needs_prompts=episodes is None)
     return train_dataset, eval_dataset
-
-
-def check_collated(run: RunState, train_dataset: Any, collate: Callable[..., Any]) -> None:
-    """Check the output of a collator.
-
-    Raises:
-        TypeError: The collator returned no prompts.
-    """
-    if length := num_rows(train_dataset):
-        check_collator(collate, [train_dataset[row] for row in range(min(length, run.sizes.local_batch_size))])
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class Optimization:
 
     Attributes:
         given: The instances among them, for Trainer.
-        replaces: Whether `optimizers` gives the optimizer, and whether it gives the scheduler.
         policy_groups: Indices of the policy's parameter groups, if critic warm-up holds them under DeepSpeed.
     """
 
@@ -52,7 +51,6 @@ class Optimization:
         optimizer, scheduler = optimizers
         self._make_optimizer: MakeOptimizer | None = None if isinstance(optimizer, Optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if isinstance(scheduler, _SCHEDULERS) else scheduler
-        self.replaces = (optimizer is not None, scheduler is not None)
         self.given: tuple[Any, Any] = (
             None if self._make_optimizer else optimizer,
             None if self._make_scheduler else scheduler,

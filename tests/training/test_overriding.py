@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaForCausalLM, Trainer
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.rewards.scorer import Scores
-from rlhf_ppo.training.checks import KEPT
-from tests.conftest import prompt_rows, tiny_policy
+from tests.conftest import prompt_rows
 from tests.runs import QUICK, logged, parameters
 
 MakeTrainer = Callable[..., Any]
@@ -189,44 +188,6 @@ def test_compute_loss_without_outputs_is_a_scalar(make_trainer):
 
     assert trainer.losses[0].shape == () and trainer.losses[0].requires_grad
     assert float(trainer.losses[0].detach()) == pytest.approx(logged(trainer, "loss")[0], abs=1e-6)
-
-
-NOT_CALLED: dict[str, Any] = {
-    "sizes": property(lambda self: (1, 2)),
-    "scorer": "mine",
-    "_run": lambda self: None,
-    "update": lambda self, task: None,
-    "policy_loss": 0.5,
-}
-
-
-@pytest.mark.parametrize("name", NOT_CALLED)
-def test_a_name_that_is_in_use_is_an_error_of_the_constructor(name: str, make_trainer: MakeTrainer) -> None:
-    mine = type("Mine", (PPOTrainer,), {name: NOT_CALLED[name]})
-    with pytest.raises(TypeError, match=rf"^Mine\.{name}=.*give (it|the subclass's attribute) another"):
-        make_trainer(mine, **QUICK)
-
-
-def test_an_attribute_that_is_in_use_is_an_error_before_and_after_the_constructor(make_trainer: MakeTrainer) -> None:
-    class Before(PPOTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.sizes = [1, 2]  # pyright: ignore[reportAttributeAccessIssue]
-            super().__init__(*args, **kwargs)
-
-    class After(PPOTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.sizes = [1, 2]  # pyright: ignore[reportAttributeAccessIssue]
-
-    with pytest.raises(TypeError, match=r"^Before\.sizes=\[1, 2\], but PPOTrainer keeps something"):
-        make_trainer(Before, **QUICK)
-    with pytest.raises(TypeError, match=r"^After\.sizes=\[1, 2\], but PPOTrainer keeps something"):
-        make_trainer(After, **QUICK).train()
-
-
-def test_all_that_a_trainer_keeps_is_known(make_trainer: MakeTrainer, make_args: Any) -> None:
-    of_trainer = vars(Trainer(tiny_policy(), make_args(**QUICK)))
-    assert vars(make_trainer(**QUICK)).keys() - of_trainer.keys() - {"_made_with"} == KEPT
 
 
 def test_an_attribute_error_inside_a_property_is_shown(make_trainer: MakeTrainer) -> None:
