@@ -1,9 +1,4 @@
-"""Text before it is displayed or written: untrusted text is escaped, and secrets are hidden.
-
-Text of a model, a server or a data set may hold control characters and markup: `visible` is for terminals, logs,
-errors and names; `markdown` and `code_span` build on it. Arguments, URLs and errors may hold tokens,
-passwords and keys. Data files keep their texts unchanged.
-"""
+"""Text before it is displayed or written: control characters are escaped, and secrets are hidden."""
 
 from __future__ import annotations
 
@@ -13,9 +8,7 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
-import textwrap
 import traceback
 import urllib.parse
 import warnings
@@ -26,12 +19,8 @@ from typing import Any, Self, TextIO
 from rich.console import Console
 from rich.text import Text
 
-_BIDI = "\u202a-\u202e\u2066-\u2069"
-CONTROL = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{_BIDI}\ud800-\udfff]")
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that `visible` escapes."""
-
-_CONTROL_IN_LINE = re.compile(f"[\t\n]|{CONTROL.pattern}")
-_CODE = re.compile("`[^`]*`")
 
 
 def visible(text: str, *, one_line: bool = False) -> str:
@@ -44,8 +33,8 @@ def visible(text: str, *, one_line: bool = False) -> str:
         text: Any text.
         one_line: Whether to escape newlines and tabs too.
     """
-    pattern = _CONTROL_IN_LINE if one_line else CONTROL
-    return pattern.sub(lambda found: repr(found[0])[1:-1], text)
+    text = CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
 def markdown(value: Any) -> str:
@@ -64,44 +53,18 @@ def cell(value: object, style: str = "") -> Text:
 
 
 def print_text(text: object, file: TextIO | None = None, style: str = "") -> None:
-    """Print an escaped text; a terminal gets lines that break between words, and colours.
+    """Print an escaped text; a terminal gets colours.
 
     Args:
         text: The text.
         file: The stream; None is stdout.
         style: A style of rich, such as "bold red"; other streams than a terminal get plain text.
     """
-    stream = file or sys.stdout
-    shown = _fitted(visible(str(text)), stream)
-    if style:
-        no_color = bool(os.environ.get("NO_COLOR"))
-        Console(file=stream, no_color=no_color).print(Text(shown, style), soft_wrap=True)
-    else:
-        print(shown, file=stream, flush=True)
-
-
-def _fitted(text: str, stream: Any) -> str:
-    """Break lines between words for a terminal; return the text unchanged for other streams."""
-    if not (hasattr(stream, "isatty") and stream.isatty()):
-        return text
-    width = shutil.get_terminal_size().columns
-    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """Break a line between words; paths and `commands` stay whole, and a continued line keeps its indent."""
-    if len(line) <= width:
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip(" -")))
-    glued = _CODE.sub(lambda found: found[0].replace(" ", "\0") if len(found[0]) < width else found[0], line)
-    parts = textwrap.wrap(
-        glued, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-    )
-    return [part.replace("\0", " ") for part in parts]
+    Console(file=file or sys.stdout).print(cell(text, style), soft_wrap=True)
 
 
 def visible_logger(name: str) -> Any:
-    """Return the logger of a module; it escapes its messages and, on a terminal, breaks lines between words."""
+    """Return the logger of a module; it escapes its messages."""
     from transformers.utils import logging as transformers_logging  # its import takes a second
 
     logger: Any = transformers_logging.get_logger(name)
@@ -127,7 +90,7 @@ def _escaped_warning(*given: Any, **named: Any) -> str:
 
 def _escape(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    if (shown := _fitted(visible(message), sys.stderr)) != message:
+    if (shown := visible(message)) != message:
         record.msg, record.args = shown, None
     return True
 

@@ -1,49 +1,25 @@
-"""Terminal output of a run: one line per log, a progress bar, a summary table, and hidden output of libraries."""
+"""Terminal output of a run: one line per log, a progress bar, and a summary table."""
 
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
-from transformers.trainer_utils import has_length
 from transformers.utils.import_utils import is_in_notebook
 
-from rlhf_ppo.terminal import cell, is_terminal, print_text, visible
+from rlhf_ppo.terminal import cell, print_text
 
 LogConsole = Literal["line", "full", "none"]
 Logs = Mapping[str, Any]
-
-_Figures = tuple[tuple[str, str, Callable[[float], str], int], ...]
-_Parts = list[tuple[str, int]]
-
-
-class RunPosition(NamedTuple):
-    """Position of a run.
-
-    Attributes:
-        update: Number of finished updates.
-        num_updates: Number of updates of the run.
-        seconds_per_update: Mean wall time of an update since the process started; None before the first.
-    """
-
-    update: int
-    num_updates: int
-    seconds_per_update: float | None
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Estimated seconds until the end of the run."""
-        return None if self.seconds_per_update is None else (self.num_updates - self.update) * self.seconds_per_update
 
 
 def format_number(value: float) -> str:
@@ -54,7 +30,6 @@ def format_number(value: float) -> str:
 
 
 def _decimals(value: float) -> str:
-    """Format a number of a column with three decimals."""
     return f"{value:z.3f}" if abs(value) < 1e5 else f"{value:.1e}"
 
 
@@ -64,82 +39,58 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-# Key in training, key in evaluation, format, and rank: a narrow terminal drops the parts of the highest rank first.
-_PPO_FIGURES: _Figures = (
-    ("episode", "", lambda value: f"episode {value:>5.0f}", 4),
-    ("objective/scores", "score", lambda value: f"score {_decimals(value):>7}", 0),
-    ("objective/kl", "kl", lambda value: f"KL {_decimals(value):>6}", 1),
-    ("response/length_mean", "response_length_mean", lambda value: f"length {value:>6.1f}", 6),
-    ("response/ended_frac", "ended_frac", lambda value: f"ended {value:>4.0%}", 2),
+# Key in training, key in evaluation, format: of PPO, then of TRL's SFT and reward trainers
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("episode", "", lambda value: f"episode {value:>5.0f}"),
+    ("objective/scores", "score", lambda value: f"score {_decimals(value):>7}"),
+    ("objective/kl", "kl", lambda value: f"KL {_decimals(value):>6}"),
+    ("response/length_mean", "response_length_mean", lambda value: f"length {value:>6.1f}"),
+    ("response/ended_frac", "ended_frac", lambda value: f"ended {value:>4.0%}"),
 )
-# For logs of TRL's SFT and reward trainers.
-_TRL_FIGURES: _Figures = (
-    ("loss", "loss", lambda value: f"loss {_decimals(value):>7}", 0),
-    ("mean_token_accuracy", "mean_token_accuracy", lambda value: f"right tokens {value:>4.0%}", 1),
-    ("accuracy", "accuracy", lambda value: f"right pairs {value:>4.0%}", 1),
-    ("margin", "margin", lambda value: f"margin {_decimals(value):>6}", 6),
+_FIGURES_OF_TRL: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", lambda value: f"loss {_decimals(value):>7}"),
+    ("mean_token_accuracy", "mean_token_accuracy", lambda value: f"right tokens {value:>4.0%}"),
+    ("accuracy", "accuracy", lambda value: f"right pairs {value:>4.0%}"),
+    ("margin", "margin", lambda value: f"margin {_decimals(value):>6}"),
 )
 
 
-def log_line(logs: Logs, position: RunPosition, width: int | None = None) -> str | None:
+def log_line(logs: Logs, update: int, num_updates: int, seconds_per_update: float | None) -> str | None:
     """Format a log as one line.
 
     Args:
         logs: Logs of training, of an evaluation, or of a callback.
-        position: Position of the run.
-        width: Columns of the terminal; None for no limit.
+        update: Number of finished updates.
+        num_updates: Number of updates of the run.
+        seconds_per_update: Mean wall time of an update since the process started; None before the first.
 
     Returns:
         The line; None for Trainer's summary at the end of training and for an empty log.
     """
-    if "train_runtime" in logs:
+    evaluated = next((key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")), None)
+    if evaluated == "train":
         return None
-    if "loss" in logs:
-        parts = [(_count("update", position), 0), *_figures(logs, lambda training, _: training), *_times(position)]
-    elif prefix := next((key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")), None):
-        dataset = prefix.removeprefix("eval").strip("_")  # its name, if there are several
-        figures = _figures(logs, lambda _, name: f"{prefix}_{name}")
-        seconds = f"{float(logs[f'{prefix}_runtime']):.1f} s"
-        parts = [(_count(f"evaluated {dataset}".rstrip(), position), 0), *figures, (seconds, 3)]
+    if "loss" in logs or evaluated is not None:
+        is_ppo = any(key.startswith("objective/") or key.endswith("_score") for key in logs)
+        figures = _FIGURES if is_ppo else _FIGURES_OF_TRL
+        keys = [training if evaluated is None else f"{evaluated}_{name}" for training, name, _ in figures]
+        label = "update" if evaluated is None else f"evaluated {evaluated.removeprefix('eval').strip('_')}".rstrip()
+        parts = [f"{label:<9} {update:>{len(str(num_updates))}}/{num_updates}"]
+        parts += [
+            form(float(logs[key])) for key, (*_, form) in zip(keys, figures, strict=True) if logs.get(key) is not None
+        ]
+        if evaluated is not None:
+            parts.append(f"{float(logs[f'{evaluated}_runtime']):.1f} s")
+        elif seconds_per_update is not None:
+            left = format_duration((num_updates - update) * seconds_per_update)
+            parts += [f"{seconds_per_update:.{1 if seconds_per_update >= 0.1 else 2}f} s", f"{left} left"]
     else:
-        parts = [(f"{key} {_value(value)}", 0) for key, value in logs.items() if key not in ("epoch", "total_flos")]
-    return _fit(parts, width) if parts else None
-
-
-def _count(label: str, position: RunPosition) -> str:
-    if position.num_updates <= 0:
-        return f"{label:<9} {position.update}"
-    return f"{label:<9} {position.update:>{len(str(position.num_updates))}}/{position.num_updates}"
-
-
-def _figures(logs: Logs, key_of: Callable[[str, str], str]) -> _Parts:
-    for figures in (_PPO_FIGURES, _TRL_FIGURES):
-        found = [(logs.get(key_of(training, name)), form, rank) for training, name, form, rank in figures]
-        parts = [(form(float(value)), rank) for value, form, rank in found if value is not None]
-        if any(rank < 3 for _, rank in parts):
-            return parts
-    return []
-
-
-def _times(position: RunPosition) -> _Parts:
-    each, left = position.seconds_per_update, position.seconds_left
-    if each is None or left is None or position.num_updates <= 0:
-        return []
-    return [(f"{each:.1f} s" if each >= 0.1 else f"{each:.2f} s", 3), (f"{format_duration(left)} left", 5)]
+        parts = [f"{key} {_value(value)}" for key, value in logs.items() if key not in ("epoch", "total_flos")]
+    return " | ".join(parts) or None
 
 
 def _value(value: Any) -> str:
     return format_number(value) if isinstance(value, float) and math.isfinite(value) else str(value)
-
-
-def _fit(parts: _Parts, width: int | None) -> str:
-    """Join the parts; drop the part of the highest rank until the line fits."""
-    parts = list(parts)
-    while width is not None and sum(len(text) + 3 for text, _ in parts) - 3 > width and len(parts) > 1:
-        worst = max(range(len(parts)), key=lambda index: (parts[index][1], index))
-        del parts[worst]
-    line = visible(" | ".join(text for text, _ in parts), one_line=True)
-    return line if width is None else line[:width]
 
 
 _ROWS = {
@@ -155,15 +106,9 @@ _ROWS = {
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "time/tokens_per_second": "tokens per second",
-}
-_EVALUATION_ROWS = {
     "eval_score": "held-out score",
     "eval_kl": "held-out KL, nats",
     "eval_ended_frac": "held-out share that ended",
-}
-_FORMATS: Mapping[str, Callable[[float], str]] = {
-    **dict.fromkeys(("response/ended_frac", "policy/clipfrac_avg", "eval_ended_frac"), "{:.0%}".format),
-    "time/tokens_per_second": "{:.0f}".format,
 }
 
 
@@ -174,39 +119,21 @@ def summary_table(log_history: Sequence[Logs]) -> Table | None:
         log_history: All logs of the run, also of earlier starts.
 
     Returns:
-        One row for each logged metric; None without a PPO update.
+        One row for each logged metric, and for each reward if there are several; None without a PPO update.
     """
-    updates = [log for log in log_history if "loss" in log]
-    if not any(key.startswith("objective/") for log in updates for key in log):
+    updates = [log for log in log_history if "objective/kl" in log or "objective/scores" in log]
+    if not updates:
         return None
-    evaluations = [log for log in log_history if "eval_runtime" in log]
-    table = Table("", "first", "last", "lowest", "highest", title=_title(log_history, updates), title_justify="left")
+    rewards = [key for key in updates[-1] if key.startswith("rewards/") and key.endswith("/mean")]
+    rows = _ROWS | ({key: key.split("/", 1)[1].removesuffix("/mean") for key in rewards} if len(rewards) > 1 else {})
+    table = Table("", "first", "last", "lowest", "highest", title=f"{updates[-1]['step']} updates")
     for column in table.columns[1:]:
         column.justify = "right"
-    for logs, rows in ((updates, _with_rewards(_ROWS, updates)), (evaluations, _EVALUATION_ROWS)):
-        for key, meaning in rows.items():
-            if values := [float(log[key]) for log in logs if key in log]:
-                form = _FORMATS.get(key, format_number)
-                table.add_row(cell(meaning), *map(form, (values[0], values[-1], min(values), max(values))))
+    for key, meaning in rows.items():
+        if values := [float(log[key]) for log in log_history if key in log]:
+            form = "{:.0%}".format if "frac" in key else format_number
+            table.add_row(cell(meaning), *map(form, (values[0], values[-1], min(values), max(values))))
     return table
-
-
-def _with_rewards(rows: Mapping[str, str], updates: Sequence[Logs]) -> dict[str, str]:
-    """Add a row for each reward if there are several."""
-    keys = [key for key in updates[-1] if key.startswith("rewards/") and key.endswith("/mean")]
-    rewards = {key: key.removeprefix("rewards/").removesuffix("/mean") for key in keys} if len(keys) > 1 else {}
-    return {"objective/scores": rows["objective/scores"], **rewards, **rows}
-
-
-def _title(log_history: Sequence[Logs], updates: Sequence[Logs]) -> str:
-    last = updates[-1]
-    seconds = [log["train_runtime"] for log in log_history if "train_runtime" in log]
-    parts = [f"{last['step']} updates" if last["step"] != 1 else "1 update"]
-    if "episode" in last:
-        parts.append(f"{last['episode']:g} episodes")
-    if seconds:
-        parts.append(f"{format_duration(seconds[-1])} since the run was started")
-    return ", ".join(parts)
 
 
 def use_console(trainer: Trainer, log_console: LogConsole) -> None:
@@ -220,46 +147,17 @@ def use_console(trainer: Trainer, log_console: LogConsole) -> None:
     if log_console == "full":
         return
     trainer.remove_callback(PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
-    if not trainer.args.disable_tqdm:
+    if not trainer.args.disable_tqdm and (is_in_notebook() or sys.stderr.isatty()):
         trainer.add_callback(UpdateBar())
     if log_console == "line":
         trainer.add_callback(LogLines())
 
 
 class UpdateBar(ProgressCallback):
-    """Trainer's progress bar, only on a terminal or in a notebook, without logs, and correct after a resume."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the bar at the update that the run resumes from, for a correct estimate of the time left."""
-        if state.is_world_process_zero:
-            self.training_bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                dynamic_ncols=True,
-                unit="update",
-                disable=not _shows_bars(),
-            )
-        self.current_step = state.global_step
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the batches of an evaluation with several batches."""
-        loader: Any = kwargs.get("eval_dataloader")
-        if state.is_world_process_zero and _shows_bars() and has_length(loader) and len(loader) > 1:
-            if self.prediction_bar is None:
-                self.prediction_bar = tqdm(total=len(loader), leave=False, dynamic_ncols=True, unit="batch")
-            self.prediction_bar.update(1)
+    """Trainer's progress bar without logs."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
-        """Remove the bar of an evaluation, before `LogLines` prints its result."""
-        if self.prediction_bar is not None:
-            self.prediction_bar.clear()  # `close` erases no bar that it drew only once
-            self.prediction_bar.close()
-            self.prediction_bar = None
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the bar."""
-        if self.training_bar is not None:
-            super().on_train_end(args, state, control, **kwargs)
+        """Print nothing: `LogLines` does."""
 
 
 class LogLines(PrinterCallback):
@@ -274,11 +172,13 @@ class LogLines(PrinterCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Print the line."""
-        if state.is_world_process_zero and logs is not None:
-            width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
-            if (line := log_line(logs, self._position(state), width)) is not None:
-                with beside_bars():
-                    print_text(line)
+        start, first = self._start or (0.0, state.global_step)
+        done = state.global_step - first
+        seconds = (time.monotonic() - start) / done if done > 0 else None
+        line = log_line(logs or {}, state.global_step, state.max_steps, seconds)
+        if state.is_world_process_zero and line is not None:
+            with beside_bars():
+                print_text(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the table."""
@@ -286,19 +186,9 @@ class LogLines(PrinterCallback):
             with beside_bars():
                 Console().print(table)
 
-    def _position(self, state: Any) -> RunPosition:
-        each = None
-        if self._start is not None and state.global_step > self._start[1]:
-            each = (time.monotonic() - self._start[0]) / (state.global_step - self._start[1])
-        return RunPosition(state.global_step, state.max_steps, each)
-
 
 @contextmanager
 def beside_bars() -> Iterator[None]:
     """Clear progress bars while the block prints, and redraw them below."""
     with tqdm.external_write_mode():
         yield
-
-
-def _shows_bars() -> bool:
-    return is_in_notebook() or is_terminal(sys.stderr)

@@ -406,27 +406,20 @@ def audit_columns(
         generator: Draws the prefixes.
 
     Returns:
-        The result of `columns_of`, `(B, K, 7 + M)`.
+        The result of `columns_of`, `(B, K, 3 + M)`.
     """
     args, tokens = run.args, run.tokens
     responses, prompts = sampler.respond(model, prompts)
     rollout, _ = evaluate(model, responses, prompts)
 
-    def evaluated(batch: Sequence[audits.Continuation], sampled: Tensor) -> tuple[Rollout, Tensor]:
-        of_rows = prompts.take([each.row for each in batch])
-        ids = audits.joined(rollout, batch, sampled, args.response_length, tokens.pad)
-        return evaluate(model, join_responses(of_rows, ids, tokens.stop, tokens.pad, tokens.stop_strings), of_rows)
-
     def returns_of(batch: Sequence[audits.Continuation]) -> Tensor:
         config = sampling_config(args, tokens.stop, run.vocabulary.never_sampled)
         config.max_new_tokens = args.response_length - batch[0].cut
-        return evaluated(batch, sampler.sample(model, audits.prefix_prompts(rollout, batch), config).responses)[1]
-
-    def scores_at(cuts: np.ndarray) -> np.ndarray:
-        """Score prefixes as they are; empty ones are not scored."""
-        rows = [audits.Continuation(row, max(int(cut), 1), (row, 0, 0)) for row, cut in enumerate(cuts)]
-        scores = evaluated(rows, responses.responses[:, :0])[0].scores.double().cpu().numpy()
-        return np.where(cuts > 0, scores, np.nan)
+        sampled = sampler.sample(model, audits.prefix_prompts(rollout, batch), config).responses
+        of_rows = prompts.take([each.row for each in batch])
+        ids = audits.joined(rollout, batch, sampled, args.response_length, tokens.pad)
+        joined = join_responses(of_rows, ids, tokens.stop, tokens.pad, tokens.stop_strings)
+        return evaluate(model, joined, of_rows)[1]
 
     cuts = audits.draw_cuts(responses.masks.response.sum(axis=1), num_prefixes, generator)
     width, longest = responses.context_length + args.response_length, sampler.longest_sequence
@@ -439,5 +432,4 @@ def audit_columns(
         batch = batches[min(index, len(batches) - 1)]
         for each, of_tokens in zip(batch, returns_of(batch).cpu().numpy(), strict=True):
             returns[each.place] = of_tokens[each.cut]
-    scores = np.stack([scores_at(of_rows) for of_rows in cuts.T], axis=1)
-    return audits.columns_of(rollout, cuts, scores, returns)
+    return audits.columns_of(rollout, cuts, returns)

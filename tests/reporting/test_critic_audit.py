@@ -35,10 +35,6 @@ def count_of_w4(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(ids.count(W4) + ids.count(W5)) for ids in completion_ids]
 
 
-def length_of_text(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    return [float(len(ids)) for ids in completion_ids]
-
-
 def uniform_policy() -> Any:
     """A policy that always samples w4 and w5 with probability 1/4 each, and any other word with 1/60."""
     policy = tiny_policy()
@@ -59,14 +55,11 @@ def true_values(rollout: Rollout, tokens: tuple[int, ...] = (W4, W5), share: flo
 
 BROKEN: dict[str, tuple[Callable[[Rollout], Tensor], str]] = {
     "frozen": (lambda rollout: torch.full_like(rollout.values, 0.3), "head is frozen"),
-    "sign turned": (lambda rollout: -true_values(rollout), "sign is flipped"),
+    "sign turned": (lambda rollout: -true_values(rollout), "do not predict the returns"),
     "shuffled": (
         lambda rollout: true_values(rollout).flatten()[torch.randperm(rollout.values.numel())].view_as(rollout.values),
         "do not predict the returns",
     ),
-    "another reward": (lambda rollout: true_values(rollout, (9,), 0.01), "another reward"),
-    "a token late": (lambda rollout: true_values(rollout).roll(1, dims=1), "a token off: the following"),
-    "a token early": (lambda rollout: true_values(rollout).roll(-1, dims=1), "a token off: the previous"),
 }
 
 
@@ -95,9 +88,7 @@ def test_monte_carlo_returns_are_those_of_the_policy(make_audited: Callable[...,
     assert (found.num_prompts, found.num_prefixes, found.num_continuations) == (39, 160, 16)
     assert found.findings == []
     assert found.figures["explained_variance"].value > 0.97
-    assert found.figures["slope"].value == pytest.approx(1, abs=0.05)
-    assert abs(found.figures["bias"].value) < 4 * (LENGTH / 4 / (160 * 16)) ** 0.5
-    assert found.figures["tau"].low > found.figures["tau_of_position"].high
+    assert found.figures["tau"].low > 0.8 * found.figures["tau_ceiling"].value
 
 
 def test_the_mean_of_a_prompt_knows_the_prompt_but_no_response(make_audited: Callable[..., PPOTrainer]) -> None:
@@ -124,21 +115,8 @@ def test_a_broken_critic_is_named(make_audited: Callable[..., PPOTrainer], kind:
 def test_the_returns_do_not_depend_on_the_critic(make_audited: Callable[..., PPOTrainer]) -> None:
     critics = (true_values, BROKEN["frozen"][0])
     found = [make_audited(values, kl_coef=0.0, lam=0.5).audit_critic().figures for values in critics]
-    for name in ("tau_ceiling", "explained_variance_of_both"):
+    for name in ("tau_ceiling", "explained_variance_of_prompt"):
         assert found[0][name] == found[1][name]
-
-
-def test_the_kl_penalty_behind_a_prefix_is_part_of_its_return(make_audited: Callable[..., PPOTrainer]) -> None:
-    """Each token to come costs `kl_coef` times the KL of two known distributions."""
-    policy, reference = uniform_policy(), uniform_policy()
-    reference.lm_head.bias.data[[W4, 9, 10]] += torch.tensor([-2.0, 1.0, 2.0])
-    ours, theirs = (each.lm_head.bias.detach().log_softmax(0) for each in (policy, reference))
-    cost = 2.0 * float((ours.exp() * (ours - theirs)).sum())
-    assert cost > 0.5
-    left = LENGTH - torch.arange(LENGTH)
-    trainer = make_audited(lambda rollout: true_values(rollout) - cost * left, kl_coef=2.0, ref_model=reference)
-    found = trainer.audit_critic()
-    assert found.findings == [] and abs(found.figures["bias"].value) < 0.15
 
 
 def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., PPOTrainer]) -> None:
@@ -169,8 +147,8 @@ def test_audits_in_training_are_logged_and_change_nothing(make_trainer: Callable
 @pytest.mark.parametrize(
     ("numbers", "options", "message"),
     [
-        ({"num_prefixes": 1}, {}, "num_prefixes=1 ranks nothing"),
-        ({"num_continuations": 3}, {}, "num_continuations=3 is too few"),
+        ({"num_prefixes": 1}, {}, "num_prefixes=1 must be"),
+        ({"num_continuations": 3}, {}, "num_continuations=3 4"),
         ({}, {"whiten_rewards": True}, "whiten_rewards=True"),
         ({}, {"eval_dataset": None}, "needs held-out prompts"),
     ],
@@ -182,36 +160,20 @@ def test_an_impossible_audit_is_refused(
         make_audited(true_values, **options).audit_critic(**numbers)
 
 
-def test_the_score_of_a_prefix_ranks_too_and_rows_with_one_prompt_belong_together(
-    make_audited: Callable[..., PPOTrainer],
-) -> None:
-    """Paid words so far plus half of the words to come is the true value; the score alone ranks worse."""
-    held_out = Dataset.from_list(prompt_rows(12, seed=5) * 3)
-    found = make_audited(true_values, kl_coef=0.0, eval_dataset=held_out).audit_critic()
-    assert (found.num_prompts, found.num_prefixes) == (12, 144)
-    ranks = [found.figures[f"tau{of}"].value for of in ("_of_position", "_of_score", "")]
-    assert ranks == sorted(ranks) and ranks[1] > ranks[0] + 0.05 and ranks[2] > ranks[1] + 0.05
-    late = make_audited(true_values, kl_coef=0.0, reward_funcs=length_of_text, eval_dataset=held_out).audit_critic()
-    assert late.figures["tau_of_score"].value == 0  # the return is always that of 8 words
-
-
-def prefixes(values: Any, returns: Any, prompts: Any, positions: Any) -> AuditedPrefixes:
-    nothing = np.full(len(values), np.nan)
-    columns = (np.array(prompts), np.array(positions), np.array(values), nothing, nothing, nothing)
-    return AuditedPrefixes(*columns, np.zeros(len(values)), np.array(returns))
+def prefixes(values: Any, returns: Any, prompts: Any) -> AuditedPrefixes:
+    return AuditedPrefixes(np.array(prompts), np.array(values), np.zeros(len(values)), np.array(returns))
 
 
 def test_explained_variance_subtracts_the_noise_of_the_returns() -> None:
     """By hand: G = 0, 2, 4, 6 (variance 5), s^2 / M = 2 / 4; V = 0, 2, 4, 4: Var(G - V) = .75."""
     returns = [[mean - 1.0, mean + 1.0] * 2 for mean in (0.0, 2.0, 4.0, 6.0)]
     noise = 4 / 3 / 4
-    found = audit(prefixes([0.0, 2.0, 4.0, 4.0], returns, [0, 0, 1, 1], [0, 1, 0, 1])).figures
+    found = audit(prefixes([0.0, 2.0, 4.0, 4.0], returns, [0, 0, 1, 1])).figures
     assert found["explained_variance"].value == pytest.approx(1 - (0.75 - noise) / (5 - noise))
-    assert found["bias"].value == -0.5
 
 
 def test_equal_returns_say_nothing_about_a_critic() -> None:
-    found = audit(prefixes([0.0, 1.0] * 2, np.ones((4, 4)), [0, 0, 1, 1], [0, 1, 0, 1]))
+    found = audit(prefixes([0.0, 1.0] * 2, np.ones((4, 4)), [0, 0, 1, 1]))
     assert found.findings == ["The returns differ by no more than their noise: there is nothing to predict."]
 
 
@@ -247,7 +209,6 @@ def test_cuts_lie_within_each_response_and_batches_hold_each_continuation_once()
 def test_the_gain_over_the_prompt_s_mean_is_said_as_surely_as_it_is_known(
     gain: tuple[float, float, float], finding: list[str]
 ) -> None:
-    good, bad, exact = Estimate(0.5, 0.4, 0.6), Estimate(-0.5, -0.6, -0.4), Estimate(0.0, -0.1, 0.1)
-    figures = dict.fromkeys(("previous_fits_better", "following_fits_better", "explained_variance_turned"), bad)
-    figures |= {"explained_variance": good, "tau": good, "bias": exact, "gain_over_prompt": Estimate(*gain)}
+    good = Estimate(0.5, 0.4, 0.6)
+    figures = {"explained_variance": good, "tau": good, "gain_over_prompt": Estimate(*gain)}
     assert findings(figures, std_of_values=1.0, std_of_returns=1.0) == finding
