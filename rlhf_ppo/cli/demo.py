@@ -32,9 +32,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import eos_id, pad_id
-from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.plots import plot_metrics
+from rlhf_ppo.reporting.win_rate import WinRate
 from rlhf_ppo.terminal import cell
 from rlhf_ppo.trainer import PPOTrainer
 

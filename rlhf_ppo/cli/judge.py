@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,14 +21,13 @@ from rlhf_ppo.cli.arguments import check_single_process, parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
-from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
-from rlhf_ppo.evaluation.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.evaluation import print_table
-from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, read_win_rate, win_rate_beside
+from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, win_rate_beside
 from rlhf_ppo.reporting.model_card import show_judgements
-from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
+from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
+from rlhf_ppo.reporting.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import (
     OPENAI_URL,
@@ -61,7 +61,6 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
     (args,) = parse(JudgeArguments, prog, argv)
     with user_errors(prog):
         check_single_process("responses are judged")
-        check_judge(args)
         if not args.dry_run:
             return judge_responses(args)
         make_judge(args)
@@ -84,8 +83,8 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     table = pd.DataFrame(
         {
             "prompt": [rows[row]["prompt"] if one is None else one.asked for row, one in enumerate(ours)],
-            "model": _texts(ours),
-            "opponent": _texts(theirs),
+            "model": [one and one.response for one in ours],
+            "opponent": [one and one.response for one in theirs],
         }
     )
     try:
@@ -97,15 +96,16 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     found = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
     path = keep(table, folder, JUDGED)
     keep_win_rate(found, args, path)
-    if found.judged:
-        print_text("\n".join(keep_verdict(folder, args, path).lines()))
-    show(table, args.num_shown)
+    if args.num_shown > 0:
+        texts = table[["prompt", "model", "opponent"]].fillna("")
+        print_table(texts.assign(better=table["verdict"].map(_better)), num_rows=args.num_shown)
     print_text(found)
     if not found.judged:
-        raise ValueError(
-            f"no verdict on any of {len(table)} prompts; the responses are in {path}: judge them again with "
-            f"{_again(path)}"
-        )
+        raise ValueError(f"no verdict on any of {len(table)} prompts; judge them again with {_again(path)}")
+    run = folder.parent if folder.name == JUDGED else args.model
+    verdict = verdict_of(recorded_runs([run] if run else []), [Judgement.read(win_rate_beside(path))])
+    verdict.save(folder)
+    print_text("\n".join(verdict.lines()))
     print_text(f"The verdicts are in {path}")
     if card := show_judgements(folder.parent if folder.name == JUDGED else folder):
         print_text(f"The win rate is on the model card {card}")
@@ -157,60 +157,25 @@ def make_judge(args: JudgeArguments) -> Any:
         return chat
     if args.judge is not None:
         return as_judge(resolve_reward(args.judge, "judge"))
-    judge = RewardModelJudge(str(args.judge_model), trust_remote_code=args.trust_remote_code)
-    _refuse_language_model(str(args.judge_model), args.trust_remote_code)
-    judge.model  # noqa: B018
-    return judge
-
-
-def check_judge(args: JudgeArguments) -> None:
-    """Check the judge's options without calling or loading it.
-
-    Args:
-        args: Name the judge.
-
-    Raises:
-        OSError, ValueError: There is no such judge, or no key for it.
-    """
-    if args.asks_chat_model:
-        _chat_judge(args)
-
-
-def _chat_judge(args: JudgeArguments) -> ChatJudge:
-    options = OPTIONS if args.judge_options is None else _options(args.judge_options)
-    question = QUESTION if args.judge_prompt is None else _question(args.judge_prompt)
-    return ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
-
-
-def _refuse_language_model(path: str, trust_remote_code: bool) -> None:
-    """Reject a language model, whose score head would be random, and name the alternative."""
-    try:
-        architectures = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).architectures or []
-    except (OSError, ValueError):
-        return  # loading the model raises a better error
-    if any(name.endswith("ForCausalLM") for name in architectures):
+    path, trusts = str(args.judge_model), args.trust_remote_code
+    architectures = []
+    with contextlib.suppress(OSError, ValueError):  # loading the model raises a better error
+        architectures = AutoConfig.from_pretrained(path, trust_remote_code=trusts).architectures or []
+    if any(name.endswith("ForCausalLM") for name in architectures):  # its score head would be random
         raise ValueError(
             f"judge_model={path!r} is a language model, not a reward model; serve it (`transformers serve`, `vllm "
             "serve`) and give its address as judge_url"
         )
+    judge = RewardModelJudge(path, trust_remote_code=trusts)
+    judge.model  # noqa: B018
+    return judge
 
 
-def _question(path: str) -> str:
-    try:
-        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"judge_prompt={path!r} must be a text file with the question: {reason}") from None
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"judge_options={redacted(text)!r} is not JSON: {error}") from None
-    if not isinstance(options, dict) or options.keys() & {"model", "messages"}:
-        raise ValueError(f"judge_options={redacted(text)!r} must be a JSON object without model and messages")
-    return options
+def _chat_judge(args: JudgeArguments) -> ChatJudge:
+    options = OPTIONS if args.judge_options is None else json.loads(args.judge_options)
+    path = args.judge_prompt
+    question = QUESTION if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+    return ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
 
 
 def load_rows(args: JudgeArguments) -> Any:
@@ -232,7 +197,6 @@ def load_rows(args: JudgeArguments) -> Any:
 
 def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
-    check_responses(args, rows)
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
     named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
     trusts = args.trust_remote_code
@@ -240,36 +204,6 @@ def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], 
     answers = {name: _respond(args, rows, path, tokenizers[name], name) for name, path in named.items()}
     ours = answers.get("model") or given_answers(prompts, rows[args.model_column])
     return ours, answers.get("opponent") or given_answers(prompts, rows[args.opponent_column], ours)
-
-
-def check_responses(args: JudgeArguments, rows: Any) -> None:
-    """Check that the columns hold texts or messages.
-
-    Raises:
-        ValueError: A row holds something else.
-    """
-    if "prompt" in rows.column_names and "input_ids" not in rows.column_names:
-        _check_texts(args.dataset_name, "prompt", rows["prompt"], object)  # a chat template may read other parts
-    for column in filter(None, (args.model_column, args.opponent_column)):
-        _check_texts(args.dataset_name, column, [text for text in rows[column] if text is not None], str)
-
-
-def _check_texts(dataset: str, column: str, values: Sequence[Any], content: type) -> None:
-    """Raise a `ValueError` unless values are texts, or messages with a content of this type."""
-    for value in values:
-        is_messages = is_conversation(value) and all(
-            isinstance(each, dict) and each.get("content") is not None and isinstance(each["content"], content)
-            for each in value
-        )
-        if not isinstance(value, str) and not is_messages:
-            raise ValueError(
-                f"dataset_name={dataset!r}: the column {column!r} holds {value!r:.60} ({type(value).__name__}); make "
-                "it texts, or lists of messages with role and content"
-            )
-
-
-def _texts(answers: Sequence[Answer | None]) -> list[str | None]:
-    return [None if answer is None else answer.response for answer in answers]
 
 
 def _respond(args: JudgeArguments, rows: Any, path: str, tokenizer: Any, argument: str) -> list[Answer]:
@@ -299,31 +233,10 @@ def compare(judge: Any, rows: Any, ours: Sequence[Answer | None], theirs: Sequen
     return PreferenceReward(judge, "dataset", name="judge").compare(ours, theirs, columns)
 
 
-def show(table: pd.DataFrame, num_rows: int) -> None:
-    """Print the first judged pairs, with texts cut to a few lines.
-
-    Args:
-        table: `prompt`, `model`, `opponent` and `verdict`.
-        num_rows: Number of pairs.
-    """
-    if num_rows > 0:
-        texts = table[["prompt", "model", "opponent"]].fillna("")
-        print_table(texts.assign(better=table["verdict"].map(_better)), num_rows=num_rows)
-
-
 def _better(verdict: Any) -> str:
     if pd.isna(verdict):
         return "no verdict"
     return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
-
-
-def keep_verdict(folder: Path, args: JudgeArguments, judged: Path) -> Verdict:
-    """Make the verdict on a model, write it into the folder of the judged table, and return it."""
-    run = folder.parent if folder.name == JUDGED else args.model
-    judgement = Judgement.of(read_win_rate(win_rate_beside(judged)))
-    verdict = verdict_of(recorded_runs([run] if run else []), [judgement])
-    verdict.save(folder)
-    return verdict
 
 
 def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:

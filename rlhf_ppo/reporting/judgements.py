@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlhf_ppo.checkpoints.files import check_values, read_object, replacing, write_json
-from rlhf_ppo.config.validation import Interval
+from rlhf_ppo.checkpoints.files import read_object, write_json
 from rlhf_ppo.rewards.builtin import prompt_text
 from rlhf_ppo.terminal import redacted
 
@@ -42,69 +41,17 @@ def judge_of(options: Mapping[str, Any]) -> str | None:
     return options.get("judge_model") or options.get("judge")
 
 
-_SHARE, _COUNT = Interval(0, 1), Interval(0, math.inf)
 FIGURES = ("win_rate", "interval", "wins", "losses", "ties", "failed")
 """The keys of every `win_rate.json`; `win_rate` and `interval` are null if all verdicts failed."""
-_NAMES = ("model", "model_column", "opponent", "opponent_column", "judge_model", "judge")
-
-
-def read_win_rate(path: Path, required: Sequence[str] = FIGURES) -> dict[str, Any]:
-    """Read and check a `win_rate.json`.
-
-    Args:
-        path: The file.
-        required: Keys that it must have.
-
-    Raises:
-        ValueError: The file does not exist, or a value is missing or invalid; see `read_object`.
-    """
-    said = read_object(path, dict.fromkeys(required, Any))
-    of_figures = dict.fromkeys(FIGURES[2:], int) | {"interval": list[float], "options": dict}
-    none = {name for name in ("interval", "options") if said.get(name) is None}
-    given = {name: kind for name, kind in of_figures.items() if name in said and name not in none}
-    shares = [name for name in ("win_rate", "length_controlled", "agreement") if said.get(name) is not None]
-    check_values(path.name, said, given | dict.fromkeys(shares, _SHARE))
-    check_values(path.name, said, {name: _COUNT for name in given if name in FIGURES[2:]})
-    ends = said["interval"] or []
-    if (len(ends) != 2 and said["win_rate"] is not None) or not all(map(_SHARE.holds, ends)):
-        raise ValueError(f"its {path.name} has interval={said['interval']!r:.80}")
-    options = said.get("options") or {}
-    check_values(path.name, options, {name: str for name in _NAMES if options.get(name) is not None})
-    return said
 
 
 def keep(table: Any, folder: Path, name: str) -> Path:
-    """Write a table under a free name, safe against other processes that write there.
-
-    Args:
-        table: The table.
-        folder: The directory.
-        name: The file's name without suffix; `-2`, `-3` ... are appended if it exists.
-
-    Returns:
-        The file's path.
-    """
+    """Write a table under a free name: `-2`, `-3` ... are appended if it exists; return the file's path."""
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    path = next(path for number in numbers if _claimed(path := folder / f"{name}{number}.parquet"))
-    try:
-        with replacing(path) as temporary:
-            table.to_parquet(temporary)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    paths = (folder / f"{name}{number}.parquet" for number in numbers)
+    path = next(path for path in paths if not path.exists() and not win_rate_beside(path).exists())
+    table.to_parquet(path)
     return path
-
-
-def _claimed(path: Path) -> bool:
-    """Create an empty file; return whether neither it nor its win rate existed."""
-    try:
-        open(path, "xb").close()
-    except FileExistsError:
-        return False
-    if win_rate_beside(path).exists() and path.name.startswith(JUDGED):
-        path.unlink()
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -128,11 +75,12 @@ class Judgement:
     length_controlled: float | None = None
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> Judgement:
-        """Make a judgement from the result of `read_win_rate`; raise a `ValueError` if nothing was judged."""
-        options = said["options"] or {}
-        if said["win_rate"] is None:
-            raise ValueError("nothing was judged")
+    def read(cls, path: Path) -> Judgement:
+        """Read a `win_rate.json`; raise a `ValueError` if it is damaged, or nothing was judged."""
+        said = read_object(path)
+        if said.get("win_rate") is None:
+            raise ValueError(f"{path}: nothing was judged")
+        options = said.get("options") or {}
         low, high = said["interval"]
         return cls(
             win_rate=said["win_rate"],
@@ -157,8 +105,8 @@ def found_judgements(output_dir: str | Path) -> list[Judgement]:
     paths = [path for folder in folders for path in folder.glob("win_rate*.json")]
     for path in sorted(paths, key=lambda path: (path.parent, len(path.name), path.name)):
         try:
-            found.append(Judgement.of(read_win_rate(path, (*FIGURES, "options"))))
-        except ValueError:
+            found.append(Judgement.read(path))
+        except (ValueError, KeyError):
             continue
     return found
 
@@ -171,13 +119,11 @@ class SeedWinRates:
     """Win rates of policies that differ only in PPO's seed.
 
     Attributes:
-        seeds: The seeds.
         rates: Share of prompts won by each policy, in [0, 1].
         intervals: Low and high end of each rate's interval over prompts.
         length_controlled: Each length-controlled rate, or None.
     """
 
-    seeds: Sequence[int]
     rates: Sequence[float]
     intervals: Sequence[Sequence[float]]
     length_controlled: Sequence[float | None]
@@ -208,29 +154,6 @@ class SeedWinRates:
         half = float(np.mean([(high - low) / 2 for low, high in self.intervals]))
         width = math.hypot(student_quantile(len(self.rates) - 1) * error, half)
         return max(0.0, self.mean - width), min(1.0, self.mean + width)
-
-    def lines(self) -> Iterator[str]:
-        """Yield one line for each seed, and one for the mean."""
-        yield "Win rates:"
-        for seed, rate, (low, high), controlled in zip(
-            self.seeds, self.rates, self.intervals, self.length_controlled, strict=True
-        ):
-            equal = "" if controlled is None else f", {100 * controlled:.2f}% at equal length"
-            yield f"  seed {seed}: {100 * rate:.2f}% (95% interval {100 * low:.2f} to {100 * high:.2f}){equal}"
-        if (error := self.standard_error) is not None:
-            yield f"  mean of {len(self.rates)} seeds: {100 * self.mean:.2f}%, standard error {100 * error:.2f}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the win rates as JSON values."""
-        columns = zip(self.seeds, self.rates, self.intervals, self.length_controlled, strict=True)
-        names = ("seed", "win_rate", "interval", "length_controlled")
-        by_seed = [dict(zip(names, column, strict=True)) for column in columns]
-        return {
-            "win_rate": self.mean,
-            "interval": list(self.interval),
-            "standard_error": self.standard_error,
-            "seeds": by_seed,
-        }
 
 
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -265,9 +188,6 @@ ACCURACY = "accuracy.json"
 AT_LEAST = 0.6
 """Accuracy below which a reward model is weak."""
 
-ENOUGH_PAIRS = 100
-"""Held-out pairs of which 60% right are above chance: the smallest number with such an interval is 97."""
-
 
 @dataclass(frozen=True)
 class RewardAccuracy:
@@ -289,30 +209,9 @@ class RewardAccuracy:
         return cls(accuracy, wilson_interval(accuracy, num_pairs), num_pairs)
 
     @property
-    def is_at_chance(self) -> bool:
-        """Whether the interval includes 50% or lies below it."""
-        return self.interval[0] <= 0.5
-
-    @property
     def state(self) -> str | None:
-        """`at chance`, `perhaps at chance` if the pairs are too few to tell, `weak`, or None for a useful model."""
-        if self.is_at_chance:
-            is_open = self.num_pairs < ENOUGH_PAIRS and self.interval[1] > AT_LEAST
-            return "perhaps at chance" if is_open else "at chance"
-        return "weak" if self.accuracy < AT_LEAST else None
-
-    @property
-    def advice(self) -> str:
-        """What to do about a reward model that is not useful."""
-        if self.state == "perhaps at chance":
-            return (
-                f"Give more pairs, of which a tenth is held out: {self.num_pairs} are too few to tell 60% from "
-                f"chance, {ENOUGH_PAIRS} are enough."
-            )
-        return (
-            "Train the reward model longer (num_train_epochs), on more pairs or from a larger model, until it is "
-            f"right on more than {AT_LEAST:.0%} of held-out pairs: PPO cannot be better than its reward."
-        )
+        """`at chance` if the interval includes 50%, `weak` below 60%, or None for a useful model."""
+        return "at chance" if self.interval[0] <= 0.5 else "weak" if self.accuracy < AT_LEAST else None
 
     def __str__(self) -> str:
         """Return the figures in words."""
@@ -330,14 +229,11 @@ class RewardAccuracy:
 def read_accuracy(directory: str | Path) -> RewardAccuracy | None:
     """Read the accuracy of a reward model; None if it was not measured, or the file is damaged."""
     try:
-        said = read_object(Path(directory, ACCURACY), {"accuracy": float, "interval": list[float], "num_pairs": int})
+        said = read_object(Path(directory, ACCURACY))
         low, high = said["interval"]
-        check_values(ACCURACY, {"accuracy": said["accuracy"], "low": low, "high": high}, dict.fromkeys(
-            ("accuracy", "low", "high"), _SHARE
-        ))  # fmt: skip
-    except (ValueError, OSError):
+        return RewardAccuracy(said["accuracy"], (low, high), said["num_pairs"])
+    except (ValueError, KeyError):
         return None
-    return RewardAccuracy(said["accuracy"], (low, high), said["num_pairs"])
 
 
 def percent(share: float) -> str:
@@ -353,7 +249,6 @@ MAX_CHARACTERS = 4000
 
 _OF_RATES = ("win_rate", "interval", "length_controlled")
 _OF_A_SEED = ("model", "seed", "output_dir")
-_COLUMNS = ("prompt", "model", "opponent", "verdict")
 _NAME = re.compile(rf"{JUDGED}(-\d+)?\.parquet")
 
 
@@ -381,7 +276,7 @@ def read_judged(runs: Sequence[str | os.PathLike[str]], named: Sequence[str | os
 
     Raises:
         FileNotFoundError: A named directory has no such table.
-        ValueError: A file is damaged.
+        ValueError: A file is damaged, or a table has no win rate.
     """
     paths = [path for run in runs for path in _tables(Path(run) / JUDGED)]
     for place in map(Path, named):
@@ -425,7 +320,7 @@ def over_seeds(judged: Sequence[Judged]) -> list[dict[str, Any]]:
         seeds = [each.figures["options"]["seed"] for each in group]
         if len(set(seeds)) == len(group) > 1:
             figures: Any = [[each.figures.get(name) for each in group] for name in _OF_RATES]
-            rates = SeedWinRates(seeds, *figures)
+            rates = SeedWinRates(*figures)
             names = [each.name for each in group]
             found.append({"names": names, "mean": rates.mean, "standard_error": rates.standard_error})
     return found
@@ -439,19 +334,12 @@ def _tables(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> Judged:
     try:
-        table = pd.read_parquet(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from None
-    try:
-        figures = read_win_rate(win_rate_beside(path))
+        figures = read_object(win_rate_beside(path))
     except ValueError as error:
         raise ValueError(f"{path} has no win rate: {error}") from None
-    if lacking := [name for name in _COLUMNS if name not in table]:
-        raise ValueError(f"{path} was not written by `rlhf-ppo judge`: it has no {', '.join(lacking)}")
-    number = path.stem.removeprefix(JUDGED)
     folder = path.resolve().parent
     inside = f"{folder.parent.name}/" if folder.name == JUDGED else ""
-    return Judged(f"{inside}{folder.name}{number}", figures, table)
+    return Judged(f"{inside}{folder.name}{path.stem.removeprefix(JUDGED)}", figures, pd.read_parquet(path))
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:

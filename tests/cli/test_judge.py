@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 from collections.abc import Callable, Sequence
@@ -16,10 +15,9 @@ from datasets import Dataset, DatasetDict
 
 from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
-from rlhf_ppo.cli.options import JudgeArguments
-from rlhf_ppo.evaluation.win_rate import WinRate
 from rlhf_ppo.reporting.judgements import judged_data, over_seeds, read_judged
 from rlhf_ppo.reporting.model_card import model_card
+from rlhf_ppo.reporting.win_rate import WinRate
 from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reward_model import Answer
 from tests.conftest import (
@@ -51,13 +49,6 @@ def test_wins_losses_ties_and_failed_verdicts_of_a_reward_function():
     found = compare(by_length, answers(["long", "s", "same", "x"]), answers(["s", "long", "also", "y"]))
 
     assert found == WinRate(wins=1, losses=1, ties=1, failed=1)
-
-
-def test_a_coroutine_judges_too():
-    async def by_length_later(**columns: Any) -> list[float | None]:
-        return by_length(**columns)
-
-    assert compare(by_length_later, answers(["ab"] * 4), answers(["a"] * 4)) == WinRate(3, 0, 0, 1)
 
 
 def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
@@ -210,7 +201,7 @@ def test_where_nothing_was_judged_the_file_is_json_without_a_rate(tmp_path, monk
 
     said = capsys.readouterr()
     assert stopped.value.code == 2 and "Model win rate: none, as nothing was judged; 1 failed verdicts" in said.out
-    assert "error: no verdict on any of 1 prompts; the responses are in judged/judged.parquet: judge them" in said.err
+    assert "error: no verdict on any of 1 prompts; judge them" in said.err
     said = json.loads(Path("judged/win_rate.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert (said["win_rate"], said["interval"], said["failed"]) == (None, None, 1)
     (judged,) = read_judged([], ["judged"])
@@ -238,56 +229,6 @@ def test_the_likeliest_tokens_are_taken_with_any_engine(engine, sampling, places
         ids = model.generate(**asked, max_new_tokens=8, do_sample=False, eos_token_id=tokenizer.eos_token_id)
         expected = tokenizer.decode(ids[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
         assert row["model"] == expected
-
-
-@pytest.mark.parametrize("column", ["prompt", "one", "two"])
-@pytest.mark.parametrize(
-    ("value", "said"), [(7, "holds 7 (int)"), ([{"role": "user"}], "(list)"), ([["x"]], "holds [['x']] (list)")]
-)
-def test_data_that_are_no_texts_are_one_sentence(column, value, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Dataset.from_dict({name: [value] if name == column else ["text"] for name in ("prompt", "one", "two")}).to_parquet(
-        "rows.parquet"
-    )
-    columns = ["--model_column", "one", "--opponent_column", "two", "--judge", "length"]
-    with pytest.raises(SystemExit, match="2"):
-        evaluate(["--dataset_name", "rows.parquet", *columns])
-
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
-    assert f"the column {column!r} holds " in error and said in error and "make it texts" in error
-
-
-def test_messages_of_a_prompt_may_hold_parts(tmp_path):
-    parts = [[{"role": "user", "content": [{"type": "text", "text": "p"}]}]]
-
-    module._check_texts("rows", "prompt", parts, object)
-    with pytest.raises(ValueError, match="the column 'one' holds"):
-        module._check_texts("rows", "one", parts, str)
-
-
-def test_two_judges_in_one_folder_keep_both_results(tmp_path, monkeypatch):
-    """The second one writes while the first one does; a win rate whose table is gone stays too."""
-    (tmp_path / "win_rate-2.json").write_text("{}")
-    write, places = pd.DataFrame.to_parquet, []
-
-    def write_late(table: pd.DataFrame, path: Any) -> None:
-        monkeypatch.setattr(pd.DataFrame, "to_parquet", write)
-        places.append(module.keep(pd.DataFrame({"prompt": ["second"]}), tmp_path, "judged"))
-        write(table, path)
-
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", write_late)
-    places.append(module.keep(pd.DataFrame({"prompt": ["first"]}), tmp_path, "judged"))
-
-    assert [place.name for place in places] == ["judged-3.parquet", "judged.parquet"]
-    assert [pd.read_parquet(place)["prompt"].tolist() for place in places] == [["second"], ["first"]]
-
-
-def test_a_table_that_cannot_be_written_takes_no_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(pd.DataFrame, "to_parquet", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        module.keep(pd.DataFrame({"prompt": ["p"]}), tmp_path, "judged")
-
-    assert list(tmp_path.iterdir()) == []
 
 
 def chat(verdict: Callable[[str], str]) -> Any:
@@ -328,16 +269,9 @@ def test_a_chat_model_judges(places, server, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--judge_model gpt-4o-mini", "set the environment variable OPENAI_API_KEY"),
         ("--judge_model reward --judge_prompt none.txt", "judge_prompt is for a chat model"),
         ("--judge_model one", "is a language model, not a reward model"),
-        ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options []", "must be a JSON object"),
-        ("--judge_model m --judge_url http://127.0.0.1:9/v1 --judge_options {", "is not JSON"),
-        ("--judge_model m --judge_url nowhere", "must be an address"),
         ("--judge length --output_dir prompts.jsonl", "output_dir='prompts.jsonl' cannot be written"),
-        ("--judge length --num_shown -1", "num_shown=-1"),
-        ("--judge length --chat_template_kwargs {", "chat_template_kwargs='{' is not JSON"),
-        ("--judge length --chat_template_kwargs []", "must be a dict or the JSON text of an object"),
     ],
 )
 def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words, places, capsys, monkeypatch):
@@ -348,25 +282,6 @@ def test_a_wrong_judge_is_one_sentence_before_anything_is_sampled(options, words
 
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert stopped.value.code == 2 and len(errors) == 1 and words in errors[0]
-
-
-def test_a_directory_that_is_not_writable_is_one_sentence_before_anything_is_sampled(places, capsys, monkeypatch):
-    Path("kept").mkdir()
-    monkeypatch.setattr(module, "respond", lambda *_: pytest.fail("a model answered"))
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("kept").absolute())
-    with pytest.raises(SystemExit) as stopped:
-        evaluate(["--model", "one", "--opponent", "two", "--judge", "length", "--output_dir", "kept", *SHORT])
-
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and "output_dir='kept' cannot be written" in error and "is not writable" in error
-
-
-def test_a_directory_with_a_name_as_openais_is_a_reward_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = {"dataset_name": "d", "model": "m", "opponent": "o", "judge_model": "gpt-reward"}
-    assert JudgeArguments(**options).asks_chat_model
-    (tmp_path / "gpt-reward").mkdir()
-    assert not JudgeArguments(**options).asks_chat_model
 
 
 def test_a_judge_that_prefers_a_place_shows(places, server, capsys):
@@ -396,13 +311,3 @@ def test_the_script_of_tldr_judges_against_people(places, server):
     table = pd.read_parquet("judged/judged.parquet")
     assert list(table["opponent"]) == ["w4"] * 3
     assert [verdict > 0 for verdict in table["verdict"]] == [len(text) > 2 for text in table["model"]]
-
-
-def test_judged_texts_are_cut_to_three_lines(capsys):
-    """Empty lines at the end of a text are no lines."""
-    long = "\n".join(f"line{number}" for number in range(9))
-    rows = [{"prompt": long, "model": "short\n\n\n\n", "opponent": None, "verdict": 1.0}] * 3
-    module.show(pd.DataFrame(rows), 2)
-    printed = capsys.readouterr().out
-    assert printed.count("line1") == 2 and "line2" not in printed and printed.count("...") == 2
-    assert len(printed.splitlines()) == 2 * (3 + 1) + 3

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from rlhf_ppo.data.sources import hold_out_pairs
-from rlhf_ppo.reporting.judgements import ENOUGH_PAIRS, RewardAccuracy, wilson_interval
+from rlhf_ppo.reporting.judgements import RewardAccuracy, wilson_interval
 
 
 def test_pairs_of_a_prompt_stay_together_and_are_the_same_each_time() -> None:
@@ -28,17 +28,9 @@ def test_a_stream_keeps_all_its_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "num_pairs", "state", "advice"),
-    [
-        (0.681, 19, "perhaps at chance", "Give more pairs, of which a tenth is held out: 19 are too few to tell"),
-        (0.54, 200, "at chance", "Train the reward model longer"),
-        (0.1, 12, "at chance", "Train the reward model longer"),
-        (0.56, 1000, "weak", "Train the reward model longer"),
-        (0.6, ENOUGH_PAIRS, None, ""),
-        (0.9, 19, None, ""),
-    ],
+    ("accuracy", "num_pairs", "state"),
+    [(0.681, 19, "at chance"), (0.54, 200, "at chance"), (0.56, 1000, "weak"), (0.6, 100, None), (0.9, 19, None)],
 )
-def test_few_pairs_judge_no_reward_model(accuracy: float, num_pairs: int, state: str | None, advice: str) -> None:
+def test_few_pairs_prove_no_reward_model(accuracy: float, num_pairs: int, state: str | None) -> None:
     found = RewardAccuracy.of(accuracy, num_pairs)
     assert found.state == state and found.interval == wilson_interval(accuracy, num_pairs)
-    assert state is None or found.advice.startswith(advice)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from rlhf_ppo.cli.demo import DemoResult, compare, draw_continuation, draw_opening, pleasantness
-from rlhf_ppo.evaluation.win_rate import WinRate
+from rlhf_ppo.reporting.win_rate import WinRate
 
 
 def test_reads_every_story_of_the_grammar_with_its_true_pleasantness():

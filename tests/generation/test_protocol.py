@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_ppo.evaluation import win_rate
 from torch import nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import PositionLimit
-from rlhf_ppo.evaluation import win_rate
-from rlhf_ppo.evaluation.win_rate import Answering, respond
 from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError, StopStrings
+from rlhf_ppo.reporting.win_rate import Answering, respond
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.models.architectures import tiny_model

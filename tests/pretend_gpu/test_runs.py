@@ -12,7 +12,7 @@ from peft import LoraConfig
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.training import SFTArguments, sft_trainer
-from rlhf_ppo.evaluation.win_rate import Answering, respond
+from rlhf_ppo.reporting.win_rate import Answering, respond
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
 from tests.distributed.scenarios import prefers_larger_words

@@ -63,14 +63,8 @@ def test_the_interval_decides(make_run: MakeRun) -> None:
     for seed, (rate, sentence) in enumerate(sentences.items()):
         found = verdict_of([make_run(rate, seed=seed)])
         assert found.sentence == sentence and found.outcome == sentence.split()[0].lower()
-        assert json.loads(json.dumps(found.as_json()))["accuracy"]["num_pairs"] == 200
     unjudged = verdict_of([make_run(seed=9)])
-    assert unjudged.outcome == "not judged" and unjudged.win_rate is None and "rlhf-ppo judge" in unjudged.next
-
-
-@pytest.mark.parametrize(("wins", "step"), [(10, "50 are too few"), (60, "Train longer")])
-def test_few_prompts_are_no_reason_to_train_longer(wins: int, step: str, make_run: MakeRun) -> None:
-    assert step in verdict_of([make_run(0.5, half=0.2, wins=wins)]).next
+    assert unjudged.outcome == "not judged" and unjudged.win_rate is None and "rlhf-ppo judge" in unjudged.sentence
 
 
 def test_seeds_widen_the_interval(make_run: MakeRun) -> None:
@@ -83,33 +77,29 @@ def test_seeds_widen_the_interval(make_run: MakeRun) -> None:
 
 
 CHANCE = RewardAccuracy(0.52, (0.45, 0.59), 200)
-REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "chance": ({"accuracy": CHANCE}, "The reward model is at chance: right on 52.0% of 200 held-out pairs (95% "
-               "interval 45.0 to 59.0%).", "Train the reward model"),
-    "weak": ({"accuracy": RewardAccuracy(0.58, (0.52, 0.64), 200)}, "The reward model is weak", "Train the reward"),
-    "few pairs": ({"accuracy": RewardAccuracy(0.667, (0.3, 0.903), 6)}, "The reward model is perhaps at chance: right "
-                  "on 66.7% of 6 held-out pairs (95% interval 30.0 to 90.3%).", "a tenth is held out: 6 are too few"),
-    "kl": ({"objective__kl": 11.0}, "the KL is 11.0 nats per response, 0.55 per token", "Raise kl_coef"),
-    "still": ({"objective__kl": 0.1}, "hardly changed: the KL to the SFT model is 0.10", "Raise learning_rate"),
-    "still at 0": ({"objective__kl": -0.001}, "the KL to the SFT model is 0.00 nats", "Raise learning_rate"),
-    "short": ({"response__length_mean": 9.9}, "shrunk from 20.0 to 9.9 tokens", "missing_eos_penalty"),
-    "long": ({"response__length_mean": 41.0}, "grown from 20.0 to 41.0 tokens", "missing_eos_penalty"),
-    "entropy": ({"policy__entropy_avg": 0.5}, "entropy has fallen from 2.00 to 0.50", "Raise kl_coef"),
-    "exploits": ({}, "The score rose from 0.00 to 0.50, but the judge does not agree", "Raise kl_coef"),
-    "no rise": ({"objective__scores": 0.05}, "The score has not risen: 0.00 at first, 0.05 at", "total_episodes"),
-    "cut": ({"response__ended_frac": 0.3}, "Only 30% of the responses end by themselves", "Raise response_length"),
-    "few": ({"step": 20, "objective__scores": 0.5}, "Training was short: 20 updates.", "kl_coef"),
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "chance": ({"accuracy": CHANCE}, "The reward model is at chance, right on 52.0% of 200 held-out pairs (95% "
+               "interval 45.0 to 59.0%): train it longer"),
+    "weak": ({"accuracy": RewardAccuracy(0.58, (0.52, 0.64), 200)}, "The reward model is weak"),
+    "kl": ({"objective__kl": 11.0}, "0.55 nats of KL per token: raise kl_coef"),
+    "still": ({"objective__kl": 0.1}, "hardly changed, 0.10 nats of KL per response: raise learning_rate"),
+    "still at 0": ({"objective__kl": -0.001}, "hardly changed, 0.00 nats"),
+    "short": ({"response__length_mean": 9.9}, "Responses went from 20.0 to 9.9 tokens"),
+    "long": ({"response__length_mean": 41.0}, "Responses went from 20.0 to 41.0 tokens"),
+    "entropy": ({"policy__entropy_avg": 0.5}, "entropy has fallen from 2.00 to 0.50"),
+    "exploits": ({}, "The score rose from 0.00 to 0.50, but the judge does not agree"),
+    "no rise": ({"objective__scores": 0.05}, "The score has not risen, from 0.00 to 0.05: raise total_episodes"),
+    "cut": ({"response__ended_frac": 0.3}, "Only 30% of the responses end by themselves: raise response_length"),
+    "few": ({"step": 20, "objective__scores": 0.5}, "Training was short, 20 updates"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_losing_run_has_its_reason_and_the_next_step(name: str, make_run: MakeRun) -> None:
-    settings, reason, following = REASONS[name]
+def test_a_losing_run_has_its_reason(name: str, make_run: MakeRun) -> None:
+    settings, reason = REASONS[name]
     found = verdict_of([make_run(0.4, **settings)])
     assert any(reason in each for each in found.reasons), found.reasons
-    assert following in found.next
-    [*_, why, last] = found.lines()
-    assert why.startswith("Why: ") and last == f"Next: {found.next}"
+    assert [*found.lines()][1].startswith("Why: ") and len(found.reasons) <= 3
 
 
 def test_responses_that_nothing_can_end_are_no_reason(make_run: MakeRun) -> None:
@@ -124,9 +114,9 @@ def test_responses_that_nothing_can_end_are_no_reason(make_run: MakeRun) -> None
 def test_a_winning_run_of_a_good_reward_model_has_no_reasons(make_run: MakeRun) -> None:
     assert verdict_of([make_run(0.7)]).reasons == ()
     own = verdict_of([make_run(0.7, seed=1, judge=str(make_run(seed=2).settings.made_of["rewards"][0]))])
-    assert "PPO's own reward" in own.reasons[0] and "judge_reward" in own.next
+    assert "PPO's own reward" in own.reasons[0]
     assert [*own.lines()][1] == f"But: {own.reasons[0]}"
-    assert "about 600 would decide" in verdict_of([make_run(0.54, seed=3)]).next
+    assert "About 600 prompts would decide" in verdict_of([make_run(0.54, seed=3)]).reasons[-1]
     assert "than a column" not in verdict_of([make_run(0.7, seed=4, opponent="other")]).sentence
 
 
@@ -143,8 +133,7 @@ def test_the_accuracy_of_a_damaged_file_is_unknown(tmp_path: Path) -> None:
     assert read_accuracy(tmp_path) is None
     GOOD.save(tmp_path)
     assert read_accuracy(tmp_path) == GOOD
-    for text in ("", "{}", '{"accuracy": 2.0, "interval": [0, 1], "num_pairs": 3}',
-                 '{"accuracy": 0.5, "interval": [0.1], "num_pairs": 3}'):  # fmt: skip
+    for text in ("", "{}"):
         (tmp_path / "accuracy.json").write_text(text)
         assert read_accuracy(tmp_path) is None
 
@@ -161,7 +150,6 @@ def test_a_model_without_a_run_is_judged_too(make_run: MakeRun, tmp_path: Path) 
     ("accuracy", "outcome", "state"),
     [
         (GOOD, "better", None),
-        (RewardAccuracy(0.55, (0.3, 0.78), 13), "undecided", "perhaps at chance"),
         (CHANCE, "undecided", "at chance"),
     ],
 )
@@ -176,4 +164,3 @@ def test_a_judge_at_chance_decides_nothing(
     assert (f"84.0% of 100 prompts (95% interval 79.0 to 89.0%), but the judge is {state}" in found.sentence) == (
         outcome == "undecided"
     )
-    assert ("Judge again with a chat model" in found.next) == (outcome == "undecided")

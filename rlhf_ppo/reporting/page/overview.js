@@ -12,8 +12,7 @@
     const reasons = found.reasons.map((each) => make("li", {}, ...withCode(each)));
     return make("div", { class: `verdict ${kind}` }, make("div", { class: "state" }, ...name, STATES[found.outcome] || found.outcome),
       make("p", { class: "sentence" }, ...withCode(found.sentence)),
-      ...(reasons.length > 0 ? [make("ul", {}, ...reasons)] : []),
-      make("p", { class: "next" }, make("b", {}, "Next: "), ...withCode(found.next)));
+      ...(reasons.length > 0 ? [make("ul", {}, ...reasons)] : []));
   }
 
   /** The curve of a metric of all groups, without axes. */

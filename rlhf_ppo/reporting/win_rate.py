@@ -212,10 +212,16 @@ def respond(
     encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
     ends = end_tokens(model, tokenizer)
     args = PPOConfig(
-        generation_engine=how.engine, response_length=how.max_new_tokens, temperature=how.temperature or 1.0,
-        top_p=how.top_p, local_rollout_forward_batch_size=how.batch_size, report_to="none", seed=how.seed,
-        bf16=model.dtype == torch.bfloat16, use_cpu=model.device.type == "cpu",
-    )  # fmt: skip
+        generation_engine=how.engine,
+        response_length=how.max_new_tokens,
+        temperature=how.temperature or 1.0,
+        top_p=how.top_p,
+        local_rollout_forward_batch_size=how.batch_size,
+        report_to="none",
+        seed=how.seed,
+        bf16=model.dtype == torch.bfloat16,
+        use_cpu=model.device.type == "cpu",
+    )
     engine = make_engine(args, model, Accelerator(), tokenizer, None)
     longest = max(len(row["input_ids"]) for row in encoded)
     limit = getattr(engine, "longest_sequence", None)  # of vLLM, which would cut responses
