@@ -76,30 +76,6 @@ def episodes(folder: Path, saved: Path) -> dict[str, Any]:
     )
 
 
-def served(folder: Path, saved: Path, address: str, group_port: str, server: str) -> dict[str, Any]:
-    """Two processes that ask one server, which dies while it takes the weights of the second update."""
-    trainer = make_vllm_trainer(
-        saved, folder / "run", vllm_mode="server", vllm_server_base_url=address, vllm_group_port=int(group_port),
-        vllm_server_timeout=60, ddp_backend="gloo", total_episodes=800,
-    )  # fmt: skip
-    vllm: Any = trainer._engine.vllm  # type: ignore
-    weights, calls = vllm._iter_named_params, []
-
-    def dying() -> Any:
-        calls.append(None)
-        for number, item in enumerate(weights()):
-            if len(calls) == 3 and number == 3 and trainer.accelerator.is_main_process:  # the first is for the shapes
-                os.killpg(int(server), signal.SIGKILL)
-            yield item
-
-    vllm._iter_named_params = dying
-    try:
-        trainer.train()
-    except ConnectionError as error:
-        return {"updates": trainer.state.global_step, "error": str(error)}
-    return {}
-
-
 def judge(folder: Path, saved: Path, prompt: str, *options: str) -> dict[str, Any]:
     """`rlhf-ppo judge` with both models' answers from vLLM."""
     from rlhf_ppo.cli.judge import judge
