@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class Settings(SimpleNamespace):
 
     @classmethod
     def of(cls, options: Configuration) -> Settings:
-        off = {"score_clip": math.inf, "missing_eos_penalty": 0.0, "stop_strings": [], "lr_scheduler_kwargs": {}}
+        off = {"score_clip": math.inf, "missing_eos_penalty": 0.0, "stop_strings": []}
         return cls(**{each.name: each.default for each in fields(PPOConfig)} | off | options)
 
     @property
@@ -48,19 +47,11 @@ class Settings(SimpleNamespace):
     def rate(self, update: int) -> float:
         """Share of the learning rate in an update."""
         total = self.num_updates
-        steps = self.warmup_steps if self.warmup_ratio is None else self.warmup_ratio
-        warmup = math.ceil(total * steps) if steps < 1 else int(steps)
-        kind = self.lr_scheduler_type
+        warmup, kind = int(self.warmup_steps), self.lr_scheduler_type
         if kind != "constant" and update < warmup:
             return update / warmup
         progress = (update - warmup) / max(1, total - warmup)
-        cycles = self.lr_scheduler_kwargs.get("num_cycles", 0.5)
-        return {
-            "linear": 1 - progress,
-            "cosine": max(0.0, (1 + math.cos(2 * math.pi * cycles * progress)) / 2),
-            "constant": 1.0,
-            "constant_with_warmup": 1.0,
-        }[kind]
+        return {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}.get(kind, 1.0)
 
 
 def cut(flat: Array, like: Sequence[Episode]) -> Rows:
@@ -222,87 +213,60 @@ class TokenLosses:
     d_values: Array
 
 
-def policy_figures(logprobs: Rows, old: Rows, advantages: Rows, settings: Settings) -> tuple[Rows, Rows, Rows, Rows]:
-    """Loss, ratio, whether it is clipped, and the derivative of the loss in the log-probability, before weights."""
-    low, high = settings.clips
-    figures: list[tuple[Array, Array, Array, Array]] = []
-    for new, before, advantage in zip(logprobs, old, advantages, strict=True):
-        ratio = np.exp(new - before)
-        if settings.policy_loss.endswith("squared"):
-            log_ratio = new - before
-            loss = -advantage * ratio + log_ratio**2
-            figures.append((loss, ratio, log_ratio > 0.1, -advantage * ratio + 2 * log_ratio))
-            continue
-        bounded = np.minimum(np.maximum(ratio, 1 - low), 1 + high)
-        gain, safe = ratio * advantage, bounded * advantage
-        loss, clipped = -np.minimum(gain, safe), safe < gain
-        figures.append((loss, ratio, clipped, np.where(clipped, 0.0, -gain)))
-    columns: Any = [list(column) for column in zip(*figures, strict=True)]
-    return columns[0], columns[1], columns[2], columns[3]
-
-
 def losses_of(
-    known: Known, rows: list[int], logprobs: Rows, entropies: Rows, values: Rows, settings: Settings, alone: bool
+    known: Known, rows: list[int], logprobs: Array, entropies: Array, values: Array, settings: Settings, alone: bool
 ) -> TokenLosses:
     """Losses of a mini-batch, of those of its rows that have a score.
 
     Args:
         known: The update.
         rows: The mini-batch's rows that count.
-        logprobs: Log-probabilities of their tokens now.
+        logprobs: Log-probabilities of their tokens now, row after row, `(N,)`.
         entropies: Entropies now.
         values: Values now.
         settings: The options.
         alone: Whether the value model learns alone.
     """
-    old, advantages = [known.logprobs[row] for row in rows], [known.advantages[row] for row in rows]
-    loss, ratio, clipped, slope = policy_figures(logprobs, old, advantages, settings)
+    of_rows = known.logprobs, known.advantages, known.weights, known.returns, known.values
+    old, advantages, weights, returns, before = (np.concatenate([part[row] for row in rows]) for part in of_rows)
+    lengths = [len(known.logprobs[row]) for row in rows]
+    log_ratio = logprobs - old
+    ratio = np.exp(log_ratio)
+    gain = ratio * advantages
     if settings.policy_loss == "ppo":
-        loss = [part * known.weights[row] for part, row in zip(loss, rows, strict=True)]
-        slope = [part * known.weights[row] for part, row in zip(slope, rows, strict=True)]
-    lengths = [len(part) for part in logprobs]
-    num_tokens = sum(lengths)
-    by_row = settings.loss_aggregation == "sequence"
-    shares = [1 / (len(rows) * length) if by_row else 1 / num_tokens for length in lengths]
-    total = sum(share * part.sum() for share, part in zip(shares, loss, strict=True))
-    total -= settings.entropy_coef * sum(part.sum() for part in entropies) / num_tokens
-    of_values, value_clipped, d_values = [], [], []
-    for row, now in zip(rows, values, strict=True):
-        places = learned_places(known.episodes[row], settings)
-        error, flat, slope_of_value = value_figures(known, row, now[places], places, settings)
-        slopes = np.zeros(now.shape)
-        slopes[places] = slope_of_value
-        of_values.append(error)
-        value_clipped.append(flat)
-        d_values.append(slopes)
-    num_values = sum(len(part) for part in of_values)
-    of_value = settings.vf_coef * sum(part.sum() for part in of_values) / num_values
-    return TokenLosses(
-        policy_loss=np.concatenate(loss),
-        ratio=np.concatenate(ratio),
-        clipped=np.concatenate(clipped),
-        log_ratio=np.concatenate([new - before for new, before in zip(logprobs, old, strict=True)]),
-        entropy=np.concatenate(entropies),
-        value_loss=np.concatenate(of_values),
-        value_clipped=np.concatenate(value_clipped),
-        loss=float(of_value + (0 if alone else total)),
-        d_logprobs=np.concatenate([share * part for share, part in zip(shares, slope, strict=True)]),
-        d_entropy=np.full(num_tokens, -settings.entropy_coef / num_tokens),
-        d_values=settings.vf_coef * np.concatenate(d_values) / num_values,
-    )
-
-
-def value_figures(
-    known: Known, row: int, values: Array, places: list[int], settings: Settings
-) -> tuple[Array, Array, Array]:
-    """Loss, whether it is clipped, and gradient in the values, `(N,)` each, of a row's tokens."""
-    target, before = known.returns[row][places], known.values[row][places]
-    error, flat = (values - target) ** 2 / 2, np.zeros(len(places), dtype=bool)
+        low, high = settings.clips
+        safe = np.clip(ratio, 1 - low, 1 + high) * advantages
+        loss, clipped = -weights * np.minimum(gain, safe), safe < gain
+        slope = np.where(clipped, 0.0, -weights * gain)
+    else:
+        loss, clipped, slope = log_ratio**2 - gain, log_ratio > 0.1, 2 * log_ratio - gain
+    shares = np.full(len(old), 1 / len(old))
+    if settings.loss_aggregation == "sequence":
+        shares = np.repeat([1 / (len(rows) * length) for length in lengths], lengths)
+    starts = np.cumsum(lengths) - lengths
+    learned = np.zeros(len(old), dtype=bool)
+    for start, row in zip(starts, rows, strict=True):
+        learned[start + np.array(learned_places(known.episodes[row], settings))] = True
+    error, flat = (values - returns) ** 2 / 2, np.zeros(len(old), dtype=bool)
     if settings.cliprange_value is not None:
         near = np.clip(values, before - settings.cliprange_value, before + settings.cliprange_value)
-        worse = (near - target) ** 2 / 2
+        worse = (near - returns) ** 2 / 2
         error, flat = np.maximum(error, worse), worse > error
-    return error, flat, np.where(flat, 0.0, values - target)
+    total = (shares * loss).sum() - settings.entropy_coef * entropies.mean()
+    share_of_value = settings.vf_coef / learned.sum()
+    return TokenLosses(
+        policy_loss=loss,
+        ratio=ratio,
+        clipped=clipped,
+        log_ratio=log_ratio,
+        entropy=entropies,
+        value_loss=error[learned],
+        value_clipped=flat[learned],
+        loss=float(share_of_value * error[learned].sum() + (0 if alone else total)),
+        d_logprobs=shares * slope,
+        d_entropy=np.full(len(old), -settings.entropy_coef / len(old)),
+        d_values=share_of_value * np.where(learned & ~flat, values - returns, 0.0),
+    )
 
 
 # ---- The optimizer ----

@@ -220,18 +220,6 @@ class Recorder(PPOTrainer):
         return super().value_loss(values, experience)
 
 
-class RecorderAtOnce(InOnePass, Recorder):
-    """Learns from both models at once, as engines do."""
-
-
-class RecorderOfTurns(RespondsInTurns, Recorder):
-    """Responds in turns."""
-
-
-class RecorderOfTurnsAtOnce(RespondsInTurns, RecorderAtOnce):
-    """Both."""
-
-
 class Snapshots(TrainerCallback):
     """Keeps weights before and after each optimizer step, and its gradients; and copies the directory once.
 
@@ -292,7 +280,6 @@ def split(configuration: Configuration) -> tuple[Configuration, Configuration]:
 def make(
     configuration: Configuration,
     output_dir: Path,
-    trainer_class: type[PPOTrainer] | None = None,
     answers: list[Any] | None = None,
     callbacks: tuple[TrainerCallback, ...] = (),
     **overrides: Any,
@@ -302,7 +289,6 @@ def make(
     Args:
         configuration: What was drawn.
         output_dir: Its directory.
-        trainer_class: None: one that keeps what flows.
         answers: What the engine answers; None: it samples.
         callbacks: Those of the trainer.
         overrides: Further options.
@@ -312,13 +298,8 @@ def make(
         ValueError: It does.
     """
     options, objects = split(configuration)
-    kinds = {
-        (False, False): Recorder,
-        (False, True): RecorderAtOnce,
-        (True, False): RecorderOfTurns,
-        (True, True): RecorderOfTurnsAtOnce,
-    }
-    made_class = trainer_class or kinds[objects["responses"] == "turns", objects["loss"] == "at once"]
+    bases = [RespondsInTurns] * (objects["responses"] == "turns") + [InOnePass] * (objects["loss"] == "at once")
+    made_class: Any = type("Recording", (*bases, Recorder), {})
     args = PPOConfig(**{**QUIET, **SAVING, **options, "output_dir": str(output_dir), **overrides})
     trainer = made_class(
         args,
@@ -331,8 +312,7 @@ def make(
     )
     engine: Any = Engine(trainer._engine, objects["engine"] != "transformers", answers)
     trainer._engine = engine
-    if issubclass(made_class, Recorder):
-        _keep_texts(trainer)
+    _keep_texts(trainer)
     return trainer
 
 
