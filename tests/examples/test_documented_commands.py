@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.cli.test_judge import chat, longer
 from tests.conftest import tiny_policy
-from tests.examples.test_ppo_example import PYTHIA, REWARD, SFT, prompts, pythia, save
+from tests.examples.test_ppo_example import PYTHIA, REWARD, SFT, prompts, pythia, save, save_splits
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -119,7 +119,7 @@ def test_trls_command_for_zero2(place):
     for name in (PYTHIA, SFT):
         save(pythia(), place / name)
     save(AutoModelForSequenceClassification.from_config(pythia(num_labels=1).config), place / REWARD)
-    DatasetDict({"train": prompts(150), "validation": prompts(9)}).save_to_disk(place / "trl-lib" / "tldr")
+    save_splits(place / "trl-lib/tldr", train=prompts(150), validation=prompts(9))
     configuration = place / "accelerate_configs" / "deepspeed_zero2.yaml"
     text = configuration.read_text()
     configuration.write_text(text.replace("num_processes: 8", "num_processes: 2").replace(": bf16", ": 'no'"))
@@ -138,7 +138,7 @@ def test_trls_judge(place, server):
     for name in (SFT, "vwxyzjn/ppo_tldr"):
         save(pythia(), place / name)
     posts = prompts(5).add_column("completion", ["w4", "w4 w5", "w6 w7", "w8", "w9"])
-    DatasetDict({"train": posts, "validation": posts}).save_to_disk(place / "trl-lib" / "tldr")
+    save_splits(place / "trl-lib/tldr", train=posts, validation=posts)
     server.replies = [chat(longer)] * 22
 
     printed = shell(JUDGE, place, OPENAI_API_KEY="sk-secret", OPENAI_STUB=f"http://127.0.0.1:{server.server_port}")

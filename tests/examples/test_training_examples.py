@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.conftest import make_tokenizer, tiny_policy
-from tests.examples.test_ppo_example import EXAMPLES, Run, run
+from tests.examples.test_ppo_example import EXAMPLES, Run, run, save_splits
 
 __all__ = ["run"]
 pytestmark = pytest.mark.slow
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} <|im_end|> {% endfor %}"
-SHORT = "--max_steps 2 --logging_steps 1 --eval_steps 1 --use_cpu --report_to none --disable_tqdm True"
+SHORT = "--max_steps 2 --logging_steps 1 --eval_steps 1 --use_cpu --bf16 False --report_to none --disable_tqdm True"
 
 
 def commands(script: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_the_commands_of_sft_py(number: int, run: Run, tmp_path: Path) -> None:
     command = commands("sft.py")[number]
     chat_model(tmp_path / "Qwen/Qwen2-0.5B")
     rows = Dataset.from_list([{"messages": chat(f"w{index % 9} w7")} for index in range(64)])
-    DatasetDict({"train": rows, "test": rows.select(range(8))}).save_to_disk(tmp_path / "trl-lib/Capybara")
+    save_splits(tmp_path / "trl-lib/Capybara", train=rows, test=rows.select(range(8)))
 
     trainer = checked(command, "sft.py", run)
 
@@ -83,9 +83,7 @@ def test_the_commands_of_reward_modeling_py(number: int, run: Run, tmp_path: Pat
     command = commands("reward_modeling.py")[number]
     chat_model(tmp_path / "Qwen/Qwen2-0.5B-Instruct")
     pairs = Dataset.from_list([{"chosen": chat(f"w{index % 9}"), "rejected": chat("w7")} for index in range(64)])
-    DatasetDict({"train": pairs, "test": pairs.select(range(8))}).save_to_disk(
-        tmp_path / "trl-lib/ultrafeedback_binarized"
-    )
+    save_splits(tmp_path / "trl-lib/ultrafeedback_binarized", train=pairs, test=pairs.select(range(8)))
 
     trainer = checked(command, "reward_modeling.py", run)
 
