@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf_ppo.algorithm.advantages import kl_estimate
+from rlhf_ppo.algorithm.advantages import kl_estimate, token_rewards
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explained_variance
 from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, masked_range, zero_outside
 from rlhf_ppo.data.rollout import Experience, Rollout
@@ -56,7 +56,7 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef
 
 
 def rollout_columns(
-    rollout: Rollout, args: PPOConfig, kl_coef: float, score_unit: ScoreMoments | None
+    rollout: Rollout, args: PPOConfig, kl_coef: float, score_unit: ScoreMoments | None, rewards: Tensor
 ) -> dict[str, Tensor]:
     """Return the metrics of each episode of a rollout of training.
 
@@ -65,6 +65,8 @@ def rollout_columns(
         args: Gives the shaping of scores, and the KL estimator.
         kl_coef: Reward per nat.
         score_unit: The moments that scores are scaled by; None leaves them in the reward's unit.
+        rewards: Token rewards from `shape_rewards`, `(B, T)`. What an overridden method adds to score and KL penalty
+            is part of `non_score_reward`.
 
     Returns:
         The columns of `episode_columns`; with a `score_unit` also `raw_scores`, the scores in the reward's unit.
@@ -72,7 +74,10 @@ def rollout_columns(
     scores, token_scores = shape_scores(rollout, args, score_unit)
     raw = {} if score_unit is None else {"raw_scores": rollout.scores + token_score_sums(rollout)}
     kl = rollout.kl(args.kl_estimator)
-    return episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef) | raw
+    columns = episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef) | raw
+    _, usual = token_rewards(kl, scores, rollout.response_mask, kl_coef, token_scores)
+    columns["non_score_reward"] = columns["non_score_reward"] + (rewards - usual).nansum(dim=1)
+    return columns
 
 
 def evaluation_columns(rollout: Rollout, args: PPOConfig, kl_coef: float) -> dict[str, Tensor]:

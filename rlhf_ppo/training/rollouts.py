@@ -294,7 +294,7 @@ class RolloutMetrics:
         """
         run, args, logged = self.run, self.run.args, self.run.logged.columns
         rewards, returns, advantages = of_tokens
-        own = metrics.rollout_columns(rollout, args, kl_controller.coef, score_unit)
+        own = metrics.rollout_columns(rollout, args, kl_controller.coef, score_unit, rewards)
         columns = metrics.gather_columns(own, run.gather)
         valued = valued_tokens(rollout.loss_mask, args)
         metrics.warn_of_unscored(columns["scores"])
