@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerControl
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
 from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments
-from rlhf_ppo.checkpoints.complete import check_optimizer, explaining_load_error, optimizer_name
 from rlhf_ppo.checkpoints.state import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
@@ -40,26 +40,45 @@ from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding, drop_ignored_generation_settings
-from rlhf_ppo.processes.distributed import get_logger, preserve_rng, raise_on_all_ranks, use_stream_in_callbacks
+from rlhf_ppo.processes.distributed import (
+    get_logger,
+    is_sharding,
+    preserve_rng,
+    raise_on_all_ranks,
+    use_stream_in_callbacks,
+)
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting import evaluation as evaluations
+from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
 from rlhf_ppo.reporting.critic_audit import CriticAudit, audit, check_audit, prefixes_of
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
+from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.scorer import Scorer, Scores
+from rlhf_ppo.terminal import print_text
 from rlhf_ppo.training import datasets, rollouts, saving
 from rlhf_ppo.training.checks import check_datasets, check_rows
 from rlhf_ppo.training.construction import set_up_engine
 from rlhf_ppo.training.learning import CriticOnly, gradient_norms, monte_carlo_returns
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
-from rlhf_ppo.training.publishing import naming_hub, push_checkpoint, push_policy
 from rlhf_ppo.training.run_state import LoopState, RunState
 
 if TYPE_CHECKING:
     import pandas as pd
 
 logger = get_logger(__name__)
+
+
+@contextmanager
+def _overridden(args: PPOConfig, **values: Any) -> Iterator[None]:
+    """Override arguments in the block."""
+    given = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(given)
 
 
 class TrainerBase(Trainer):
@@ -118,18 +137,15 @@ class TrainerBase(Trainer):
 
     def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
         self._optimization = Optimization(optimizers)
-        with naming_hub(kwargs["args"]):  # it creates the repository
-            super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
+        super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
         self._optimization.check(self.model, self.accelerator)
         self.state = PPOTrainerState.of(self.state)
         run = self._run
         run.connect(self.accelerator, self.callback_handler, self.model)
         use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
-        self._directory = saving.RunDirectory(self.args, self.accelerator)
         reduce_sum: Any = partial(self.accelerator.reduce, reduction="sum")
         run.signals = StopOnSignal(reduce_sum, self.accelerator.num_processes)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
-        self._checkpoints = saving.CheckpointWriter(run, self._directory, self.create_model_card)
         self._open_steps: ExitStack | None = None  # releases what a run of `step` holds
         self._has_stepped = False
         self._printed = ""  # the latest sample table
@@ -171,7 +187,7 @@ class TrainerBase(Trainer):
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
         run, args = self._run, self.args
-        opened = self._directory.opened(output_directory(args), resume_from_checkpoint)
+        opened = saving.opened(args, self.accelerator, resume_from_checkpoint)
         with run.signals.listening(), opened as checkpoint:
             run.guard.last_checkpoint = checkpoint
             self.scorer.stop()  # a failed update may have left pending rewards and logged values
@@ -192,7 +208,7 @@ class TrainerBase(Trainer):
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
         self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, None)
-        self._resume(checkpoint, per_epoch)
+        saving.resume(run, checkpoint, num_rows(self.train_dataset) or 0, per_epoch)
         model, loader = self._prepare_for_training(max_steps, loader, checkpoint)
         check_prepared(self.optimizer, model, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
         run.progress.optimization = self._optimization.recorded()
@@ -214,23 +230,16 @@ class TrainerBase(Trainer):
         run.fire("on_train_begin")
         return run.loop
 
-    def _resume(self, checkpoint: str | None, updates_per_epoch: int) -> None:
-        """Restore counts, unlogged metrics and a partial update from a checkpoint, or start without one."""
-        reference = None if self.reference is None else self.reference.model
-        fingerprint = partial(
-            saving.run_fingerprint, self._run, self._models, reference, self.reward_models, self.train_dataset
-        )
-        num_prompts = num_rows(self.train_dataset) or 0
-        saving.resume(self._run, checkpoint, num_prompts, updates_per_epoch, fingerprint)
-
     def _note_run(self) -> None:
-        """Write the run's identity, settings and parts into its directory."""
+        """Write the run's settings and parts into its directory."""
         reference = None if self.reference is None else self.reference.own_policy
         made_of = names_of_parts(
             self.policy_model, reference, self.reward_models, self.scorer.names, self._reward_funcs, self.dataset_name
         )
         health = health_settings(self.callback_handler.callbacks)
-        self._directory.note(output_directory(self.args), self.state.log_history, made_of, health)
+        with raise_on_all_ranks(self.accelerator):
+            if self.args.should_save:
+                save_settings(output_directory(self.args), self.args, made_of, health)
 
     def _evaluate_on_start(self) -> None:
         if self.args.eval_on_start:
@@ -332,10 +341,9 @@ class TrainerBase(Trainer):
         self._leave_if_stopped()
         self._run.guard.check_weights()
         num_episodes = self.state.max_steps * self.sizes.batch_size
-        with self._checkpoints.finishing():
-            output = self._finalize_training(None, num_episodes, loop.start)
-            self.save_state()  # the log, for `rlhf-ppo report`
-            return output
+        output = self._finalize_training(None, num_episodes, loop.start)
+        self.save_state()  # the log, for `rlhf-ppo report`
+        return output
 
     # ---- The run of `step` ----
 
@@ -441,7 +449,7 @@ class TrainerBase(Trainer):
         pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
         dataset = datasets.read_by_each_rank(dataset, batch_size * self.sizes.world_size, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
-        with self._run.override_args(dataloader_drop_last=is_training, dataloader_pin_memory=pins):
+        with _overridden(self.args, dataloader_drop_last=is_training, dataloader_pin_memory=pins):
             made = super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
             return datasets.leaving_signals(made)
 
@@ -488,18 +496,28 @@ class TrainerBase(Trainer):
     # ---- Checkpoints ----
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        run, parent = self._run, super()
-        run.progress.keep_losses(run.gather(self._tr_loss.reshape(1)).tolist())
+        """Write what Trainer writes, under a temporary name, then rotate the checkpoints and upload."""
+        run, args, state = self._run, self.args, self.state
+        run.guard.check_weights()
+        run.progress.losses = run.gather(self._tr_loss.reshape(1)).tolist()
         run.progress.last_logged_step = self._globalstep_last_logged
-        run.fingerprint["optimizer"] = optimizer_name(self.optimizer)
-
-        def write(directory: str) -> None:
-            parent._save_checkpoint(model, trial)
-
-        newest = self._checkpoints.save(write)
-        if self.args.push_to_hub:
-            push_checkpoint(self, run, newest)
-        self._checkpoints.rotate(newest)
+        self.store_flos()
+        with saving.writing_checkpoint(run) as (directory, final):
+            self.save_model(directory, _internal_call=True)
+            if not args.save_only_model:
+                self._save_optimizer_and_scheduler(directory)
+                self._save_scaler(directory)
+                self._save_rng_state(directory)
+            if state.best_global_step == state.global_step:
+                state.best_model_checkpoint = final
+            if args.should_save:
+                saving.export_states([*self.callback_handler.callbacks, self.control], state)
+                state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
+        self.create_model_card()
+        if args.push_to_hub:
+            self._push_from_checkpoint(final)
+        if args.should_save:
+            rotate_checkpoints(output_directory(args), args.save_total_limit, state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with saving.without_frozen(as_module(self.model_wrapped), self._models, self.is_deepspeed_enabled):
@@ -515,22 +533,31 @@ class TrainerBase(Trainer):
 
         Raises:
             DivergenceError: A weight is not finite; nothing is written.
-            DiskFullError: The disk is full.
         """
-        parent = super()
-
-        def write() -> None:
-            plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-            if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
-                # Trainer writes nothing here for sharded checkpoints
-                weights: Any = self.accelerator.get_state_dict(self.model_wrapped)
-                self._save(output_dir, state_dict=weights)
-            parent.save_model(output_dir, _internal_call)
-
-        self._checkpoints.save_model(output_dir, _internal_call, write)
+        args, accelerator = self.args, self.accelerator
+        if not self._run.is_saving:
+            self._run.guard.check_weights(together=is_sharding(accelerator))
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
+            # Trainer writes nothing here for sharded checkpoints
+            self._save(output_dir, state_dict=accelerator.get_state_dict(self.model_wrapped))  # pyright: ignore
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call and args.process_index == 0 and not args.disable_tqdm:
+            own = output_directory(args)
+            print_text(where_results_are(output_dir or own, own))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        self._checkpoints.save_files(output_dir, self._models, self.processing_class, state_dict)
+        args, directory = self.args, output_dir or output_directory(self.args)
+        if not args.should_save:
+            return
+        critic = saving.CRITIC_DIR if args.save_critic else None
+        value_directory = saving.VALUE_MODEL_DIR if self._run.is_saving else critic
+        saving.save_models(self._models, directory, state_dict, value_directory)
+        tokenizer: Any = self.processing_class
+        tokenizer.save_pretrained(directory)
+        if value_directory == saving.CRITIC_DIR:
+            tokenizer.save_pretrained(os.path.join(directory, value_directory))
+        torch.save(args, os.path.join(directory, TRAINING_ARGS_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
@@ -538,24 +565,24 @@ class TrainerBase(Trainer):
         else:
             saving.load_models(self._models, resume_from_checkpoint, super()._load_from_checkpoint)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        saving.check_loaded(self._models, load_result)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
-        check_optimizer(self.optimizer, checkpoint, self._run.progress.optimization, self._optimization.recorded())
         loading = nullcontext()
         if self.is_fsdp_enabled:
             loading = saving.loading_without_policy_state(checkpoint, self._models.policy)
-        with explaining_load_error(checkpoint, "its optimizer.pt or scheduler.pt"), loading:
+        with loading:
             super()._load_optimizer_and_scheduler(checkpoint)
-        saving.apply_own_optimization(
-            self._run, self._optimization, checkpoint, self.optimizer, self._get_learning_rate
-        )
+        saving.apply_own_optimization(self._run, self._optimization, self.optimizer, self._get_learning_rate)
 
     def _load_best_model(self) -> None:
-        best = self._checkpoints.checked_best()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
+        best = cast(str, self.state.best_model_checkpoint)
         logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
         self._load_from_checkpoint(best)
 
@@ -613,8 +640,6 @@ class TrainerBase(Trainer):
         """Evaluate during training, and step a schedule that follows a metric."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run.agree_on_control()
-        with raise_on_all_ranks(self.accelerator), self._checkpoints.naming_full_log():
-            self._directory.write_history(self.state.log_history)
         if follows_metric(self.lr_scheduler) and not skip_scheduler:
             name = self.args.metric_for_best_model or "score"
             self.lr_scheduler.step(metrics[f"eval_{name.removeprefix('eval_')}"])
@@ -759,54 +784,27 @@ class TrainerBase(Trainer):
     ) -> None:
         """Write `README.md` into `output_dir`, and `curves.png` if there are logs.
 
-        The card names base model, prompts, rewards, settings, final metrics, versions and citations, and shows the
-        curves and a judge's verdict. `push_to_hub` passes its keyword arguments to this method.
+        It is TRL's card with rewards, final metrics, settings, curves and a judge's verdict. `push_to_hub` calls this
+        method with its keyword arguments.
 
         Args:
             model_name: Title; the last part of `hub_model_id` or `output_dir` when None.
             dataset_name: Hub name or path of the prompts; the trainer's `dataset_name` when None.
             tags: Tags in addition to the default ones.
-            **more: `language` and `license` of the metadata; `finetuned_from`, the hub name or path of the initial
-                model, if the policy was not loaded from it; `dataset`, Trainer's name for `dataset_name`.
+            **more: Trainer's other arguments, of which `language`, `license` and `finetuned_from` are used.
         """
         if self.is_world_process_zero():
-            prompts = dataset_name or more.pop("dataset", None) or self.dataset_name
-            log, rewards = self.state.log_history, reward_origins(self.reward_models, self.scorer.names)
             save_run_card(
-                self.args, self.policy_model, rewards, log, title=model_name, dataset=prompts,
-                tags=tags, with_curves=not self._run.is_saving, **more,
-            )  # fmt: skip
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the policy into `output_dir`, write its card, and upload both to `args.hub_model_id`.
-
-        The upload holds policy (or adapter), tokenizer, card, curves and `training_args.bin` (without secrets). It
-        excludes responses in `completions/`, sample tables, reports, logs, checkpoints and optimizers, unless
-        `args.hub_files` names them.
-
-        Args:
-            commit_message: Message of the commit.
-            blocking: Whether to wait for the upload.
-            token: A token with write access; `args.hub_token`, or that of `hf auth login`, when None.
-            revision: The branch; `args.hub_revision`, or the main branch, when None.
-            private: Whether a new repository is private; `args.hub_private_repo` when None.
-            **kwargs: For `create_model_card`.
-
-        Returns:
-            The commit, or a future of it with `blocking=False`; None on ranks other than the first.
-
-        Raises:
-            HubError: The hub was not reached, failed or refused; the policy is in `output_dir`.
-        """
-        return push_policy(self, self._run, commit_message, blocking, token, revision, private, **kwargs)
+                self.args,
+                self.policy_model,
+                reward_origins(self.reward_models, self.scorer.names),
+                self.state.log_history,
+                model_name=model_name,
+                dataset_name=dataset_name or self.dataset_name,
+                tags=[tags] if isinstance(tags, str) else list(tags or []),
+                with_curves=not self.is_in_train,
+                **{name: more[name] for name in ("language", "license", "finetuned_from") if name in more},
+            )
 
     # ---- Counting: one step is one PPO update ----
 
@@ -820,12 +818,8 @@ class TrainerBase(Trainer):
         """Restore each rank's random numbers; reseed them if the number of processes changed."""
         if checkpoint is None or saving.reseed_if_processes_changed(self._run):
             return
-        with (
-            raise_on_all_ranks(self.accelerator),
-            explaining_load_error(checkpoint, "its random states (rng_state.pth and beside it)"),
-        ):
-            super()._load_rng_state(checkpoint)
-            self._run.streams.load(checkpoint)
+        super()._load_rng_state(checkpoint)
+        self._run.streams.load(checkpoint)
 
     def _save_rng_state(self, output_dir: str) -> None:
         self._run.streams.save(output_dir)
@@ -839,20 +833,15 @@ class TrainerBase(Trainer):
         Args:
             logs: Trainer's logs; the key `loss` marks a training log, which every rank writes.
             start_time: Start time of training.
-
-        Raises:
-            DiskFullError: The disk is full.
         """
         of_training = "loss" in logs
         if of_training:
             logs.update(self._run.window.drain())
-        with (
-            raise_on_all_ranks(self.accelerator) if of_training else nullcontext(),
-            self._checkpoints.naming_full_log(),
-        ):
+        with raise_on_all_ranks(self.accelerator) if of_training else nullcontext():
             super().log(logs, start_time)
         if of_training:
             self._run.agree_on_control()
-            completions = self._rollout_metrics.kept_completions(self.state.global_step)
-            with self._checkpoints.naming_full_log():
-                self._directory.write_logged(self.state.log_history, completions)
+            rows = gather_object(self._rollout_metrics.kept_completions(self.state.global_step))
+            with raise_on_all_ranks(self.accelerator):
+                if rows and self.args.process_index == 0:
+                    write_completions(output_directory(self.args), rows[:NUM_KEPT_COMPLETIONS])

@@ -19,8 +19,6 @@ import rlhf_ppo.cli.commands
 import rlhf_ppo.cli.judge
 import rlhf_ppo.reporting.report
 import tests.distributed.scenarios
-import tests.faults.scenarios
-import tests.faults.train_until_killed
 
 gc.collect()
 gc.freeze()

@@ -1,5 +1,5 @@
-"""Checkpoints of a run: files, saved state, the run that they belong to, and complete checkpoints."""
+"""Checkpoints of a run: its directory, the saved state of its loop, and atomic writes."""
 
-from rlhf_ppo.checkpoints.complete import last_complete_checkpoint, why_incomplete
+from rlhf_ppo.checkpoints.directory import last_complete_checkpoint
 
-__all__ = ["last_complete_checkpoint", "why_incomplete"]
+__all__ = ["last_complete_checkpoint"]

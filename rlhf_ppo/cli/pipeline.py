@@ -22,9 +22,8 @@ from typing import Any
 
 import yaml
 
-from rlhf_ppo.checkpoints.complete import last_complete_checkpoint, newest_trl_checkpoint
+from rlhf_ppo.checkpoints.directory import last_complete_checkpoint, locked
 from rlhf_ppo.checkpoints.files import write_json
-from rlhf_ppo.checkpoints.run import locked
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.config.validation import PlainWords
 from rlhf_ppo.processes.signals import discard_closed_terminal
@@ -373,9 +372,7 @@ def _run(
 
 
 def _has_checkpoint(step: Step) -> bool:
-    if step.kind == "ppo":
-        return last_complete_checkpoint(str(step.output_dir), warn=lambda _: None) is not None
-    return newest_trl_checkpoint(step.output_dir) is not None
+    return last_complete_checkpoint(step.output_dir) is not None
 
 
 def _shown(step: Step, words: Sequence[str]) -> str:

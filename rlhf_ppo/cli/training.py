@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from huggingface_hub import HfApi
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -31,8 +32,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
-from rlhf_ppo.checkpoints.files import DiskFullError
-from rlhf_ppo.checkpoints.run import parse_resume
+from rlhf_ppo.checkpoints.directory import parse_resume
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
@@ -59,7 +59,6 @@ from rlhf_ppo.terminal import (
 )
 from rlhf_ppo.trainer import PPOTrainer
 from rlhf_ppo.training.guards import DivergenceError
-from rlhf_ppo.training.publishing import upload_directory
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin about a model's code
 
@@ -406,7 +405,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
         if wants_tracebacks():
             raise
         note = note_on_memory(error)
-        if note or isinstance(error, ConnectionError | DiskFullError | DivergenceError | WrongRewardError):
+        if note or isinstance(error, ConnectionError | DivergenceError | WrongRewardError):
             print(file=sys.stderr)  # the progress bar leaves its line unfinished
             fail(program, f"{note} ({error})" if note else str(error))
         if callback.begun:
@@ -442,7 +441,8 @@ def train_and_save(
     if merges and trainer.accelerator.is_main_process:
         merge_adapter(args.output_dir, getattr(args, "trust_remote_code", False))
         if args.push_to_hub:
-            upload_directory(args)
+            api, skipped = HfApi(token=args.hub_token), ["_*", "checkpoint-*"]
+            api.upload_folder(repo_id=str(trainer.hub_model_id), folder_path=args.output_dir, ignore_patterns=skipped)
     trainer.accelerator.wait_for_everyone()
     if args.push_to_hub and not merges:
         trainer.push_to_hub(dataset_name=dataset_name)

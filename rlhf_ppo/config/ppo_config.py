@@ -279,9 +279,6 @@ class PPOConfig(
         "one device.",
     )
     num_sample_generations: Count = _option(3, "Tables of samples to print, evenly over the run; 0: none.")
-    hub_files: list[str] | None = _option(
-        None, "Additional files that push_to_hub uploads: patterns of paths in output_dir, such as 'completions/*'."
-    )
 
     # --- Reward ---
     # HfArgumentParser reads the second of several types from the command line.

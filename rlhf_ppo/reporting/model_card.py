@@ -1,29 +1,35 @@
-"""The model card of a policy: its base model, rewards, metrics, judgements, hyper-parameters and citations."""
+"""The model card of a policy: TRL's, with rewards, final metrics, settings, curves and win rates."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
+from transformers import is_wandb_available
 
 from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log
-from rlhf_ppo.terminal import code_span, markdown, redact_urls, redacted, visible
+from rlhf_ppo.terminal import redact_urls, redacted
 
 TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""
 
-_JUDGED, _AFTER_JUDGED = "## Judged", "## Hyper-parameters"
+CARD = "README.md"
+CURVES = "curves.png"
+"""File name of the curves in the card's directory."""
 
-_HYPERPARAMETERS = (
+NUM_CURVES = 4
+"""Number of curves: the first of `PANELS` that were logged."""
+
+_JUDGED = "\n## Judged\n"
+_SETTINGS = (
     "total_episodes batch_size mini_batch_size num_ppo_epochs num_mini_batches learning_rate lr_scheduler_type optim "
     "max_grad_norm kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam whiten_rewards "
     "missing_eos_penalty missing_eos_score score_clip reward_weights response_length stop_token stop_token_id "
@@ -31,144 +37,13 @@ _HYPERPARAMETERS = (
 ).split()
 _RESULTS = ("objective/", "rewards/", "policy/", "loss/", "val/", "response/", "eval_")
 _BOOKKEEPING = ("_runtime", "_per_second")
-_TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-
-
-def model_card(
-    *,
-    model_name: str,
-    base_model: str | None,
-    dataset: str | None,
-    reward_sources: Sequence[str],
-    hyperparameters: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    versions: Mapping[str, str],
-    curves: str | None = None,
-    judgements: Sequence[Judgement] = (),
-    tags: Iterable[str] = (),
-    **metadata: Any,
-) -> ModelCard:
-    """Make the card of a policy; `card.save(path)` writes it.
-
-    Args:
-        model_name: The card's title.
-        base_model: Hub name or path of the model that training started from.
-        dataset: Hub name or path of the prompts.
-        reward_sources: Names of the reward models and functions.
-        hyperparameters: Name to value, see `hyperparameters`.
-        metrics: Name to final value, see `final_metrics`.
-        versions: Package to version, see `installed_versions`.
-        curves: File name of the run's curves, in the card's directory.
-        judgements: Win rates, see `found_judgements`.
-        tags: Tags in addition to `TAGS`.
-        **metadata: `library_name` (default `"transformers"`), `license` and `language` of the card.
-
-    Returns:
-        The card, with names escaped. Only the last part of local paths is shown, and the metadata that the hub links
-        has none.
-    """
-    data = ModelCardData(
-        base_model=_hub_id(base_model),
-        datasets=_hub_id(dataset),
-        model_name=visible(model_name, one_line=True),
-        pipeline_tag="text-generation",
-        tags=["generated_from_trainer", *TAGS, *(visible(tag, one_line=True) for tag in tags)],
-        **{"library_name": "transformers", **metadata},
-    )
-    return ModelCard.from_template(
-        data,
-        str(_TEMPLATE),
-        title=_line(model_name),
-        start=f"from {code_span(_last_part(base_model))} " if base_model else "",
-        prompts=f"on the prompts of {code_span(_last_part(dataset))} " if dataset else "",
-        rewards="\n".join(f"- {code_span(_last_part(name))}" for name in reward_sources) or "None named.",
-        metrics=_table("metric", {name: f"{value:.4g}" for name, value in metrics.items()}),
-        curves=curves,
-        judged=_judged(judgements) if judgements else "",
-        hyperparameters=_table("hyper-parameter", hyperparameters),
-        versions=_table("package", versions),
-        version=versions.get("rlhf_ppo", ""),
-    )
-
-
-def with_judgements(card: str, judgements: Sequence[Judgement]) -> str:
-    """Replace the section of win rates in an existing card.
-
-    Args:
-        card: The text of a card of `model_card`, which people may have edited.
-        judgements: All win rates, see `found_judgements`.
-
-    Returns:
-        The new text, or the old text if there is no place for the section.
-    """
-    start, heading, rest = card.partition(f"\n{_AFTER_JUDGED}\n")
-    if not heading or not judgements:
-        return card
-    start = re.sub(rf"\n{_JUDGED}\n.*?(?=\n## |\Z)", "", start, flags=re.DOTALL)
-    return f"{start.rstrip()}\n\n{_judged(judgements)}\n{heading}{rest}"
-
-
-def hyperparameters(args: Any) -> dict[str, Any]:
-    """Return the arguments that affect a run's numbers.
-
-    Args:
-        args: The run's `PPOConfig`.
-
-    Returns:
-        Name to value, without None.
-    """
-    values = {name: getattr(args, name) for name in _HYPERPARAMETERS}
-    return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
-
-
-def final_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the last value of every metric of the policy, in alphabetical order, without timings and counters."""
-    found = {name: value for entry in log_history for name, value in entry.items()}
-    of_policy = (name for name in found if name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING))
-    return {name: found[name] for name in sorted(of_policy)}
-
-
-def _judged(judgements: Sequence[Judgement]) -> str:
-    lines = [
-        f"- Win rate {each.win_rate:.2%} (95% interval {each.interval[0]:.2%} to {each.interval[1]:.2%}) against "
-        f"{code_span(_last_part(each.opponent))} on {each.num_prompts} prompts, each judged in both orders by "
-        f"{code_span(_last_part(each.judge))}"
-        for each in judgements
-    ]
-    return "\n".join([f"{_JUDGED}\n", *lines])
-
-
-def _table(header: str, rows: Mapping[str, Any]) -> str:
-    if not rows:
-        return "None logged."
-    lines = (f"| {_line(name)} | {_line(value)} |" for name, value in rows.items())
-    return "\n".join([f"| {header} | value |", "|---|---|", *lines])
-
-
-def _line(value: Any) -> str:
-    return markdown(visible(str(value), one_line=True))
-
-
-def _hub_id(name: str | None) -> str | None:
-    if name is None or os.path.exists(name) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
-        return None
-    return name
-
-
-def _last_part(name: str) -> str:
-    name = redact_urls(name)
-    return name if _hub_id(name) else name.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
-
-
-# The card of a run
-
-CARD = "README.md"
-
-CURVES = "curves.png"
-"""File name of the curves in the card's directory."""
-
-NUM_CURVES = 4
-"""Number of curves: the first of `PANELS` that were logged."""
+_CITATION = """\
+@article{schulman2017proximal,
+  title   = {Proximal Policy Optimization Algorithms},
+  author  = {Schulman, John and Wolski, Filip and Dhariwal, Prafulla and Radford, Alec and Klimov, Oleg},
+  year    = {2017},
+  journal = {arXiv preprint arXiv:1707.06347}
+}"""
 
 
 def save_run_card(
@@ -177,13 +52,12 @@ def save_run_card(
     rewards: Sequence[str],
     log: Sequence[Any],
     *,
-    title: str | None,
-    dataset: str | None,
-    tags: str | Sequence[str] | None,
+    model_name: str | None,
+    dataset_name: str | None,
+    tags: Sequence[str],
     with_curves: bool,
     finetuned_from: str | None = None,
-    license: str | None = None,
-    language: str | None = None,
+    **metadata: str | None,
 ) -> None:
     """Write a run's card to `output_dir`.
 
@@ -192,34 +66,48 @@ def save_run_card(
         policy: The policy.
         rewards: The rewards' origins, see `reward_origins`.
         log: The run's log history.
-        title: The card's title; None takes the last part of `hub_model_id` or `output_dir`.
-        dataset: Hub name or path of the prompts.
-        tags: One or several additional tags.
-        with_curves: Whether to draw the curves again, which takes half a second; otherwise the card shows existing
-            ones, if any.
+        model_name: The card's title; None takes the last part of `hub_model_id` or `output_dir`.
+        dataset_name: Hub name or path of the prompts; a path is not shown.
+        tags: Additional tags.
+        with_curves: Whether to draw the curves again, which takes half a second.
         finetuned_from: Hub name or path of the model that training started from; None takes the policy's origin.
-        license: The licence in the card's metadata.
-        language: The language in the card's metadata.
+        **metadata: `license` and `language` of the card.
     """
+    from trl.trainer.utils import generate_model_card, get_comet_experiment_url, get_trackio_space_url
+
     output_dir = Path(str(args.output_dir))
+    hub_id = args.hub_model_id or output_dir.absolute().name
+    card = generate_model_card(
+        base_model=_if_on_hub(finetuned_from or model_origin(policy)),
+        model_name=model_name or hub_id.split("/")[-1],
+        hub_model_id=hub_id,
+        dataset_name=_if_on_hub(dataset_name),
+        tags=[*TAGS, *tags],
+        wandb_url=_wandb_url(),
+        trackio_url=get_trackio_space_url(),
+        comet_url=get_comet_experiment_url(),
+        trainer_name="PPO",
+        trainer_citation=_CITATION,
+        paper_title="Proximal Policy Optimization Algorithms",
+        paper_id="1707.06347",
+    )
+    found: dict[str, Any] = {"pipeline_tag": "text-generation", **metadata}
+    for name, value in found.items():
+        setattr(card.data, name, value)
+    if is_peft_model(policy):
+        card.data.library_name = "peft"
     if with_curves:
         _draw(log, output_dir / CURVES)
-    card = model_card(
-        model_name=title or Path(args.hub_model_id or output_dir.absolute()).name,
-        base_model=finetuned_from or model_origin(policy),
-        dataset=dataset,
-        reward_sources=rewards,
-        hyperparameters=hyperparameters(args),
-        metrics=final_metrics(log),
-        versions=installed_versions(),
-        curves=CURVES if (output_dir / CURVES).exists() else None,
-        judgements=found_judgements(output_dir),
-        tags=[tags] if isinstance(tags, str) else list(tags or []),
-        library_name="peft" if is_peft_model(policy) else "transformers",
-        license=license,
-        language=language,
-    )
-    write_text(output_dir / CARD, f"{card}\n")
+    sections = {
+        "Rewards": "\n".join(f"- `{_last_part(name)}`" for name in rewards),
+        "Final metrics": _table("metric", {name: f"{value:.4g}" for name, value in final_metrics(log).items()}),
+        "Settings": _table("setting", _settings(args) | {"rlhf_ppo": installed_versions().get("rlhf_ppo", "")}),
+    }
+    if (output_dir / CURVES).exists():
+        sections["Curves"] = f"![Curves of the training]({CURVES})"
+    text = "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items())
+    card.text += text + _judged(found_judgements(output_dir))
+    write_text(output_dir / CARD, str(card))
 
 
 def show_judgements(output_dir: str | Path) -> Path | None:
@@ -232,10 +120,55 @@ def show_judgements(output_dir: str | Path) -> Path | None:
     if not found or not path.is_file():
         return None
     card = path.read_text(encoding="utf-8")
-    if (judged := with_judgements(card, found)) == card:
+    if (judged := card.partition(_JUDGED)[0] + _judged(found)) == card:
         return None
     write_text(path, judged)
     return path
+
+
+def final_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the last value of every metric of the policy, in alphabetical order, without timings and counters."""
+    found = {name: value for entry in log_history for name, value in entry.items()}
+    of_policy = (name for name in found if name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING))
+    return {name: found[name] for name in sorted(of_policy)}
+
+
+def _settings(args: PPOConfig) -> dict[str, Any]:
+    values = {name: getattr(args, name) for name in _SETTINGS}
+    return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
+
+
+def _judged(judgements: Sequence[Judgement]) -> str:
+    lines = [
+        f"- Win rate {each.win_rate:.2%} (95% interval {each.interval[0]:.2%} to {each.interval[1]:.2%}) against "
+        f"`{_last_part(each.opponent)}` on {each.num_prompts} prompts, each judged in both orders by "
+        f"`{_last_part(each.judge)}`"
+        for each in judgements
+    ]
+    return "\n".join([_JUDGED, *lines, ""]) if lines else ""
+
+
+def _table(header: str, rows: Mapping[str, Any]) -> str:
+    lines = (f"| {name} | {redacted(str(value))} |" for name, value in rows.items())
+    return "\n".join([f"| {header} | value |", "|---|---|", *lines])
+
+
+def _if_on_hub(name: str | None) -> str | None:
+    is_hub_id = name is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not os.path.exists(name)
+    return name if is_hub_id else None
+
+
+def _last_part(name: str) -> str:
+    """Return the last part of a local path; other names without the secrets of URLs."""
+    return os.path.basename(name.rstrip("/")) if os.path.exists(name) else redact_urls(name)
+
+
+def _wandb_url() -> str | None:
+    if not is_wandb_available():
+        return None
+    import wandb
+
+    return None if wandb.run is None else wandb.run.url
 
 
 def _draw(log: Sequence[Any], path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -99,7 +98,6 @@ class RunState:
         progress: Progress of the run, for checkpoints.
         window: Metrics of the updates since the last log.
         metrics: Metrics of the current update.
-        fingerprint: Fingerprint of the run, for checkpoints.
         latest_prompts: This rank's prompts of the latest update, without repetitions; None before it.
         is_evaluating: Whether an evaluation is running.
         num_apart: Number of episode batches of this evaluation.
@@ -127,12 +125,10 @@ class RunState:
     progress: Progress = field(default_factory=Progress)
     window: MetricWindow = field(default_factory=MetricWindow)
     metrics: dict[str, float] = field(default_factory=dict)
-    fingerprint: dict[str, Any] = field(default_factory=dict)
     latest_prompts: Prompts | None = None
     is_evaluating: bool = False
     num_apart: int = 0
     is_saving: bool = False
-    _overridden: dict[str, Any] = field(default_factory=dict)
 
     def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, model: nn.Module) -> None:
         """Set the objects that Trainer's constructor made, and make the parts that need them."""
@@ -170,24 +166,6 @@ class RunState:
         """Return the current position for errors: `update 3`, or `evaluation after update 3`."""
         done = self.state.global_step
         return f"evaluation after update {done}" if self.is_evaluating else f"update {done + 1}"
-
-    @contextmanager
-    def override_args(self, **values: Any) -> Iterator[None]:
-        """Temporarily override arguments; files on disk keep the original ones."""
-        given, before = {name: getattr(self.args, name) for name in values}, self._overridden
-        self._overridden = {**given, **before}
-        try:
-            vars(self.args).update(values)
-            yield
-        finally:
-            vars(self.args).update(given)
-            self._overridden = before
-
-    def args_as_given(self) -> PPOConfig:
-        """Return a copy of the arguments without overrides."""
-        args = copy.copy(self.args)
-        vars(args).update(self._overridden)
-        return args
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""The directory of a run: its checkpoints, which of them it starts from, and its lock.
+
+PPO writes a checkpoint under a temporary name and renames it, so one that has its name is complete.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK_NAME = "_ppo_run.lock"  # uploads to the hub skip names that begin with "_"
+UNFINISHED = "_unfinished"
+"""Directory in which a checkpoint is written before it gets its name."""
+
+_held: set[str] = set()
+
+
+def list_checkpoints(output_dir: str | Path) -> list[str]:
+    """Return the complete `checkpoint-<step>` directories, oldest first; Trainer writes its state last."""
+    return [path for path in sort_checkpoints(str(output_dir)) if os.path.isfile(Path(path, TRAINER_STATE_NAME))]
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the newest complete checkpoint of PPO or of one of TRL's trainers, or None."""
+    return next(reversed(list_checkpoints(output_dir)), None)
+
+
+def parse_resume(resume_from_checkpoint: str | bool | None) -> str | bool:
+    """Return a checkpoint's directory, True for the newest checkpoint, or False for a new run."""
+    text = str(resume_from_checkpoint or False)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def find_start(output_dir: str | Path, resume_from_checkpoint: str | bool | None, overwrite: bool) -> str | None:
+    """Return the checkpoint from which a run starts; None for a new run.
+
+    Args:
+        output_dir: The run's directory.
+        resume_from_checkpoint: As `PPOTrainer.train` takes it.
+        overwrite: Whether a new run may replace checkpoints in the directory.
+
+    Raises:
+        ValueError: The directory holds the checkpoints of another run, or later ones than the run resumes from; or
+            there is no such checkpoint.
+    """
+    wanted, found = parse_resume(resume_from_checkpoint), list_checkpoints(output_dir)
+    if wanted is True and not found:
+        raise ValueError(
+            f"resume_from_checkpoint=True, but output_dir={str(output_dir)!r} holds no complete checkpoint; leave it "
+            "out to start a new run"
+        )
+    start = found[-1] if wanted is True else wanted or None
+    if start is not None and not os.path.isfile(Path(start, TRAINER_STATE_NAME)):
+        raise ValueError(f"resume_from_checkpoint={start!r} is not a complete checkpoint")
+    kept = [] if start is None else found[: _position(start, found)]
+    if len(kept) < len(found) and not (overwrite and start is None):
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds checkpoints that this run does not continue, such as {found[-1]}: "
+            "resume from the newest one with resume_from_checkpoint=True, move them away (a new run with "
+            "overwrite_output_dir=True deletes them), or choose another output_dir"
+        )
+    return start
+
+
+def _position(checkpoint: str, found: list[str]) -> int:
+    """Return the number of checkpoints up to one of them; 0 if it is in another directory."""
+    paths = [os.path.realpath(path) for path in found]
+    path = os.path.realpath(checkpoint)
+    return paths.index(path) + 1 if path in paths else 0
+
+
+def delete_checkpoints(output_dir: str) -> None:
+    """Delete all checkpoints in a directory."""
+    for checkpoint in sort_checkpoints(output_dir):
+        shutil.rmtree(checkpoint)
+
+
+class InUseError(RuntimeError, ValueError):
+    """Another run uses the directory."""
+
+
+@contextmanager
+def locked(output_dir: str | Path) -> Iterator[None]:
+    """Hold the lock of a directory in the block.
+
+    It is a POSIX record lock, which ends with its process, also after SIGKILL.
+
+    Raises:
+        InUseError: Another process, or another trainer of this one, holds the lock.
+    """
+    path = Path(output_dir, LOCK_NAME)
+    key = f"{os.getpid()} {os.path.realpath(path)}"
+    if key in _held:
+        gc.collect()  # a notebook may have replaced the trainer that holds it
+    if in_use(output_dir):
+        raise InUseError(
+            f"output_dir={str(output_dir)!r} is in use: another trainer trains in it; call its close(), wait until it "
+            "has ended, or choose another output_dir"
+        )
+    with open(path, "a") as file:
+        with suppress(OSError):  # a file system without locks
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held.add(key)
+        try:
+            yield
+        finally:
+            _held.discard(key)
+
+
+def in_use(output_dir: str | os.PathLike[str]) -> bool:
+    """Return whether a process, this one included, trains in a directory."""
+    path = Path(output_dir, LOCK_NAME)
+    if f"{os.getpid()} {os.path.realpath(path)}" in _held:  # closing the file below would release the lock
+        return True
+    if fcntl is None or not path.is_file():
+        return False
+    with open(path, "r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no locks here
+            return False
+    return False
