@@ -8,8 +8,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rlhf_ppo.checkpoints.files import write_manifest
-
 TEXT = """
 output_dir: out
 sft: {model_name_or_path: base, dataset_name: texts.jsonl}
@@ -88,7 +86,6 @@ def save(step: str, checkpoint: Path, made_of: str) -> None:
             zipfile.ZipFile(checkpoint / name, "w").close()
         (checkpoint / "ppo_state.json").write_text('{"episode": 4, "batch_size": 4}')
         (checkpoint / "ppo_arguments.json").write_text("{}")
-        write_manifest(str(checkpoint))
 
 
 def name_of(words: Sequence[str]) -> str:

@@ -24,7 +24,6 @@ from transformers import (
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
 from rlhf_ppo.checkpoints import last_complete_checkpoint
-from rlhf_ppo.checkpoints.files import write_manifest
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation.protocol import Sampled
@@ -217,7 +216,6 @@ def test_a_state_that_holds_code_is_not_read(make_trainer: MakeTrainer, tmp_path
     settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "score_scaling": True}
     make_trainer(**settings, output_dir=str(tmp_path)).train()
     torch.save({"score_moments": Doubling()}, tmp_path / "checkpoint-3" / "stateful.pt")
-    write_manifest(str(tmp_path / "checkpoint-3"))
 
     with pytest.raises(ValueError, match=r"its stateful\.pt cannot be read: .*Weights only load failed"):
         make_trainer(**settings, output_dir=str(tmp_path)).train(resume_from_checkpoint=True)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.checkpoints import last_complete_checkpoint
-from rlhf_ppo.checkpoints.run import LOCK_NAME, InUseError
+from rlhf_ppo.checkpoints.directory import InUseError, in_use
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.protocol import Sampled
@@ -151,7 +151,7 @@ def test_two_trainers_one_after_the_other_in_one_directory(make_stepper: Steps) 
 
     assert events.seen == ("begin", "step", "save", "end") and signal.getsignal(signal.SIGTERM) is before
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert os.listdir(str(first.args.output_dir)).count(LOCK_NAME) == 0
+    assert not in_use(str(first.args.output_dir))
     assert [entry["step"] for entry in first.state.log_history if "loss" in entry] == [1]
     with pytest.raises(RuntimeError, match=r"over after 1 of 3 updates; .* resume_from_checkpoint=True"):
         first.step(*rows(1))
@@ -188,7 +188,7 @@ def test_weights_that_are_not_finite_do_not_keep_the_directory(make_stepper: Ste
         next(trainer.policy_model.parameters()).view(-1)[0] = float("nan")
     with pytest.raises(DivergenceError):
         trainer.close()
-    assert LOCK_NAME not in os.listdir(str(trainer.args.output_dir))
+    assert not in_use(str(trainer.args.output_dir))
 
 
 def test_a_signal_before_close_is_not_lost(make_stepper: Steps) -> None:
@@ -209,7 +209,7 @@ def test_a_trainer_that_nobody_refers_to_frees_directory_and_signals(make_steppe
     second.step(*rows(0))  # which collects, where nobody has
     second.close()
 
-    assert kept() is None and LOCK_NAME not in os.listdir(directory)
+    assert kept() is None and not in_use(directory)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
