@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.reporting.run_log import RunSettings, read_audit, read_log, where_results_are
-from tests.faults.test_damage import ODD
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda parts: st.lists(parts, max_size=2) | st.dictionaries(st.text(max_size=5), parts, max_size=2),
+    max_leaves=4,
+)
+"""JSON values of all kinds, NaN and huge numbers too."""
+READ_BACK = ("trainer_state.json", "ppo_state.json", "ppo_run.json", "ppo_arguments.json", "manifest.json")
 
 SETTINGS: dict[str, Any] = {
     "arguments": {"seed": 1},
