@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from trl.scripts.utils import ScriptArguments, TrlParser
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
-from rlhf_ppo.config.inherited import check_keys, is_logged_in_to_wandb
+from rlhf_ppo.config.inherited import is_logged_in_to_wandb
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.config.validation import CONFIG_HINTS, hint_for, option, reject_removed
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
@@ -170,9 +170,6 @@ def prepare_trackers(args: TrainingArguments) -> None:
 
     Args:
         args: Gives `report_to`.
-
-    Raises:
-        ValueError: Another tracker has no key.
     """
     if "wandb" in (args.report_to or []) and not is_logged_in_to_wandb():
         import wandb
@@ -183,4 +180,3 @@ def prepare_trackers(args: TrainingArguments) -> None:
             "report_to=['wandb'], but nobody is logged in to W&B: the run is recorded in ./wandb, not uploaded. Log "
             "in with `wandb login`, upload it later with `wandb sync`, or report to none."
         )
-    check_keys(args)

@@ -1,7 +1,6 @@
 """`PPOConfig`, the arguments of a run, checked before anything is loaded; batch sizes and number of updates."""
 
 import functools
-import inspect
 import math
 import os
 from contextlib import AbstractContextManager
@@ -390,13 +389,12 @@ class PPOConfig(
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         self.chat_template_kwargs = parse_template_kwargs(self.chat_template_kwargs)
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
-        for name, annotation in _checked_annotations().items():
+        for name in RANGES:
             setattr(self, name, python_number(getattr(self, name)))
+        for name, annotation in _own_annotations().items():
             check_type(name, getattr(self, name), annotation, helps[name])
         inherited.reject_unsupported(self)
         check_ranges(self, RANGES)
-        inherited.check_dicts(self)
-        inherited.check_inherited(self)
         for names in EXCLUSIVE:
             values = {name: getattr(self, name) for name in names}
             if not any(value is None or value is False for value in values.values()):
@@ -503,9 +501,7 @@ EXCLUSIVE = (
 
 
 @functools.cache
-def _checked_annotations() -> dict[str, Any]:
-    """Return the type of every field, PPO's own first; rejected arguments are left out: they have one valid value."""
-    hints, of_parent = get_type_hints(PPOConfig), inherited.inherited_types()
-    names = [*inspect.get_annotations(PPOConfig), *(field.name for field in fields(PPOConfig))]
-    own = {name: hints[name] for name in names if name not in of_parent or name in PPOConfig.__annotations__}
-    return own | {name: hint for name, hint in of_parent.items() if name not in {*own, *inherited.REJECTED}}
+def _own_annotations() -> dict[str, Any]:
+    """Return the type of each field that `TrainingArguments` does not have."""
+    hints, of_parent = get_type_hints(PPOConfig), {field.name for field in fields(TrainingArguments)}
+    return {field.name: hints[field.name] for field in fields(PPOConfig) if field.name not in of_parent}

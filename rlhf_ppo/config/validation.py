@@ -175,21 +175,6 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
     )
 
 
-def check_json_file(path: str, argument: str) -> None:
-    """Check that a file holds a JSON object.
-
-    Raises:
-        ValueError: It cannot be read, or is not a JSON object.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            if not isinstance(json.load(file), dict):
-                raise ValueError("it holds no object, {...}")
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{argument}={path!r} cannot be read as JSON: {reason}") from error
-
-
 def parse_weights(name: str, value: Any) -> Any:
     """Parse weights that are given as text: a JSON list or object, or numbers of a command line.
 

@@ -16,7 +16,6 @@ from transformers.trainer_utils import IntervalStrategy
 
 from rlhf_ppo.algorithm.advantages import check_coefficient
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited import check_keys
 from rlhf_ppo.data.prompts import NoPrompts, columns_of, prompt_column
 from rlhf_ppo.processes.distributed import get_logger, num_processes
 from rlhf_ppo.training.optimization import check_pair
@@ -25,16 +24,15 @@ logger = get_logger(__name__)
 
 
 def check_arguments(args: Any) -> None:
-    """Check that the arguments are a `PPOConfig`, that `output_dir` is writable, and that trackers have their keys.
+    """Check that the arguments are a `PPOConfig`, that `output_dir` is writable.
 
     Raises:
         TypeError: `args` is no `PPOConfig`.
-        ValueError: `output_dir` is not writable, or a tracker has no key.
+        ValueError: `output_dir` is not writable.
     """
     if not isinstance(args, PPOConfig):
         raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
     check_output_dir(args.output_dir)
-    check_keys(args)
 
 
 def check_output_dir(path: str | None) -> None:

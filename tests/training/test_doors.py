@@ -275,21 +275,6 @@ def test_an_engine(make_trainer: MakeTrainer) -> None:
     assert engine.changes >= 3
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"engine": object()}, r"engine=.* needs sample\(\), policy_changed\(\), reads_sharded, True or False"),
-        ({"engine": Echo}, r"needs engine=Echo\(\) instead of the class"),
-        ({"kl_controller": 0.1}, r"kl_controller=0.1 needs update\(\), .*coef, a number"),
-        ({"kl_controller": Doubling}, r"needs kl_controller=Doubling\(\) instead of the class"),
-        ({"kl_controller": Doubling("much")}, r"needs coef, a number"),
-    ],
-)
-def test_what_fits_no_door(settings: dict[str, Any], message: str, make_trainer: MakeTrainer) -> None:
-    with pytest.raises(TypeError, match=message):
-        make_trainer(**QUICK, **settings)
-
-
 class Lengths(RewardSource):
     """A tenth of a point for each token."""
 
