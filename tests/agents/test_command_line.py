@@ -29,9 +29,7 @@ def test_one_environment_is_a_factory_and_several_are_a_dict(file: str) -> None:
 @pytest.mark.parametrize(
     ("resolve", "specs", "message"),
     [
-        (resolve_environments, ["nowhere.py:Maze"], "environment holds 'nowhere.py:Maze', but there is no file"),
         (resolve_environments, ["{file}:Maze", "{file}:Maze"], "without a name: write name="),
-        (resolve_tools, ["{file}:Maze"], "tools holds .* is a class"),
     ],
 )
 def test_a_wrong_name_is_one_sentence(file: str, resolve: Any, specs: list[str], message: str) -> None:
