@@ -218,7 +218,7 @@ def test_a_run_writes_and_prints_no_secret(
     wandb.finish()
     wandb.teardown()  # else the next run of this process is recorded in this one's directory
     assert "rewards/score/mean" in trainer.state.log_history[0] and trainer.args.hub_token == HUB
-    server.replies = [echo] * 2
+    server.replies = [says("no", 401)]
     with pytest.raises(ConnectionError) as raised:
         trainer.evaluate()
     printed = "".join(traceback.format_exception(raised.value)) + caplog.text + "".join(capfd.readouterr())
