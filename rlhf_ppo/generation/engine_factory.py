@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import compare_versions
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.modeling_flash_attention_utils import is_flash_attn_available
-from transformers.utils.import_utils import is_kernels_available
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
@@ -24,7 +21,6 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampling import StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import start_vllm
-from rlhf_ppo.models.unwrapping import is_sharded, multiplied_dtype
 from rlhf_ppo.processes.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
 from rlhf_ppo.rewards.scorer import selected
@@ -112,9 +108,7 @@ def make_engine(
         local_batch_size: Rows of an update on this process; vLLM generates all of them at once.
 
     Raises:
-        ValueError: The engine cannot run under this sharding, in float32 on a GPU or deterministically there; vLLM
-            cannot start or cannot sample a baseline; or the policy does not generate from the distributions of its
-            forward pass.
+        ValueError: The library is too old, or the engine cannot run under this sharding or sample a baseline.
     """
     engine = args.generation_engine
     if not is_recent_enough(engine):
@@ -133,7 +127,11 @@ def make_engine(
         return start_vllm(args, policy, accelerator, tokenizer, local_batch_size or rows)
     if engine == "transformers":
         return TransformersEngine(rows, stop_strings, accelerator.gather)  # pyright: ignore[reportArgumentType]
-    _check_continuous(args, policy, accelerator)
+    if is_fsdp(accelerator) or (zero_stage(accelerator) == 3 and not args.ds3_gather_for_generation):
+        raise ValueError(
+            "generation_engine='continuous' needs whole layers, which FSDP and ZeRO-3 without "
+            "ds3_gather_for_generation spread over the processes; set generation_engine='transformers' or 'vllm'"
+        )
     return ContinuousEngine(rows, mixed_precision_dtype(accelerator))
 
 
@@ -141,41 +139,3 @@ def is_recent_enough(engine: str) -> bool:
     """Return whether the installed library of an engine has the version of `ENGINE_NEEDS`."""
     name, lowest = ENGINE_NEEDS.get(engine, ("transformers", "0"))
     return compare_versions(name, ">=", lowest)
-
-
-def has_flash_attention() -> bool:
-    """Return whether transformers finds flash attention, or `kernels`, which downloads it."""
-    return is_flash_attn_available() or is_kernels_available()
-
-
-def _check_continuous(args: PPOConfig, policy: nn.Module, accelerator: Accelerator) -> None:
-    """Raise a `ValueError` if continuous batching cannot run: sharded layers; on a GPU float32 or exact `top_p`."""
-    if is_fsdp(accelerator):
-        raise ValueError(
-            "generation_engine='continuous' cannot run under FSDP, whose layers are gathered by all ranks in step; "
-            "set generation_engine='transformers' or 'vllm'"
-        )
-    if zero_stage(accelerator) == 3 and not args.ds3_gather_for_generation:
-        raise ValueError(
-            "generation_engine='continuous' with ZeRO-3 needs the whole policy, but ds3_gather_for_generation=False; "
-            "set it to True, or generation_engine='transformers'"
-        )
-    if accelerator.device.type != "cuda":
-        return
-    if args.full_determinism and args.top_p < 1:  # transformers' own `top_p` sums floats
-        raise ValueError(
-            f"generation_engine='continuous' cannot sample with top_p={args.top_p} deterministically on a GPU, as "
-            "full_determinism requires; set generation_engine='transformers' or top_p=1.0"
-        )
-    if is_sharded(policy):
-        return
-    if multiplied_dtype(accelerator, policy) == torch.float32:
-        raise ValueError(
-            "generation_engine='continuous' needs flash attention on a GPU, which does not compute in float32; set "
-            "bf16=True, or generation_engine='transformers'"
-        )
-    if not has_flash_attention():
-        raise ValueError(
-            "generation_engine='continuous' needs flash attention on a GPU, or each token is compared with the tokens "
-            "of all rows; `pip install flash-attn` or `pip install kernels`, or set generation_engine='transformers'"
-        )

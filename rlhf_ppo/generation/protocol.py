@@ -148,20 +148,9 @@ def sample_with(
     Raises:
         NonFiniteLogitsError: The log-probability of a token is missing, NaN or infinite.
         RuntimeError: A row ends before the limit without a stop token or string, or holds a suppressed id.
-        TypeError, ValueError: The result has another type or shape.
+        ValueError: The result has another type or shape.
     """
-    return checked(engine, engine.sample(policy, prompts, config), prompts, config, stop_strings)
-
-
-def checked(
-    engine: GenerationEngine,
-    answer: Sampled,
-    prompts: Prompts,
-    config: GenerationConfig,
-    stop_strings: StopStrings | None = None,
-) -> Sampled:
-    """Check an engine's responses; arguments, result and errors as those of `sample_with`."""
-    answer = _of_right_shape(engine, answer, len(prompts.input_ids), config)
+    answer = _of_right_shape(engine, engine.sample(policy, prompts, config), len(prompts.input_ids), config)
     ids = answer.ids
     width, (most, _) = ids.shape[1], length_and_filling(config)
     lengths = torch.full_like(ids[:, 0], width) if answer.lengths is None else answer.lengths.to(ids.device)
@@ -180,20 +169,17 @@ def checked(
     return answer
 
 
-def _of_right_shape(engine: GenerationEngine, answer: Any, num_rows: int, config: GenerationConfig) -> Sampled:
-    name, (most, _) = called(engine), length_and_filling(config)
-    if not isinstance(answer, tuple) or not 1 <= len(answer) <= 3 or not isinstance(answer[0], Tensor):
-        raise TypeError(f"{name} gave a {type(answer).__name__}; sample() must return Sampled(ids, logprobs)")
+def _of_right_shape(engine: GenerationEngine, answer: Sampled, num_rows: int, config: GenerationConfig) -> Sampled:
     answer = Sampled(*answer)
-    ids, logprobs, lengths = answer
-    kind = f"{ids.dtype} {tuple(ids.shape)}"
-    if ids.dtype != torch.long or ids.dim() != 2 or len(ids) != num_rows or not 1 <= ids.shape[1] <= most:
+    ids, logprobs, _ = answer
+    most, _ = length_and_filling(config)
+    expected = (num_rows, min(ids.shape[-1], most))
+    if ids.dtype != torch.long or ids.shape != expected or (logprobs is not None and logprobs.shape != expected):
         raise ValueError(
-            f"{name} gave ids {kind}; sample() must give torch.int64 ({num_rows}, T) with 1 <= T <= {most}"
+            f"{called(engine)} gave ids {ids.dtype} {tuple(ids.shape)} and log-probabilities of "
+            f"{None if logprobs is None else tuple(logprobs.shape)}; sample() must return Sampled(ids, logprobs) of "
+            f"({num_rows}, T) with T <= {most}, ids torch.int64"
         )
-    for what, given, shape in (("logprobs", logprobs, ids.shape), ("lengths", lengths, ids.shape[:1])):
-        if given is not None and given.shape != shape:
-            raise ValueError(f"{name} gave {what} {tuple(given.shape)} beside ids {kind}; give {tuple(shape)}")
     return answer
 
 

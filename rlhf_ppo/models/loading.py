@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.models.adapters import (
     adapter_config,
-    adapter_kind,
     base_of_adapter,
     is_adapter_directory,
     load_adapter,
@@ -31,7 +30,6 @@ from rlhf_ppo.models.unwrapping import (
     copy_weights,
     gathered,
     is_peft_model,
-    is_sharded,
     transformers_model,
 )
 
@@ -51,7 +49,6 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
         ValueError: It cannot be loaded, or is not a decoder-only language model.
     """
     loaded = load_pretrained(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
-    _check_transformers_model(loaded, argument)
     base = transformers_model(loaded)
     if base.config.is_encoder_decoder or base.get_output_embeddings() is None:
         raise ValueError(
@@ -120,7 +117,6 @@ def load_classifier(
         **kwargs: For `from_pretrained`.
 
     Raises:
-        TypeError: It is no model.
         ValueError: It cannot be loaded, or has no weights of a head.
     """
     if isinstance(model, str | os.PathLike):
@@ -135,8 +131,7 @@ def load_classifier(
                     "would be random; train one with `rlhf-ppo reward`, or save one with "
                     "AutoModelForSequenceClassification"
                 )
-        model = cast(nn.Module, _without_adapters(loaded, argument) if merges_adapter else loaded)
-    _check_transformers_model(model, argument)
+        model = cast(nn.Module, _without_adapters(loaded) if merges_adapter else loaded)
     return model
 
 
@@ -163,18 +158,11 @@ def make_value_model(original: nn.Module) -> nn.Module:
         A float32 model with a per-token scalar head, without adapters.
 
     Raises:
-        ValueError: The original is quantized, or its architecture has no sequence-classification class.
+        ValueError: Its architecture has no sequence-classification class.
     """
-    if _is_quantized(original):
-        raise ValueError("value_model=None, but what it would be made from is quantized; pass value_model")
-    if is_peft_model(original) and is_sharded(original):
-        raise ValueError(
-            "value_model=None, but what it would be made from is a PeftModel that ZeRO-3 has sharded, whose adapter "
-            "cannot be merged; pass value_model"
-        )
     if reads_last_token(original):
-        return _without_adapters(copy_model(original), "value_model").float().train().requires_grad_(True)
-    source = _without_adapters(copy.deepcopy(original), "value_model") if is_peft_model(original) else original
+        return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
+    source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
 
     value_model = empty_classifier(source)
     if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
@@ -212,26 +200,6 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
         model.train()
 
 
-def check_runs_on(model: nn.Module, argument: str, device: torch.device) -> None:
-    """Check that a model that bitsandbytes quantized runs on CUDA.
-
-    Args:
-        model: The model.
-        argument: Name of the caller's argument, for the error message.
-        device: Device of the run.
-
-    Raises:
-        ValueError: It would run on another device.
-    """
-    base = transformers_model(model)
-    bits = 4 if getattr(base, "is_loaded_in_4bit", False) else 8 if getattr(base, "is_loaded_in_8bit", False) else None
-    if bits is not None and device.type != "cuda":
-        raise ValueError(
-            f"{argument} was loaded in {bits} bits (load_in_{bits}bit=True): bitsandbytes needs a CUDA GPU, but this "
-            f"run is on device={str(device)!r}; load it without quantization_config, or run on CUDA"
-        )
-
-
 def _is_quantized(model: nn.Module) -> bool:
     return bool(getattr(transformers_model(model), "is_quantized", False))
 
@@ -249,20 +217,6 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def _language_model(given: str, path: str | os.PathLike[str], **settings: Any) -> Any:
-    """Load a language model; refuse a missing head, which transformers would fill with random numbers."""
-    load: Any = AutoModelForCausalLM.from_pretrained
-    loaded, info = load(path, output_loading_info=True, **settings)
-    head = loaded.get_output_embeddings()
-    names = {f"{name}.weight" for name, module in loaded.named_modules() if module is head}
-    if random := sorted(names & {*info["missing_keys"]}):
-        raise ValueError(
-            f"{given} is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be "
-            "random; pass a directory or name of a model that was saved with its head"
-        )
-    return loaded
-
-
 def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> Any:
     """Call `auto_class.from_pretrained`, by default in float32; load an adapter over its base.
 
@@ -278,34 +232,29 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     Raises:
         ValueError: It cannot be loaded; names the argument and the reason.
     """
-    given = f"{argument}={os.fspath(path)!r}"
-    configs = [os.path.join(path, name) for name in ("config.json", "adapter_config.json")]
-    if os.path.isdir(path) and not any(map(os.path.isfile, configs)):
-        raise ValueError(
-            f"{given} is a directory without a model: it has no config.json or adapter_config.json; pass a directory "
-            "written by save_pretrained or save_model"
-        )
     kwargs = {"trust_remote_code": False, **kwargs}  # None would ask on stdin
     if is_adapter_directory(path):
         if auto_class is AutoModelForSequenceClassification:
             return _adapted_classifier(path, argument, **kwargs)
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
+    is_language_model = auto_class is AutoModelForCausalLM
+    settings = {"dtype": torch.float32, **kwargs} | ({"output_loading_info": True} if is_language_model else {})
+    given = f"{argument}={os.fspath(path)!r}"
     try:
-        settings = {"dtype": torch.float32, **kwargs}
-        if auto_class is AutoModelForCausalLM:
-            return _language_model(given, path, **settings)
-        return auto_class.from_pretrained(path, **settings)
-    except torch.OutOfMemoryError:
-        raise
-    except OSError as error:
-        reason = f"its files cannot be read: {error}" if os.path.isdir(path) else (
-            "it is neither a directory with a model nor a model that the hub gave"
-        )  # fmt: skip
-        raise ValueError(f"{given} could not be loaded: {reason}") from error
-    except (ValueError, RuntimeError) as error:  # another kind of model, or another number of labels
-        if str(error).startswith(given):
-            raise
-        raise ValueError(_of_another_kind(given, auto_class, argument, kwargs, error)) from error
+        loaded = auto_class.from_pretrained(path, **settings)
+    except (OSError, ValueError) as error:
+        reason = CODE_IS_RUN_IF if wants_code(error) else f"cannot be loaded: {error!s:.600}"
+        raise ValueError(f"{given} {reason}") from error
+    if not is_language_model:
+        return loaded
+    loaded, info = loaded
+    names = {f"{name}.weight" for name, part in loaded.named_modules() if part is loaded.get_output_embeddings()}
+    if random := sorted(names & {*info["missing_keys"]}):
+        raise ValueError(
+            f"{given} is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be "
+            "random; pass a directory or name of a model that was saved with its head"
+        )
+    return loaded
 
 
 def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings: Any) -> Any:
@@ -327,13 +276,6 @@ def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings:
     return load_adapter(model, path)
 
 
-def _of_another_kind(given: str, auto_class: Any, argument: str, settings: dict[str, Any], error: Exception) -> str:
-    if wants_code(error):
-        return f"{given} {CODE_IS_RUN_IF}"
-    labels = ", ".join(f"{name}={value}" for name, value in settings.items() if name == "num_labels")
-    return f"{given} cannot be loaded with {auto_class.__name__}.from_pretrained({labels}): {error!s:.600}"
-
-
 CODE_IS_RUN_IF = (
     "comes with Python code of its own, which is not run: read it, and allow it by --trust_remote_code, or in Python "
     "by loading the model yourself with trust_remote_code=True"
@@ -346,25 +288,11 @@ def wants_code(error: Exception) -> bool:
     return "trust_remote_code" in str(error)
 
 
-def _check_transformers_model(model: Any, argument: str) -> None:
-    if not isinstance(model, nn.Module) or not isinstance(transformers_model(model), PreTrainedModel):
-        raise TypeError(
-            f"{argument} must be a transformers model, a PeftModel, a directory or a hub name, got "
-            f"{type(model).__name__}"
-        )
-
-
-def _without_adapters(model: nn.Module, argument: str) -> nn.Module:
+def _without_adapters(model: nn.Module) -> nn.Module:
     """Merge a model's adapter, if it has one, into its base, whose weights train as those of any whole model."""
     if not is_peft_model(model):
         return model
-    try:
-        merged = model.merge_and_unload()
-    except Exception as error:  # each kind raises other errors
-        raise ValueError(
-            f"PEFT cannot merge an adapter of the kind {adapter_kind(model)} into its base ({error}); pass {argument} "
-            "as a whole model"
-        ) from error
+    merged: nn.Module = model.merge_and_unload()  # pyright: ignore[reportAssignmentType]
     for parameter in merged.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return merged

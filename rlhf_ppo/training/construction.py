@@ -317,7 +317,6 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
     """Check each loaded model, by its argument's name, before other models are made from it."""
     for name, module in loaded.items():
         if module is not None:
-            loading.check_runs_on(module, name, args.device)
             adapters.check_adapter(module, name)
             if name in ("model", "ref_model"):
                 capabilities.check_consistent(module, name)

@@ -132,7 +132,7 @@ def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, 
     with pytest.raises(SystemExit, match="2"):
         evaluate(["--model", "one", "--opponent", "none", "--judge", "length", *SHORT])
 
-    assert "opponent='none' could not be loaded: it is neither a directory with" in capsys.readouterr().err
+    assert "opponent='none' cannot be loaded" in capsys.readouterr().err
 
 
 CHARACTERS = """

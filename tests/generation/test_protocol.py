@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_ppo.evaluation import win_rate
 from torch import nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
 from rlhf_ppo.generation.sampling import NonFiniteLogitsError, StopStrings
-from rlhf_ppo.reporting.win_rate import Answering, respond
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
-from tests.models.architectures import tiny_model
 from tests.runs import QUICK
 
 STOP = 1
@@ -111,24 +107,10 @@ IDS = torch.tensor([[7, STOP], [7, STOP]])
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        (None, TypeError, "gave a NoneType; sample"),
-        (IDS, TypeError, r"gave a Tensor; sample\(\) must return Sampled"),
-        (([[7, 1]], None), TypeError, "gave a tuple; sample"),
-        (Sampled(IDS.float()), ValueError, r"gave ids torch.float32 \(2, 2\)"),
-        (
-            Sampled(IDS[:1]),
-            ValueError,
-            r"gave ids torch.int64 \(1, 2\); sample\(\) must give torch.int64 \(2, T\) with 1 <= T <= 4",
-        ),
-        (Sampled(IDS.repeat(1, 3)), ValueError, r"gave ids torch.int64 \(2, 6\); sample\(\) must give"),
-        (Sampled(IDS, torch.zeros(2, 3)), ValueError, r"gave logprobs \(2, 3\) beside ids .*; give \(2, 2\)"),
-        (Sampled(IDS, None, torch.ones(3)), ValueError, r"gave lengths \(3,\) beside ids .*; give \(2,\)"),
-    ],
+    "answer", [Sampled(IDS.float()), Sampled(IDS[:1]), Sampled(IDS.repeat(1, 3)), Sampled(IDS, torch.zeros(2, 3))]
 )
-def test_an_answer_of_another_shape(answer: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"engine=Answers {message}"):
+def test_an_answer_of_another_shape(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"engine=Answers gave ids .* of \(2, T\) with T <= 4"):
         ask(answer)
 
 
@@ -142,31 +124,3 @@ def test_a_run_does_not_learn_from_a_cut_row(make_trainer: Callable[..., PPOTrai
     trainer = make_trainer(**QUICK, engine=Answers(cut))
     with pytest.raises(RuntimeError, match=r"engine=Answers cut the response to row 1 .* where 4 were asked for"):
         trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("limit", "answer", "expected"),
-    [
-        (None, stacked([7, 8], [7, STOP]), r"engine=Answers cut the response to row 0 .* where 4 were asked for"),
-        (
-            PositionLimit(6, "it has 6"),
-            None,
-            r"prompt \(3 tokens\) and max_new_tokens=4 take 7 positions, but it has 6",
-        ),
-    ],
-)
-def test_a_judge_s_answers_are_whole(limit: Any, answer: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = Answers(answer)
-    engine.longest_sequence = limit
-    monkeypatch.setattr(win_rate, "make_engine", lambda *given: engine)
-    rows = [{"input_ids": [5, 9, 3]}, {"input_ids": [4]}]
-    with pytest.raises((RuntimeError, ValueError), match=expected):
-        respond(tiny_policy(), make_tokenizer(), rows, "the data", Answering(max_new_tokens=4))
-
-
-def test_a_judged_model_with_a_table_of_positions_reads_none_beyond_it_and_a_rotary_one_does() -> None:
-    rows = [{"input_ids": [5, 9, 3]}, {"input_ids": [4]}]
-    with pytest.raises(ValueError, match=r"max_new_tokens=62 take 65 positions, but the model has 64: lower"):
-        respond(tiny_model("gpt2"), make_tokenizer(), rows, "the data", Answering(max_new_tokens=62))
-    rotary = tiny_model("llama")
-    assert len(respond(rotary, make_tokenizer(), rows, "the data", Answering(max_new_tokens=62))) == 2

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.modeling_flash_attention_utils import is_flash_attn_available
+from transformers.utils.import_utils import is_kernels_available
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.generation.engine_factory import has_flash_attention
 
 IS_FAST = torch.cuda.is_available() and os.environ.get("PRETEND_CUDA") != "1"
 """Whether there is a GPU; runs are short on the pretended one, which computes on the CPU."""
@@ -42,7 +43,7 @@ def found() -> set[str]:
         *(["cuda"] if gpus else []),
         *(["two GPUs"] if gpus > 1 else []),
         *(name for name in ("vllm", "bitsandbytes") if is_installed[name]),
-        *(["flash"] if has_flash_attention() and loads_kernels else []),
+        *(["flash"] if (is_flash_attn_available() or is_kernels_available()) and loads_kernels else []),
         *(["compiler"] if is_installed["triton"] and shutil.which(os.environ.get("CC", "cc")) else []),
     }
 

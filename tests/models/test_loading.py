@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -87,32 +86,26 @@ def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_pat
     tiny_policy().save_pretrained(tmp_path)
     assert "num_labels" not in json.loads((tmp_path / "config.json").read_text())
     loaded = load_reward_model(tmp_path, "value_model")
-    assert token_values(loaded, IDS, MASK, last=4).values.shape == (3, 4)
+    assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
     assert torch.equal(states(loaded), states(tiny_policy()))
 
 
 @pytest.mark.parametrize("load", [load_policy, load_reward_model])
 def test_a_directory_whose_weights_are_gone_is_an_error(load: Any, tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"model='{tmp_path}' could not be loaded"):
+    with pytest.raises(ValueError, match=f"model='{tmp_path}' cannot be loaded"):
         load(tmp_path, "model")
 
 
-def test_an_adapter_brings_the_head_that_its_base_lacks_or_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers reports that the head is random, which the adapter then replaces; one without it would not."""
+def test_an_adapter_brings_the_head_that_its_base_lacks_or_is_refused(tmp_path: Path) -> None:
     tiny_policy().save_pretrained(tmp_path / "base")
     for name, task in {"whole": TaskType.SEQ_CLS, "headless": None}.items():
         base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
         get_peft_model(base, LoraConfig(task_type=task, target_modules=["q_proj"])).save_pretrained(tmp_path / name)
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    caplog.clear()
     first, again = (load_reward_model(tmp_path / "whole", "reward_model") for _ in range(2))
     assert torch.equal(first(IDS).logits, again(IDS).logits)
     with pytest.raises(ValueError, match=r"adapter without a head: score.weight is neither in it nor in its base"):
         load_reward_model(tmp_path / "headless", "reward_model")
-    assert "LOAD REPORT" not in caplog.text
 
 
 def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> None:
@@ -122,7 +115,7 @@ def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> 
     policy.save_pretrained(tmp_path / "adapter")
     loaded = load_value_model(tmp_path / "adapter", "value_model")
     assert torch.allclose(states(loaded), states(policy), atol=1e-5)
-    assert token_values(loaded, IDS, MASK, last=4).values.shape == (3, 4)
+    assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
     with pytest.raises(ValueError, match="is the adapter of a language model, whose new head would not train over a"):
         load_value_model(tmp_path / "adapter", "value_model", merges_adapter=False)
 
@@ -141,7 +134,7 @@ def test_encoder_decoders_are_no_policies(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model is a T5ForConditionalGeneration, not a decoder-only language model"):
         load_policy(tiny_t5(), "model")
     tiny_t5().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"ref_model='.*' cannot be loaded with AutoModelForCausalLM"):
+    with pytest.raises(ValueError, match=r"ref_model='.*' cannot be loaded"):
         load_policy(tmp_path, "ref_model")
 
 
@@ -149,17 +142,12 @@ def test_models_of_another_kind_are_no_policies() -> None:
     for model in (tiny_scorer(), LlamaModel(tiny_config())):
         with pytest.raises(ValueError, match=f"model is a {type(model).__name__}, not a decoder-only"):
             load_policy(model, "model")
-    for thing in (torch.nn.Linear(2, 2), 7):
-        with pytest.raises(
-            TypeError, match=f"reward_model must be a transformers model, .* got {type(thing).__name__}"
-        ):
-            load_reward_model(thing, "reward_model")
 
 
 def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:
     """Asked for one label, transformers would make a new head; the user's two must not vanish silently."""
     tiny_scorer(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"reward_model='.*' cannot be loaded with .*\(num_labels=1\)"):
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         load_reward_model(tmp_path, "reward_model")
 
 
@@ -191,7 +179,7 @@ def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
 def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys() -> None:
     policy = tiny_policy().eval().requires_grad_(False)
     value_model = make_value_model(policy)
-    assert not token_values(value_model, IDS, MASK, last=10).values.any()
+    assert not token_values(value_model, IDS, MASK, last=10).any()
     assert torch.equal(states(value_model), states(policy))
     assert all(p.requires_grad for p in value_model.parameters())
     for name, parameter in backbone(policy).named_parameters():

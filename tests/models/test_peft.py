@@ -359,18 +359,6 @@ def test_quantized_weights_cannot_be_trained(make_trainer: MakeTrainer, role: st
         make_trainer(**given)
 
 
-@pytest.mark.parametrize("role", ["model", "ref_model", "value_model", "reward_model"])
-def test_what_bitsandbytes_has_quantized_runs_on_cuda_alone(make_trainer: MakeTrainer, role: str):
-    given = {"model": tiny_policy(), "ref_model": tiny_policy(), "reward_model": tiny_scorer()}
-    given["value_model"] = tiny_scorer()
-    given[role].is_quantized = given[role].is_loaded_in_4bit = True
-
-    with pytest.raises(
-        ValueError, match=rf"^{role} was loaded in 4 bits \(load_in_4bit=True\).*device='cpu'; load it"
-    ):
-        make_trainer(**given, peft_config=lora())
-
-
 def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_can(make_trainer: MakeTrainer):
     policy, reward_model = tiny_policy(), tiny_scorer()
     policy.is_quantized = reward_model.is_quantized = True

@@ -155,7 +155,7 @@ def never(*_: Any) -> int:
         ("ppo: {", "ppo: {kl_coeff: 1, ", "ppo: there is no option --kl_coeff"),
         ("reward_funcs: length", "reward_funcs: lenght", "ppo: reward_funcs holds 'lenght'"),
         ("judge: {dataset_name: rows", "judge: {dataset_name: ./row", "judge: dataset_name='./row.jsonl'"),
-        ("model_name_or_path: base", "model_name_or_path: bsae", "sft: model_name_or_path='bsae' could not be loaded"),
+        ("model_name_or_path: base", "model_name_or_path: bsae", "sft: model_name_or_path='bsae' cannot be loaded"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_later_step_is_reported_before_the_first_runs(
