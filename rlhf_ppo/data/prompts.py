@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
 
@@ -27,9 +27,6 @@ PROMPT_COLUMNS = ("input_ids", "prompt", "text")
 
 MARK = "answer-5f0c2d"
 """Content of a test message: it shows whether and where a chat template writes contents."""
-
-MAX_DROPPED_AT_FIRST = 10_000
-"""Number of prompts at the start of a stream that may be too long; an endless stream would be read forever."""
 
 
 class PositionLimit(NamedTuple):
@@ -104,8 +101,6 @@ class PromptEncoder:
 
     def row(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the row with the `input_ids` of its prompt, without `attention_mask`."""
-        if not isinstance(row, Mapping):
-            raise TypeError(no_row(row, index, self.name))
         return {key: value for key, value in row.items() if key != "attention_mask"} | self(row, index)
 
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -116,9 +111,6 @@ class PromptEncoder:
         return {"input_ids": ids} | ({"prompt": row["text"]} if column == "text" else {})
 
     def _declared(self, row: Mapping[str, Any], index: int) -> list[int]:
-        if isinstance(row["input_ids"], Mapping):  # transformers 5 returns it by default
-            fix = "tokenize with apply_chat_template(..., return_dict=False)"
-            self._fail(index, "has the tokenizer's whole output, a dict, as input_ids", fix)
         try:
             ids = real_tokens(row)
         except (TypeError, ValueError) as error:
@@ -134,20 +126,13 @@ class PromptEncoder:
         prompt = row[column]
         if isinstance(prompt, str):
             # BOS, which a tokenizer adds to "", would hide that the prompt is empty.
-            ids = self._of_text(prompt, index) if prompt.strip() else []
+            ids = _as_list(self.tokenizer(prompt)["input_ids"]) if prompt.strip() else []
             return ids[:-1] if self._appends_eos else ids
         if is_conversation(prompt):
             settings = template_settings(row, self.template_kwargs, f"row {index} of {self.name}")
             return self._templated(prompt, index, settings)
         fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
-
-    def _of_text(self, prompt: str, index: int) -> list[int]:
-        try:
-            return _as_list(self.tokenizer(prompt)["input_ids"])
-        except (TypeError, UnicodeError) as error:  # tokenizers rejects text that is not UTF-8 as another type
-            fix = "it may hold half of a surrogate pair; read the data with errors='replace'"
-            self._fail(index, f"has a prompt that the tokenizer cannot read ({prompt!r:.60}; {error})", fix)
 
     def _templated(self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any]) -> list[int]:
         if self.tokenizer.chat_template is None:
@@ -178,8 +163,6 @@ class PromptEncoder:
     def _check(self, ids: list[int], index: int, is_text: bool) -> None:
         if not ids:
             self._fail(index, "is empty", "drop such rows")
-        if {*ids} <= self._says_nothing:
-            self._fail(index, f"holds only BOS and PAD ({ids[:4]})", "drop such rows, or add text")
         if is_text and ids[-1] == self.tokenizer.eos_token_id:
             fix = "leave EOS out of the prompt; a chat template must end in the opening of the assistant's turn"
             self._fail(index, f"ends in the EOS token ({ids[-1]}), so there is nothing to answer", fix)
@@ -192,25 +175,12 @@ class PromptEncoder:
             self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
 
     @functools.cached_property
-    def _says_nothing(self) -> set[int | None]:
-        tokenizer = self.tokenizer
-        is_word = str(tokenizer.pad_token).isalnum()  # some tokenizers pad with a word
-        pad = set() if is_word else {pad_id(tokenizer)}
-        bos = _one_id("bos_token_id", tokenizer.bos_token_id)
-        return (pad | {bos}) - {_one_id("unk_token_id", tokenizer.unk_token_id)}
-
-    @functools.cached_property
     def _appends_eos(self) -> bool:
         eos = self.tokenizer.eos_token_id
         return eos is not None and _as_list(self.tokenizer("a")["input_ids"])[-1:] == [eos]
 
     def _fail(self, index: int, problem: str, fix: str) -> NoReturn:
         raise ValueError(f"row {index} of {self.name} {problem}: {fix}")
-
-
-def no_row(row: Any, index: int, name: str) -> str:
-    """Return the error message for a row that is not a dict."""
-    return f"row {index} of {name} is {row!r:.60} ({type(row).__name__}): a row is a dict such as {{'prompt': ...}}"
 
 
 def prompt_column(columns: Iterable[str], name: str) -> str:
@@ -231,25 +201,17 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of EOS, or None without one."""
-    return _one_id("eos_token_id", tokenizer.eos_token_id)
+    return cast("int | None", tokenizer.eos_token_id)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of PAD, or None without one."""
-    return _one_id("pad_token_id", tokenizer.pad_token_id)
+    return cast("int | None", tokenizer.pad_token_id)
 
 
-def ids_of(encoded: object) -> Any:
-    """Return the `input_ids` of a tokenizer's output; raise a `TypeError` if it is not a mapping."""
-    if not isinstance(encoded, Mapping):
-        raise TypeError(f"the tokenizer returned a {type(encoded).__name__}, not a mapping with input_ids")
+def ids_of(encoded: Any) -> Any:
+    """Return the `input_ids` of a tokenizer's output."""
     return encoded["input_ids"]
-
-
-def _one_id(name: str, value: object) -> int | None:
-    if value is None or isinstance(value, int):
-        return value
-    raise TypeError(f"the tokenizer's {name} must be one token, got {value!r}")
 
 
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
@@ -266,11 +228,9 @@ def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None, w
         which: The row's name in errors.
 
     Raises:
-        ValueError: The column holds no dict, or a key is one of `NOT_OF_TEMPLATES`.
+        ValueError: A key is one of `NOT_OF_TEMPLATES`.
     """
     own = row.get("chat_template_kwargs") or {}
-    if not isinstance(own, Mapping):
-        raise ValueError(f"{which} has chat_template_kwargs of type {type(own).__name__}: give a dict")
     settings = {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
     if wrong := NOT_OF_TEMPLATES.intersection(settings):
         raise ValueError(f"{which} has chat_template_kwargs with {min(wrong)!r}, which the trainer sets: leave it out")
@@ -438,8 +398,7 @@ class Prompts:
             The prompts, without columns that are padding in every row.
 
         Raises:
-            TypeError: The batch is no dict, `input_ids` or `attention_mask` is no tensor, or the ids are not integers.
-            ValueError: One is missing, has another shape, or a prompt is empty; or a column has other rows.
+            ValueError: The shapes differ, or a prompt is empty.
         """
         ids, mask = collated_tensors(batch)
         ids, mask = ids.to(device, torch.long), mask.to(device).bool()
@@ -466,32 +425,14 @@ class Prompts:
         return Prompts(self.input_ids[list(rows)], mask, columns, on_host=(self.mask[list(rows)], mask))
 
 
-def collated_tensors(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the ids and the mask of a collator's output; raise as `Prompts.from_collated`."""
-    names = ("input_ids", "attention_mask")
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"the data_collator returned {type(batch).__name__}; it must return a dict with {names}")
-    if missing := sorted({*names} - batch.keys()):
-        raise ValueError(f"the data_collator returned no {missing}; it must return both `(B, C)` tensors")
-    for name in names:
-        if not isinstance(batch[name], Tensor):
-            kind = type(batch[name]).__name__
-            raise TypeError(f"the data_collator returned {name} as {kind}; it must return a `(B, C)` tensor")
-    ids, mask = (batch[name] for name in names)
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        raise TypeError(f"the data_collator returned input_ids of {ids.dtype}; they must be integers")
-    shapes = [tuple(ids.shape), tuple(mask.shape)]
-    if ids.ndim != 2 or shapes[0] != shapes[1] or not len(ids):
+def collated_tensors(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the ids and the mask of a collator's output; raise a `ValueError` if their shapes differ."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    if ids.ndim != 2 or ids.shape != mask.shape:
         raise ValueError(
-            f"the data_collator returned input_ids and attention_mask of the shapes {shapes[0]} and {shapes[1]}; both "
-            "must be `(B, C)`, with a row for each prompt"
+            f"the data_collator returned input_ids and attention_mask of the shapes {tuple(ids.shape)} and "
+            f"{tuple(mask.shape)}; both must be `(B, C)`"
         )
-    for name, values in batch.items():
-        if not isinstance(values, Sized) or getattr(values, "shape", None) == () or len(values) != len(ids):
-            raise ValueError(
-                f"the data_collator returned {values!r:.60} as {name!r}; a column has a value for each of the "
-                f"{len(ids)} prompts"
-            )
     return ids, mask
 
 
@@ -526,7 +467,6 @@ def prepare_prompts(
         Rows of a stream are checked when read; it has no length.
 
     Raises:
-        TypeError: `dataset` is none of these kinds.
         ValueError: No column holds prompts, no row is left, or a row (named, from 0) is invalid: neither text nor
             conversation nor ids, empty, a text that ends in EOS, with an id outside the vocabulary, or a conversation
             without a chat template. `input_ids` that end in EOS are only counted in a warning.
@@ -553,27 +493,11 @@ def columns_of(dataset: Any, name: str) -> list[str]:
         name: Its name in errors.
 
     Raises:
-        TypeError: It is no data set, or its first row is not a dict.
         ValueError: It has no rows.
     """
-    is_text = isinstance(dataset, str | bytes | Mapping)
-    if is_text or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        fix = f"one of its entries {list(dataset)}" if isinstance(dataset, Mapping) else "a datasets.Dataset or a list"
-        raise TypeError(f"{name} is a {type(dataset).__name__}: pass {fix}")
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows")
-    if isinstance(dataset, datasets.Dataset):
-        return dataset.column_names
-    try:
-        first = dataset[0]
-    except Exception as error:  # the keys of a pandas table are columns
-        raise TypeError(
-            f"{name} is a {type(dataset).__name__}, whose row 0 cannot be read ({error!r}): pass a list of dicts, "
-            "or datasets.Dataset.from_pandas(table)"
-        ) from error
-    if not isinstance(first, Mapping):
-        raise TypeError(no_row(first, 0, name))
-    return list(first)
+    return dataset.column_names if isinstance(dataset, datasets.Dataset) else list(dataset[0])
 
 
 @dataclass(frozen=True)
@@ -626,26 +550,15 @@ class _LengthFilter:
     max_length: int | None
     eos_token_id: int | None
     dropped: int = field(default=0, init=False)
-    kept: int = field(default=0, init=False)
     ended: int = field(default=0, init=False)
 
     def __call__(self, ids: Sequence[int]) -> bool:
         return self.max_length is None or len(ids) <= self.max_length
 
     def streamed(self, ids: Sequence[int]) -> bool:
-        """Return whether a prompt of a stream is short enough; log at 1, 2, 4, 8, ... dropped prompts.
-
-        Raises:
-            ValueError: None of the first `MAX_DROPPED_AT_FIRST` fits.
-        """
+        """Return whether a prompt of a stream is short enough; log at 1, 2, 4, 8, ... dropped prompts."""
         fits = self(ids)
         self.dropped += not fits
-        self.kept += fits
-        if self.kept == 0 and self.dropped == MAX_DROPPED_AT_FIRST:
-            raise ValueError(
-                f"the first {self.dropped} prompts of {self.name} are longer than max_prompt_length="
-                f"{self.max_length}: raise it"
-            )
         if not fits and self.dropped & (self.dropped - 1) == 0:
             logger.warning(f"{self.name}: dropped {self.dropped} prompts longer than {self.max_length} tokens so far")
         if fits and self.has_ended(ids):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import itertools
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
-from datasets.exceptions import DatasetGenerationError, DatasetsError
+from datasets.exceptions import DatasetsError
 
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation
 
@@ -36,65 +32,28 @@ def load_splits(
         Each split by its name; what has no splits is `train`.
 
     Raises:
-        ValueError: There is no such data set or configuration, it is damaged or empty, or the file is of an unknown
-            kind.
+        ValueError: There is no such data set, or it cannot be read.
     """
     if not name:
         raise ValueError(f"{argument} is not set: give a file, a directory or a name on the hub")
     path = os.path.expanduser(name)
-    is_saved = os.path.isdir(path) and _is_saved_to_disk(path)
-    if config is not None and (is_saved or os.path.isfile(path)):
-        raise ValueError(
-            f"dataset_config={config!r}: {argument}={name!r} has no configurations; leave dataset_config out"
-        )
-    if is_saved:
-        with _reading(name, argument):
-            return _saved_splits(path, streaming)
-    if os.path.isfile(path):
-        builder = _builder(path, argument)
-        _check_text(path, name, argument, streaming)
-        with _reading(name, argument):
+    try:
+        if os.path.isfile(path):
+            builder = BUILDERS[os.path.splitext(path)[1]]
             return datasets.load_dataset(builder, data_files={"train": path}, streaming=streaming)
-    for file in sorted(Path(path).glob("*.*")) if os.path.isdir(path) else ():
-        _check_text(str(file), name, argument, streaming)
-    check_is_there(name, argument)
-    try:
+        if any(os.path.isfile(os.path.join(path, file)) for file in ("dataset_dict.json", "dataset_info.json")):
+            saved = datasets.load_from_disk(path)
+            splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+            return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
         return datasets.load_dataset(path, name=config, streaming=streaming)
-    except DatasetGenerationError as error:
-        raise ValueError(f"{argument}={name!r}: it cannot be read: {_cause(error)}") from error
-    except (OSError, ValueError, IndexError, RuntimeError) as error:  # of a name without a last part; of a script
-        names = _configurations(path)
-        if config not in names and (config is not None or len(names) > 1):
-            raise ValueError(
-                f"dataset_config={config!r}: {argument}={name!r} has the configurations {names}; give one of them"
-            ) from error
+    except (OSError, ValueError, LookupError, RuntimeError, DatasetsError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
         raise ValueError(
-            f"{argument}={name!r} is neither a file nor a directory with data here, nor did the hub give it: "
-            f"{_cause(error)}"
+            f"{argument}={name!r} cannot be loaded as a file ({', '.join(BUILDERS)}), directory or hub name: {reason}"
         ) from error
-
-
-def _configurations(path: str) -> list[str]:
-    """Return the names of a data set's configurations; none if it is not there."""
-    try:
-        return datasets.get_dataset_config_names(path)
-    except (OSError, ValueError, IndexError, RuntimeError):
-        return []
-
-
-def check_is_there(name: str, argument: str = "dataset_name") -> None:
-    """Refuse a path to data that are not there; a name that may be the hub's passes.
-
-    Args:
-        name: What `load_splits` takes.
-        argument: The option that gave it, for the error message.
-
-    Raises:
-        ValueError: There is no such file or directory.
-    """
-    is_path = name.startswith((".", "~", os.sep)) or os.path.splitext(name)[1] in BUILDERS
-    if is_path and not os.path.exists(os.path.expanduser(name)):
-        raise ValueError(f"{argument}={name!r}: there is no such file or directory (seen from {os.getcwd()!r})")
 
 
 def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:
@@ -162,74 +121,6 @@ def hold_out_pairs(dataset: Any, num_rows: int = 200, largest_share: float = 0.1
     return dataset.select([row for row in range(len(dataset)) if row not in chosen]), dataset.select(sorted(chosen))
 
 
-@contextmanager
-def _reading(name: str, argument: str) -> Iterator[None]:
-    """Name the argument in the errors of the libraries that read files; pyarrow's and pandas' are `ValueError`s."""
-    try:
-        yield
-    except (OSError, ValueError, StopIteration, DatasetsError) as error:
-        is_empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
-        reason = "it has no rows" if is_empty else f"it cannot be read: {_cause(error)}"
-        raise ValueError(f"{argument}={name!r}: {reason}") from error
-
-
-def _cause(error: BaseException) -> str:
-    """Return the first line of the error that an error goes back to."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _check_text(path: str, name: str, argument: str, streaming: bool) -> None:
-    """Check that a file of text is UTF-8, where all of it will be read, and that a CSV file names each column once."""
-    if os.path.splitext(path)[1] not in (".jsonl", ".json", ".csv", ".txt"):
-        return
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            columns = next(csv.reader(file), []) if path.endswith(".csv") else []
-            if path.endswith(".jsonl"):
-                _check_objects(file, path, name, argument, streaming)
-            while not streaming and file.read(2**20):
-                pass
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{argument}={name!r}: it cannot be read: {path} is not UTF-8 text: {error}") from error
-    if twice := sorted({column for column in columns if columns.count(column) > 1}):
-        raise ValueError(f"{argument}={name!r}: the column {', '.join(twice)!r} stands twice in {path}; rename one")
-
-
-def _check_objects(lines: Iterable[str], path: str, name: str, argument: str, streaming: bool) -> None:
-    """Check that each line holds a JSON object, as far as its first character tells; `null` would end the process.
-
-    A file that is one list, whatever its ending, is left to the library that reads it.
-    """
-    for number, line in enumerate(itertools.islice(lines, 1 if streaming else None), start=1):
-        start = line.lstrip()[:1]
-        if number == 1 and start == "[":
-            return
-        if start not in ("{", ""):
-            raise ValueError(
-                f'{argument}={name!r}: line {number} of {path} is not a JSON object such as {{"prompt": "..."}}: '
-                f"{line.strip()[:60]!r}"
-            )
-
-
-def _builder(path: str, argument: str) -> str:
-    extension = os.path.splitext(path)[1]
-    if extension not in BUILDERS:
-        raise ValueError(f"{argument}={path!r} is a file of an unknown kind: use one of {sorted(BUILDERS)}")
-    return BUILDERS[extension]
-
-
-def _is_saved_to_disk(path: str) -> bool:
-    return any(os.path.isfile(os.path.join(path, name)) for name in ("dataset_dict.json", "dataset_info.json"))
-
-
-def _saved_splits(path: str, streaming: bool) -> Mapping[Any, Any]:
-    saved = datasets.load_from_disk(path)
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    return {name: split.to_iterable_dataset() for name, split in splits.items()} if streaming else splits
-
-
 def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
     """Return a trainer's data set; load one that is given as a path or a hub name; give pairs explicit prompts.
 
@@ -249,10 +140,7 @@ def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
     found = load_splits(os.fspath(dataset), argument=argument)
     names = [name for name in splits if name in found] or list(found)[: len(found) == 1]
     if not names:
-        raise ValueError(
-            f"{argument}={os.fspath(dataset)!r} has the splits {list(found)}; load the wanted one: "
-            f"{argument}=load_dataset({os.fspath(dataset)!r}, split=...)"
-        )
+        raise ValueError(f"{argument}={os.fspath(dataset)!r} has the splits {list(found)}; load the wanted one")
     return separate_prompts(choose_split(found, names[0], argument), where_missing=True)
 
 
@@ -277,10 +165,8 @@ def with_explicit_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
         The row with `prompt`, `chosen` and `rejected`; responses to a conversation are lists of messages.
 
     Raises:
-        ValueError: The row lacks `chosen` or `rejected`, or one is a text and the other a conversation.
+        ValueError: One response is a text and the other a conversation.
     """
-    if missing := sorted({"chosen", "rejected"} - row.keys()):
-        raise ValueError(f"a preference pair needs chosen and rejected; the row lacks {missing}: it has {[*row]}")
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if is_conversation(chosen) != is_conversation(rejected):
         raise ValueError("chosen is a text and rejected a conversation, or the reverse: give both in one format")

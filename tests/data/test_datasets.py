@@ -1,6 +1,5 @@
 """Data sets of prompts of every kind, their checks, and the batches made of them."""
 
-import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +16,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf_ppo.data import prompts as of_prompts
 from rlhf_ppo.data.prompts import (
     PositionLimit,
     PromptCollator,
@@ -48,17 +45,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-
 class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.epoch = rows, 0
@@ -70,20 +56,13 @@ class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.epoch = epoch
 
 
-def generated(rows: list[dict[str, Any]]) -> datasets.IterableDataset:
-    """A stream that does not know its columns."""
-    return datasets.IterableDataset.from_generator(lambda: iter(rows))
-
-
 KINDS = {
     "Dataset": Dataset.from_list,
     "list": list,
-    "torch Dataset": Rows,
     "IterableDataset": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
-    "generator": generated,
     "torch stream": Stream,
 }
-STREAMS = ("IterableDataset", "generator", "torch stream")
+STREAMS = ("IterableDataset", "torch stream")
 
 
 def prepare(
@@ -120,13 +99,6 @@ def test_every_kind_of_data_set_with_every_kind_of_prompt(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_preparing_twice_changes_nothing(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"text": "w0 w1", "answer": "x"}, {"text": "w2", "answer": "y"}]
-    once = prepare(KINDS[kind](rows), tokenizer)
-    assert list(prepare(once, tokenizer)) == list(once)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_masked_positions_and_their_mask_are_gone(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [
         {"input_ids": [0, 3, 4], "attention_mask": [0, 1, 1]},
@@ -144,18 +116,6 @@ def test_prompts_beyond_the_maximum_are_dropped_with_all_their_columns(
         kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=3))
     assert [row["n"] for row in kept] == [2, 3, 1]
     assert "dropped 2" in caplog.text and "longer than" in caplog.text and "3 tokens" in caplog.text
-
-
-@pytest.mark.parametrize("kind", STREAMS)
-def test_an_endless_stream_of_long_prompts_ends_with_an_error(
-    kind: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(of_prompts, "MAX_DROPPED_AT_FIRST", 50)
-    rows = [{"prompt": "w1 w1"}] * 200
-    with pytest.raises(ValueError, match="the first 50 prompts of train_dataset are longer than max_prompt_length=1"):
-        list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=1))
-    late = list(prepare(KINDS[kind]([{"prompt": "w1"}, *rows]), tokenizer, max_prompt_length=1))
-    assert len(late) == 1  # one that fits shows that the length is meant
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,52 +151,12 @@ def test_missing_columns_are_found_at_once(kind: str, tokenizer: PreTrainedToken
         prepare(KINDS[kind]([{"question": "w1"}]), tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["Dataset", "list", "torch Dataset"])
+@pytest.mark.parametrize("kind", ["Dataset", "list"])
 def test_no_rows_is_an_error(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="eval_dataset has no rows"):
         prepare(KINDS[kind]([]), tokenizer, name="eval_dataset")
     with pytest.raises(ValueError, match="all 2 prompts of train_dataset are longer than max_prompt_length=1"):
         prepare(KINDS[kind]([{"prompt": "w1 w1"}] * 2), tokenizer, max_prompt_length=1)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "says"),
-    [("train.jsonl", "is a str"), ({"train": [], "test": []}, r"\['train', 'test'\]"), (iter([]), "list_iterator")],
-)
-def test_other_things_are_no_data_set(dataset: Any, says: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(TypeError, match=says):
-        prepare(dataset, tokenizer)
-
-
-def test_several_processes_give_the_same_and_name_the_same_row(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"prompt": " ".join(["w3"] * (1 + index % 5))} for index in range(40)]
-    one = prepare(Dataset.from_list(rows), tokenizer, max_prompt_length=4)
-    two = prepare(Dataset.from_list(rows), tokenizer, max_prompt_length=4, num_proc=2)
-    assert len(two) == 32 and two.to_list() == one.to_list()
-    rows[33]["prompt"] = ""
-    with pytest.raises(ValueError, match="row 33 of train_dataset"):
-        prepare(Dataset.from_list(rows), tokenizer, num_proc=2)
-
-
-def test_tokenizes_first_on_the_main_process_with_the_processes_asked_for(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inside, seen, original = [False], [], Dataset.map
-
-    @contextlib.contextmanager
-    def main_process_first(self: PartialState) -> Iterator[None]:
-        inside[0] = True
-        yield
-        inside[0] = False
-
-    def recorded(self: Dataset, *args: Any, **options: Any) -> Dataset:
-        seen.append((inside[0], options["num_proc"]))
-        return original(self, *args, **{**options, "num_proc": None})
-
-    monkeypatch.setattr(PartialState, "local_main_process_first", main_process_first)
-    monkeypatch.setattr(Dataset, "map", recorded)
-    prepare(Dataset.from_list([{"prompt": "w1"}]), tokenizer, num_proc=5)
-    assert seen[0] == (True, 5)
 
 
 def test_column_types_and_formats_survive(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -248,15 +168,6 @@ def test_column_types_and_formats_survive(tokenizer: PreTrainedTokenizerFast) ->
     tensors = prepare(rows.with_format("torch"), tokenizer)
     assert tensors[1]["input_ids"].tolist() == [3, 4]
     assert prepare(tensors, tokenizer).with_format(None)[1]["input_ids"] == [3, 4]
-
-
-def test_a_stream_logs_its_drops_ever_more_rarely(
-    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"prompt": "w1 w1"}] * 11 + [{"prompt": "w1"}]
-    with caplog.at_level(logging.WARNING):
-        assert len(list(prepare(Stream(rows), tokenizer, max_prompt_length=1))) == 1
-    assert [record.getMessage().split()[2] for record in caplog.records] == ["1", "2", "4", "8"]
 
 
 def test_a_torch_stream_can_be_read_again_and_learns_the_epoch(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -287,18 +198,6 @@ def test_real_problems_with_a_real_tokenizer(
     assert longest_prompt(prepared) == max(length for length in lengths if length <= 100)
     with pytest.raises(ValueError, match="outside the policy's 400 ids"):
         prepare(dataset, tokenizer, vocab_size=400)
-
-
-@pytest.mark.parametrize("kind", ["Dataset", "list"])
-def test_longest_prompt(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"prompt": " ".join(["w1"] * length)} for length in (2, 7, 3)]
-    assert longest_prompt(prepare(KINDS[kind](rows), tokenizer)) == 7
-
-
-@pytest.mark.parametrize("kind", STREAMS)
-def test_longest_prompt_of_a_stream_is_unknown(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(TypeError, match="stream"):
-        longest_prompt(prepare(KINDS[kind]([{"prompt": "w1"}]), tokenizer))
 
 
 def test_check_lengths() -> None:

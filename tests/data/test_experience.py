@@ -18,7 +18,6 @@ from rlhf_ppo.data.rollout import (
     Responses,
     Rollout,
     dealt_evenly,
-    micro_batches,
     pad_right,
     sizes_within,
     split_until,
@@ -91,56 +90,10 @@ def test_padding_moves_to_the_left_whatever_its_side_and_id(layout: list[list[in
     assert prompts.columns == {"topic": ["a", "b", "c"]} and len(prompts) == 3
 
 
-@pytest.mark.parametrize("missing", ["input_ids", "attention_mask"])
-def test_a_collator_that_returns_too_little_is_an_error(missing: str) -> None:
-    batch = {"input_ids": torch.ones(2, 2), "attention_mask": torch.ones(2, 2)}
-    del batch[missing]
-    with pytest.raises(ValueError, match=rf"data_collator returned no \['{missing}'\]"):
-        Prompts.from_collated(batch, CPU)
-
-
-ONES = torch.ones(2, 3, dtype=torch.long)
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        ({"input_ids": [[1], [1]]}, TypeError, "data_collator returned input_ids as list"),
-        ({"attention_mask": None}, TypeError, "data_collator returned attention_mask as NoneType"),
-        ({"input_ids": ONES.float()}, TypeError, r"input_ids of torch\.float32; they must be integers"),
-        ({"attention_mask": ONES[:, 1:]}, ValueError, r"of the shapes \(2, 3\) and \(2, 2\)"),
-        ({"input_ids": ONES[0], "attention_mask": ONES[0]}, ValueError, r"of the shapes \(3,\) and \(3,\)"),
-        ({"input_ids": ONES[:0], "attention_mask": ONES[:0]}, ValueError, r"of the shapes \(0, 3\)"),
-        ({"gold": ["w1"]}, ValueError, r"data_collator returned \['w1'\] as 'gold'.*each of the 2 prompts"),
-        ({"gold": 3}, ValueError, "data_collator returned 3 as 'gold'"),
-        ({"gold": torch.tensor(3)}, ValueError, r"data_collator returned tensor\(3\) as 'gold'"),
-    ],
-)
-def test_a_collators_wrong_batch_is_an_error_that_names_it(given: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        Prompts.from_collated({"input_ids": ONES, "attention_mask": ONES, **given}, CPU)
-
-
 def test_an_empty_prompt_is_an_error_that_names_its_row() -> None:
     mask = torch.tensor([[1, 1], [0, 0]])
     with pytest.raises(ValueError, match="prompt 1 of the batch is empty"):
         Prompts.from_collated({"input_ids": mask, "attention_mask": mask}, CPU)
-
-
-def test_the_mask_on_the_host_is_that_of_the_prompts() -> None:
-    batch = {
-        "input_ids": torch.arange(12).view(3, 4),
-        "attention_mask": torch.tensor([[1, 0, 1, 0], [0] * 3 + [1]] * 2)[:3],
-    }
-    made = Prompts.from_collated(batch, CPU)
-    other = torch.tensor([[True, True]] * 3)
-    for prompts in (made, made.repeated(3), made.take([2, 0]), dataclasses.replace(made, attention_mask=other)):
-        assert prompts.mask.tolist() == prompts.attention_mask.tolist()
-
-
-def test_shapes_of_prompts_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 3\), expected \(2, 4\)"):
-        Prompts(torch.ones(2, 4), torch.ones(2, 3, dtype=torch.bool), {})
 
 
 # ---- Cutting ----
@@ -183,24 +136,6 @@ def test_parts_hold_all_rows_and_no_two_neighbours_would_fit_together(lengths: l
     assert all(sum(part) + after[0] > max_tokens for part, after in itertools.pairwise(parts))
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "is_packed", "most", "sizes"),
-    [(None, False, 9, [2, 2, 1]), (10, False, 1, [2, 1, 2]), (10, True, 4, [1, 1, 1, 2])],
-)
-def test_micro_batches_by_rows_and_by_tokens(
-    max_tokens: int | None, is_packed: bool, most: int, sizes: list[int]
-) -> None:
-    """Rows of 5, 5, 7, 5 and 2 tokens, which stay in this order; another rank needs `most` parts."""
-
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat((tensor, tensor.new_tensor([most])))
-
-    parts = micro_batches(experience(), 2, max_tokens, gather, is_packed)
-    assert [len(part) for part in parts] == sizes
-    tokens = torch.cat([part.query_responses[part.attention_mask] for part in parts])
-    assert torch.equal(tokens, experience().query_responses[experience().attention_mask])
-
-
 @given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), max_rows=st.integers(1, 9))
 def test_rows_are_dealt_evenly(lengths: list[int], max_rows: int) -> None:
     """Full parts differ by no more than the longest row."""
@@ -226,14 +161,6 @@ def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> Non
     whole = dataclasses.replace(rollout(), scores=torch.tensor([1.0, float("nan"), -1.0, 0.0, float("nan")]))
     expected = [0 if row in (1, 4) else length for row, length in enumerate(RESPONSE_LENGTHS)]
     assert whole.loss_mask.sum(dim=1).tolist() == expected and not (whole.loss_mask & ~whole.response_mask).any()
-
-
-def test_trimming_works_where_prompt_and_response_are_equally_wide() -> None:
-    """Columns are told by their width: here the prompts are as wide as the responses."""
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0]], dtype=torch.bool)
-    ids = torch.tensor([[9, 9, 3, 4, 5, 9]])
-    trimmed = Responses(ids, mask, mask[:, 3:]).trimmed()
-    assert trimmed.query_responses.tolist() == [[3, 4, 5]] and trimmed.response_mask.tolist() == [[True, True]]
 
 
 def test_rows_are_picked_from_every_field() -> None:
@@ -291,33 +218,3 @@ def test_the_order_is_a_function_of_seed_update_and_rank() -> None:
     others = [order(batch, 3, seed=1), order(batch, 3, update=1), order(batch, 3, rank=1)]
     orders = [str(each) for each in (order(batch, 3), *others)]
     assert len(set(orders)) == 4
-
-
-# ---- Helpers and shape errors ----
-
-
-@pytest.mark.parametrize(
-    "name",
-    [*("logprobs", "ref_logprobs", "values", "ended", "final_values", "scores", "token_scores"), "sampling_logprobs"],
-)
-def test_every_shape_of_a_rollout_is_checked(name: str) -> None:
-    whole = rollout()
-    with pytest.raises(ValueError, match=rf"{name} has shape \("):
-        dataclasses.replace(whole, **{name: getattr(whole, name)[:-1]})
-
-
-@pytest.mark.parametrize(
-    "name", ["attention_mask", "logprobs", "values", "advantages", "returns", "importance_weights"]
-)
-def test_every_shape_of_experience_is_checked(name: str) -> None:
-    whole = experience()
-    with pytest.raises(ValueError, match=rf"{name} has shape \("):
-        dataclasses.replace(whole, **{name: getattr(whole, name)[:, :-1]})
-
-
-def test_a_response_mask_that_leaves_no_prompt_is_an_error() -> None:
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"response_mask .* does not fit query_responses"):
-        Responses(torch.ones(2, 3), mask, mask)
-    with pytest.raises(ValueError, match=r"response_mask .* does not fit query_responses"):
-        Responses(torch.ones(2, 3), mask, mask[:1, :2])

@@ -11,12 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.testing import assert_allclose
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.data import rollout as rollout_module
 from rlhf_ppo.data.prompts import PromptCollator, Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
@@ -24,10 +22,10 @@ from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.judges import FunctionJudge, PreferenceReward
 from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import ScoringBatch, whole_scores
-from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
+from tests.conftest import prompt_rows, tiny_scorer
 from tests.episodes import EOS, RespondsInTurns
 from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4
-from tests.runs import assert_identical, history, parameters
+from tests.runs import assert_identical
 
 MakeTrainer = Callable[..., PPOTrainer]
 
@@ -73,36 +71,6 @@ def test_an_update_equals_numpy(make_trainer: MakeTrainer, variant: str) -> None
     assert any(EOS in np.array(row.response)[row.own] and not row.ended for row in update.episodes)
     assert 0 < update.logged["response/ended_frac"] < 1
     check_update(update)
-
-
-def test_a_tools_tokens_may_be_masked_out_of_a_rollout_that_holds_figures_of_them(make_trainer: MakeTrainer) -> None:
-    """`collect_rollout` of a subclass takes them out late: their log-probabilities, values and KL are there."""
-
-    class MasksLate(RespondsInTurns):
-        def generate_responses(self, *args: Any) -> Responses:
-            self.in_turns = super().generate_responses(*args)
-            return dataclasses.replace(self.in_turns, response_mask=self.in_turns.episode_mask)
-
-        def collect_rollout(self, *args: Any) -> Rollout:
-            rollout = super().collect_rollout(*args)
-            assert rollout.logprobs[rollout.response_mask & ~self.in_turns.response_mask].any()
-            ended = torch.tensor([episode.ended for episode in self.episodes])
-            return dataclasses.replace(rollout, response_mask=self.in_turns.response_mask, ended=ended)
-
-    run: dict[str, Any] = {"total_episodes": 8, "missing_eos_penalty": 1.0, "ref_model": tiny_policy(seed=5)}
-    late, early = make_trainer(MasksLate, **run), make_trainer(RespondsInTurns, **run)
-    before = parameters(early)
-    late.train()
-    early.train()
-    assert_same_numbers(history(late), history(early))
-    for name, value in parameters(early).items():
-        assert_allclose(parameters(late)[name], value, rtol=0, atol=2e-6, err_msg=name)
-    assert max((value - before[name]).abs().max() for name, value in parameters(early).items()) > 1e-3
-
-
-def assert_same_numbers(ours: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    for one, other in zip(ours, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 # ---- What stands in the gaps ----
@@ -263,59 +231,6 @@ def test_trimming_keeps_every_token_that_attention_sees() -> None:
     assert batch.episode_mask.sum(dim=1).tolist() == [3, 4, 1]
 
 
-def test_a_mask_that_is_replaced_is_the_one_that_is_read() -> None:
-    """A subclass masks turns of a tool out of what `collect_rollout` returned."""
-    batch = responses("ppPPP", ".pPP.")
-    holes = torch.tensor([[True, False, True], [True, False, False]])
-    masked = dataclasses.replace(batch, response_mask=holes)
-    assert masked.masks.response.tolist() == holes.tolist()
-    assert masked.places.responses.tolist() == [0, 2, 3]
-    assert masked[[1, 0]].masks.response.tolist() == holes.flip(0).tolist()
-    kept = dataclasses.replace(batch, query_responses=batch.query_responses + 1)
-    assert kept.on_host is batch.on_host
-    with pytest.raises(ValueError, match="row 1: response_mask has no real token"):
-        dataclasses.replace(batch, response_mask=holes & torch.tensor([[True], [False]]))
-
-
-def test_masks_are_read_and_checked_once_in_each_update(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However often the batch is cut: on a GPU each reading is a wait."""
-    checked: list[int] = []
-    check = rollout_module.check_masks
-    monkeypatch.setattr(
-        rollout_module, "check_masks", lambda masks: (checked.append(len(masks.response)), check(masks))
-    )
-    make_trainer(RespondsInTurns, total_episodes=16).train()
-    assert checked == [8, 8]
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        (("ppPP", "p.PP"), "row 1: attention_mask is False at the end of the prompt, column 1"),
-        (("ppPP", "..PP"), "row 1: attention_mask is False at the end of the prompt"),
-        (("pppPP", "p.pPP"), "row 1: attention_mask has a hole in the prompt"),
-        (("ppP.", "pp.P"), "row 1: attention_mask has a hole in the response"),
-        (("ppPtP", "ppP.P"), "row 1: attention_mask has a hole in the response"),
-        (("ppPP", "pptt"), "row 1: response_mask has no real token"),
-    ],
-)
-def test_masks_that_are_none_are_an_error_that_names_the_row(rows: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        responses(*rows, context=rows[0].rfind("p") + 1)
-
-
-def test_what_was_written_is_seen_and_masks_are_bool() -> None:
-    fine = responses("ppPP", "ppP.")
-    with pytest.raises(ValueError, match="row 1: response_mask is True where attention_mask is False"):
-        dataclasses.replace(fine, response_mask=torch.ones(2, 2).bool())
-    with pytest.raises(TypeError, match=r"response_mask has dtype torch.int64, expected torch.bool"):
-        dataclasses.replace(fine, response_mask=fine.response_mask.long())
-    with pytest.raises(TypeError, match=r"attention_mask has dtype torch.float32"):
-        dataclasses.replace(fine, attention_mask=fine.attention_mask.float())
-
-
 # ---- Baseline completions, sample tables and evaluation ----
 
 
@@ -345,16 +260,3 @@ def test_opponents_answer_with_whole_responses_and_win_by_what_they_wrote(make_t
     assert judge.scores(unknown, {}) != pytest.approx(expected)
     theirs = PreferenceReward(judge, "self")._opponents_answer(ours[0], 1, columns)
     assert theirs is not None and theirs.written == episodes[1].written
-
-
-def test_tables_and_evaluation_show_whole_responses_and_count_the_policys_tokens(make_trainer: MakeTrainer) -> None:
-    trainer: Any = make_trainer(RespondsInTurns, eval_dataset=[{"input_ids": [3, 4, 5]}, {"input_ids": [9, 8]}])
-    table = trainer.generate_completions()
-    texts = [trainer.processing_class.decode(episode.response) for episode in trainer.episodes]
-    assert list(table["model response"]) == texts
-    assert_allclose(list(table["score"]), share_of_w4([episode.response for episode in trainer.episodes]), rtol=1e-6)
-    metrics = trainer.evaluate()
-    own = [len(episode.own) for episode in trainer.episodes]
-    assert any(len(episode.response) > len(episode.own) for episode in trainer.episodes)
-    assert metrics["eval_response_length_mean"] == sum(own) / 2
-    assert metrics["eval_ended_frac"] == sum(episode.ended for episode in trainer.episodes) / 2

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.rollout import Experience, dealt_evenly
-from rlhf_ppo.models.unwrapping import transformers_model
+from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import record_rollouts
@@ -182,45 +181,6 @@ def test_every_epoch_is_a_new_partition_and_every_run_the_same(make_trainer: Cal
         assert sorted(epoch[0] + epoch[1]) == list(range(8))
     assert len({str(epoch) for epoch in epochs}) == len(epochs) == 4  # two updates of two epochs, no order twice
     assert orders(make_trainer, seed=4) != first
-
-
-def lengths_of_micro_batches(trainer: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Train; list the tokens of each row of each micro-batch, in order."""
-    seen: list[list[int]] = []
-    compute_loss = trainer.compute_loss
-
-    def see(model: Any, inputs: Experience, **kwargs: Any) -> Any:
-        seen.append(inputs.attention_mask.sum(dim=1).tolist())
-        return compute_loss(model, inputs, **kwargs)
-
-    monkeypatch.setattr(trainer, "compute_loss", see)
-    trainer.train()
-    return seen
-
-
-def test_micro_batches_hold_as_many_whole_rows_as_fit(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make_trainer(max_tokens_per_micro_batch=20, per_device_train_batch_size=8, gradient_accumulation_steps=1)
-    seen = lengths_of_micro_batches(trainer, monkeypatch)
-    rows = [length for part in seen for length in part]
-    assert all(sum(part) <= 20 or len(part) == 1 for part in seen)
-    assert len(rows) == trainer.state.max_steps * trainer.args.num_ppo_epochs * 8 and max(map(len, seen)) > 1
-
-
-@pytest.mark.parametrize("padded", [None, "policy", "value_model"])
-def test_packed_micro_batches_are_even_and_padded_ones_hold_similar_rows(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, padded: str | None
-) -> None:
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_mini_batches": 1}
-    trainer = make_trainer(**sizes, num_ppo_epochs=1, total_episodes=8)
-    if padded is not None:
-        transformers_model(getattr(trainer.model, padded)).set_attn_implementation("sdpa")
-    seen = [length for part in lengths_of_micro_batches(trainer, monkeypatch) for length in part]
-    longest_first = sorted(seen, reverse=True)
-    dealt = [longest_first[row] for row in dealt_evenly(longest_first, 4)]
-    assert dealt != longest_first
-    assert seen == (dealt if padded is None else longest_first)
 
 
 @pytest.mark.parametrize(("attention", "is_sorted"), [("eager", True), ("sdpa", False)])

@@ -39,12 +39,3 @@ HH = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Sky?\n\nAssistant:"
 )
 def test_every_format_gives_prompt_chosen_and_rejected(row: dict[str, Any], expected: dict[str, Any] | None) -> None:
     assert with_explicit_prompt({**row, "id": 3}) == {**(expected or row), "id": 3}
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [({"chosen": "a"}, "lacks .'rejected'"), ({"chosen": "a", "rejected": [BAD]}, "both in one format")],
-)
-def test_a_row_that_is_no_pair_is_an_error(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_explicit_prompt(row)

@@ -59,35 +59,13 @@ def test_a_directory_has_the_splits_that_its_file_names_tell(tmp_path):
     assert {name: len(split) for name, split in splits.items()} == {"train": 5, "test": 2}
 
 
-CONFIGURATIONS = """---
-configs:
-- config_name: short
-  data_files: [{split: train, path: short.jsonl}]
-- config_name: whole
-  data_files: [{split: train, path: whole.jsonl}, {split: test, path: short.jsonl}]
----
-"""
-
-
-def test_a_data_set_may_have_configurations(tmp_path):
-    (tmp_path / "README.md").write_text(CONFIGURATIONS)
-    Dataset.from_list(ROWS).to_json(tmp_path / "whole.jsonl")
-    Dataset.from_list(ROWS[:2]).to_json(tmp_path / "short.jsonl")
-
-    lengths = {name: len(split) for name, split in load_splits(str(tmp_path), "whole").items()}
-
-    assert lengths == {"train": 5, "test": 2}
-    assert len(load_splits(str(tmp_path), "short")["train"]) == 2
-    for wrong in (None, "long"):
-        said = rf"dataset_config={wrong!r}: dataset_name='.*' has the configurations \['short', 'whole'\]; give one"
-        with pytest.raises(ValueError, match=said):
-            load_splits(str(tmp_path), wrong)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "save_to_disk"])
-def test_data_without_configurations_refuse_one(tmp_path, kind):
-    with pytest.raises(ValueError, match=r"dataset_config='long': texts='.*' has no configurations; leave dataset_c"):
-        load_splits(str(write(tmp_path, kind)), "long", argument="texts")
+@pytest.mark.parametrize("name", [None, "nowhere.jsonl", "prompts.xlsx", "acme/no-such-prompts", "empty"])
+def test_data_that_cannot_be_loaded_are_named(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.xlsx").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="texts is not set" if name is None else f"texts='{name}' cannot be loaded"):
+        load_splits(name, argument="texts")
 
 
 def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
@@ -95,35 +73,6 @@ def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     write(tmp_path, "jsonl")
 
     assert list(load_splits("~/prompts.jsonl")["train"]) == ROWS
-
-
-@pytest.mark.parametrize("name", ["nowhere.jsonl", "./nowhere", "~/nowhere", "/no/where", "data/nowhere.csv"])
-def test_a_missing_file_is_named_and_not_looked_for_on_the_hub(name):
-    with pytest.raises(ValueError, match=f"dataset_name='{name}': there is no such file or directory"):
-        load_splits(name)
-
-
-def test_a_name_that_the_hub_does_not_give_is_named():
-    with pytest.raises(ValueError, match="dataset_name='acme/no-such-prompts' is neither a file nor a directory"):
-        load_splits("acme/no-such-prompts")
-
-
-def test_a_directory_without_data_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"dataset_name=.*is neither a file nor a directory with data"):
-        load_splits(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", [None, ""])
-def test_no_name_at_all(name):
-    with pytest.raises(ValueError, match="dataset_name is not set"):
-        load_splits(name)
-
-
-def test_an_unknown_kind_of_file_is_refused_with_the_known_ones(tmp_path):
-    (tmp_path / "prompts.xlsx").touch()
-
-    with pytest.raises(ValueError, match=r"unknown kind: use one of .*'\.jsonl'"):
-        load_splits(str(tmp_path / "prompts.xlsx"))
 
 
 def test_a_missing_split_is_refused_with_those_that_exist():

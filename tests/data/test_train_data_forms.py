@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import datasets
 import pytest
-import torch
 from datasets import Dataset
-from tokenizers.processors import TemplateProcessing
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.training.datasets import logger
 from tests.conftest import make_tokenizer, tiny_scorer
-from tests.data.test_datasets import Rows, Stream
+from tests.data.test_datasets import Stream
 from tests.runs import QUICK, assert_identical, end_of_run
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -35,7 +30,6 @@ FORMS: dict[str, Callable[[], Any]] = {
     "texts": lambda: Dataset.from_dict({"prompt": TEXTS}),
     "conversations": lambda: Dataset.from_dict({"prompt": conversations()}),
     "a stream": lambda: Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset(),
-    "a torch data set": lambda: Rows([{"prompt": text} for text in TEXTS]),
     "a torch stream": lambda: Stream([{"prompt": text} for text in TEXTS]),
     "a list": lambda: [{"input_ids": ids} for ids in IDS],
 }
@@ -103,16 +97,6 @@ def test_another_end_of_turn_than_the_stop_token_is_told(
     assert (told in caplog.text and "set stop_token_id=2 instead" in caplog.text) == warns
 
 
-def test_a_text_that_holds_bos_is_told_where_the_tokenizer_adds_it(make_trainer: MakeTrainer, caplog: Any) -> None:
-    """A chat template that rendered the prompts wrote it, and the tokenizer adds another."""
-    tokenizer = make_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-    for text, is_told in (("w4 w5", False), ("<bos> w4 w5", True)):
-        caplog.clear()
-        make_trainer(train_dataset=[{"prompt": text}] * 8, processing_class=tokenizer)
-        assert ("train_dataset: the first prompt begins with BOS twice" in caplog.text) is is_told
-
-
 def test_a_rows_template_arguments_are_read_where_no_reward_reads_columns(make_trainer: MakeTrainer) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ word }} {{ messages[0].content }}"
@@ -129,8 +113,6 @@ COLUMN_FORMS: dict[str, Callable[[], Any]] = {
     "a data set": lambda: Dataset.from_dict({"prompt": TEXTS, **COLUMNS}),
     "ids": lambda: Dataset.from_dict({"input_ids": IDS, **COLUMNS}),
     "a stream": lambda: Dataset.from_dict({"prompt": TEXTS, **COLUMNS}).to_iterable_dataset(),
-    "a generator": lambda: datasets.IterableDataset.from_generator(lambda: iter(_rows())),
-    "a torch data set": lambda: Rows(_rows()),
     "a torch stream": lambda: Stream(_rows()),
 }
 
@@ -162,45 +144,6 @@ def test_reward_functions_get_the_columns_of_the_very_row(
         assert entry["objective/scores"] == pytest.approx(sum(seen[2 * update : 2 * update + 2]) / 2)
 
 
-def test_a_reward_model_reads_prompt_and_answer_of_the_same_row(make_trainer: MakeTrainer) -> None:
-    """Scores do not depend on how many rows are scored at once, or beside which others."""
-    together, one_by_one = (
-        make_trainer(
-            **QUICK, reward_model=tiny_scorer(), train_dataset=FORMS["texts"](), local_rollout_forward_batch_size=rows
-        )
-        for rows in (64, 1)
-    )
-    scores = []
-    for trainer in (together, one_by_one):
-        batch = trainer.data_collator([{"input_ids": ids} for ids in IDS])  # pyright: ignore
-        prompts = Prompts.from_collated(batch, trainer.args.device)
-        torch.manual_seed(0)
-        responses = together.generate_responses(together.model.policy, prompts, _greedy(together))
-        scores.append(trainer.score_responses(responses, prompts).total)
-    assert torch.allclose(*scores, atol=1e-5)
-    assert len(set(scores[0].tolist())) == 6
-
-
-def _greedy(trainer: PPOTrainer) -> Any:
-    return greedy_config(trainer.args, trainer.tokens.stop)
-
-
-def test_prompts_that_are_too_long_are_dropped_before_the_run_is_counted(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("WARNING"):
-        trainer = make_trainer(
-            **{**QUICK, "total_episodes": None},
-            num_train_epochs=1,
-            train_dataset=FORMS["texts"](),
-            max_prompt_length=2,
-        )
-    assert "train_dataset: dropped 2 of 6 prompts, longer than 2 tokens" in caplog.text
-    assert len(trainer.train_dataset) == 4
-    assert trainer.train().global_step == 2
-    assert trainer.state.episode == 4
-
-
 def test_a_stream_may_end_in_a_part_of_a_batch(make_trainer: MakeTrainer) -> None:
     """Five prompts in batches of two: the fifth is left out, in every pass."""
     stream = Dataset.from_dict({"prompt": TEXTS[:5]}).to_iterable_dataset()
@@ -212,23 +155,3 @@ def test_a_stream_may_end_in_a_part_of_a_batch(make_trainer: MakeTrainer) -> Non
 
     make_trainer(**{**QUICK, "total_episodes": 8}, train_dataset=stream, reward_funcs=keeps).train()
     assert seen == TEXTS[:4] * 2
-
-
-def test_an_own_collator_is_used(make_trainer: MakeTrainer) -> None:
-    calls: list[int] = []
-
-    def right_padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        calls.append(len(rows))
-        longest = max(len(row["input_ids"]) for row in rows) + 1
-        pairs = [(row["input_ids"], [0] * (longest - len(row["input_ids"]))) for row in rows]
-        return {
-            "input_ids": torch.tensor([ids + padding for ids, padding in pairs]),
-            "attention_mask": torch.tensor([[1] * len(ids) + padding for ids, padding in pairs]),
-        }
-
-    own = make_trainer(**QUICK, train_dataset=FORMS["ids"](), data_collator=right_padded)
-    own.train()
-    plain = make_trainer(**QUICK, train_dataset=FORMS["ids"]())
-    plain.train()
-    assert set(calls) == {2}
-    assert_identical(end_of_run(own), end_of_run(plain))
