@@ -692,7 +692,7 @@ class PPOTrainer(TrainerBase):
                 process saves it, and all ranks load it. A new run starts from the object's current state.
 
         Raises:
-            TypeError: The object lacks a method.
+            TypeError: Its state cannot be in a checkpoint.
             ValueError: The name is taken.
         """
         self._run.stateful.register(name, part)

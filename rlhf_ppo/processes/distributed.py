@@ -288,19 +288,6 @@ class RngStreams:
         for stream in (self.rewards, self.callbacks):
             stream.seed(*words, self.process_index)
 
-    def mark(self) -> None:
-        """Remember the states of training's generators and of the streams for `rewind`."""
-        self._marked = {**self._states(), "training": _rng_states()}
-
-    def mark_streams(self) -> None:
-        """Remember the states of the streams only; `rewind` restores training's generators to the earlier mark."""
-        self._marked |= self._states()
-
-    def rewind(self) -> None:
-        """Restore all marked states: the numbers drawn since are drawn again."""
-        self._restore(self._marked)
-        _set_rng_states(self._marked["training"])
-
     def _states(self) -> dict[str, dict[str, Any]]:
         return {stream.label: stream.state() for stream in (self.rewards, self.callbacks)}
 

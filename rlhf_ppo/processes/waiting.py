@@ -1,4 +1,4 @@
-"""Waits with time limits: daemon threads, and the event loop that all async functions share.
+"""Daemon threads, and the event loop that all async functions share.
 
 Reward functions, tools and environments are code of the user. All threads here are daemon threads: a program can end
 while such code still runs.
@@ -7,12 +7,11 @@ while such code still runs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -49,47 +48,6 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
 
     threading.Thread(target=run, name=f"rlhf_ppo-{getattr(function, '__name__', 'call')}", daemon=True).start()
     return future
-
-
-def with_timeout(
-    future: Future[T], seconds: float | None, error: Exception, on_timeout: Callable[[], object] | None = None
-) -> Future[T]:
-    """Limit the time until a future has its result, even if its thread or event loop is blocked.
-
-    Args:
-        future: The future.
-        seconds: Seconds from now; None: no limit.
-        error: Raised when the time is up.
-        on_timeout: Called when the time is up, before waiting threads get the error.
-
-    Returns:
-        A future that raises `error` when the time is up; `future` is then cancelled.
-    """
-    if seconds is None:
-        return future
-    limited: Future[T] = Future()
-
-    def copy_outcome(done: Future[T]) -> None:
-        with contextlib.suppress(InvalidStateError):  # the time was up, or the caller cancelled
-            if done.cancelled():
-                limited.cancel()
-            elif (raised := done.exception()) is not None:
-                limited.set_exception(raised)
-            else:
-                limited.set_result(done.result())
-
-    def expire() -> None:
-        if on_timeout is not None:
-            on_timeout()
-        with contextlib.suppress(InvalidStateError):  # the result came in the meantime
-            limited.set_exception(error)
-
-    timer = threading.Timer(seconds, expire)
-    timer.daemon = True
-    timer.start()
-    limited.add_done_callback(lambda _: (timer.cancel(), future.cancel()))
-    future.add_done_callback(copy_outcome)
-    return limited
 
 
 class _DaemonThreads(ThreadPoolExecutor):

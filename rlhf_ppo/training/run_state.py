@@ -256,42 +256,22 @@ class StatefulParts:
             part: The part; a new run starts from its current state.
 
         Raises:
-            TypeError: The part lacks a method, or its state cannot be in a checkpoint.
+            TypeError: The part's state cannot be in a checkpoint.
             ValueError: The name is taken.
         """
-        if missing := [
-            method for method in ("state_dict", "load_state_dict") if not callable(getattr(part, method, None))
-        ]:
-            raise TypeError(f"{name}={part!r:.60} has no {' and no '.join(missing)}; give it both methods")
         if self._parts.get(name, part) is not part:
             raise ValueError(f"a part called {name!r} is registered already; give this one another name")
         self._initial[name] = copy.deepcopy(_state_of(name, part))
         self._parts[name] = part
 
     def start(self, checkpoint: str | None) -> None:
-        """Restore the parts' states from a checkpoint, or from their registration.
-
-        Args:
-            checkpoint: The checkpoint's directory; None for a new run.
-
-        Raises:
-            ValueError: The checkpoint's file, or a state in it, cannot be read.
-        """
-        states = {} if checkpoint is None else _read(Path(checkpoint, STATEFUL_NAME))
+        """Restore the parts' states from a checkpoint's directory, or from their registration for a new run."""
+        path = None if checkpoint is None else Path(checkpoint, STATEFUL_NAME)
+        states = _load(path) if path is not None and path.exists() else {}
         for name, part in self._parts.items():
-            state = states.pop(name, self._initial[name])
-            if not state and not part.state_dict():  # it has no state, perhaps not yet
-                continue
-            try:
+            state = states.get(name, self._initial[name])
+            if state or part.state_dict():  # else it has no state, perhaps not yet
                 part.load_state_dict(copy.deepcopy(state))
-            except Exception as error:
-                raise ValueError(
-                    f"the state of {name!r} in {checkpoint} does not fit {part!r:.60}: {error!r}"
-                ) from error
-        if states:
-            logger.warning(
-                f"{checkpoint} keeps a state of {sorted(states)}, which nothing of this run has; it is left out."
-            )
 
     def save(self, directory: str) -> None:
         """Write `stateful.pt`, if a part has a state."""
@@ -305,29 +285,19 @@ _NUMPY: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, *{type(np.dtype(ki
 
 
 def _state_of(name: str, part: Stateful) -> dict[str, Any]:
-    state, owner = part.state_dict(), f"{name}: {type(part).__name__}.state_dict() returned"
-    fix = "return a dict of tensors, numbers, texts, and lists and dicts of these"
-    if not isinstance(state, Mapping):
-        raise TypeError(f"{owner} a {type(state).__name__}: {fix}")
-    written = io.BytesIO()
+    state, written = dict(part.state_dict()), io.BytesIO()
     try:
-        torch.save(dict(state), written)
+        torch.save(state, written)
         written.seek(0)
         _load(written)
     except Exception as error:
-        raise TypeError(f"{owner} a state that no run can resume from: {fix} ({error!r:.200})") from error
-    return dict(state)
+        raise TypeError(
+            f"{name}: {type(part).__name__}.state_dict() returned a state that no run can resume from: return a dict "
+            f"of tensors, numbers, texts, and lists and dicts of these ({error!r:.200})"
+        ) from error
+    return state
 
 
 def _load(file: Any) -> Any:
     with torch.serialization.safe_globals(_NUMPY):
         return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _read(path: Path) -> dict[str, Mapping[str, Any]]:
-    if not path.exists():
-        return {}
-    try:
-        return _load(path)
-    except Exception as error:
-        raise ValueError(f"its {path.name} cannot be read: {error!r:.200}") from error

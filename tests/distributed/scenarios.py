@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import resource
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors.torch import load_file
@@ -518,18 +515,9 @@ class SigtermInLearning(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def sigterm_in_a_hanging_reward(trainer_state: Any, **columns: Any) -> list[float]:
-    """Sends SIGTERM to rank 1 in the second update, and never returns there."""
-    if trainer_state.global_step == 1 and PartialState().process_index == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(3600)
-    return conftest.count_w4(**columns)
-
-
-def train_until_sigterm(output_dir: str, models: str, at: tuple[str, int] | None, **run: Any) -> dict[str, Any]:
-    """Rank 1 receives SIGTERM at an event of an update, or in the second update, where its reward hangs."""
-    sigterm_in_a_hanging_reward.__name__ = conftest.count_w4.__name__
-    given = {"reward_funcs": sigterm_in_a_hanging_reward} if at is None else {"callbacks": [SigtermInLearning(*at)]}
+def train_until_sigterm(output_dir: str, models: str, at: tuple[str, int], **run: Any) -> dict[str, Any]:
+    """Rank 1 receives SIGTERM at an event of an update."""
+    given = {"callbacks": [SigtermInLearning(*at)]}
     trainer = make_trainer(output_dir, models, given=given, num_ppo_epochs=1, **run)
     code = None
     try:
@@ -537,37 +525,6 @@ def train_until_sigterm(output_dir: str, models: str, at: tuple[str, int] | None
     except SystemExit as error:
         code = error.code
     return {**launched_as(trainer), "global_step": trainer.state.global_step, "code": code}
-
-
-class DiskIsFullAfter(TrainerCallback):
-    """After the checkpoint of `step` files of one rank have little room, its output perhaps none."""
-
-    def __init__(self, step: int, rank: int, prints: bool) -> None:
-        self.step, self.rank, self.prints = step, rank, prints
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.process_index == self.rank and self.prints:
-            print("logged", flush=True)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step and args.process_index == self.rank:
-            if not self.prints:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            room = 100 if self.prints else 10_000  # for the log that precedes the checkpoint, but not for its models
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-
-
-def train_until_the_disk_is_full(output_dir: str, models: str, rank: int, prints: bool = False) -> None:
-    """One rank has no room for its part of the second checkpoint, or for its output."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        trainer = make_trainer(
-            output_dir, models, given={"callbacks": [DiskIsFullAfter(1, rank, prints)]}, num_ppo_epochs=1,
-            save_strategy="steps", save_steps=1,
-        )  # fmt: skip
-        trainer.train()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def error_of(scenario: str, **arguments: Any) -> str:

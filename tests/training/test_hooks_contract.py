@@ -16,10 +16,10 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.trainer_base import TrainerBase
 
 PACKAGE = Path(inspect.getfile(PPOTrainer)).parent
-FILES = [PACKAGE / name for name in ("trainer.py", "trainer_base.py", "training/publishing.py")]
+FILES = [PACKAGE / name for name in ("trainer.py", "trainer_base.py")]
 TRAINER = inspect.getsource(Trainer)
 
-OWN_SIGNATURE = {"__init__", "_get_dataloader", "create_model_card", "push_to_hub"}
+OWN_SIGNATURE = {"__init__", "_get_dataloader", "create_model_card"}
 """Overrides that pass all arguments on, or that Trainer calls by keywords or not at all."""
 
 CALLED: dict[str, tuple[str, ...]] = {
