@@ -22,14 +22,9 @@ RUN = """
 import faulthandler, json, os, sys
 from transformers import TrainingArguments
 from rlhf_ppo.cli.arguments import prepare_trackers
-from rlhf_ppo.config.inherited import check_keys
 
 def run():
     args = TrainingArguments(report_to="wandb", output_dir="out", use_cpu=True)
-    try:
-        check_keys(args)
-    except ValueError as error:  # what a trainer made in Python says
-        print(error, flush=True)
     prepare_trackers(args)
     prepare_trackers(args)
     import wandb
@@ -61,11 +56,9 @@ def test_where_nobody_is_logged_in_the_run_is_recorded_here(tmp_path):
     )
 
     assert ended.returncode == 0, ended.stderr
-    refused = "report_to=['wandb'] has 'wandb', but nobody is logged in to W&B here: log in with `wandb login` or set"
     for case, (_, mode, is_told) in CASES.items():
         place = tmp_path / case
         said, warned = (place / "stdout").read_text(), (place / "stderr").read_text()
         assert mode in said.splitlines(), (case, said, warned)
-        assert said.count(refused) == is_told, case
         assert warned.count("nobody is logged in to W&B: the run") == is_told, case
         assert (place / "wandb").exists() is (mode == "offline"), case

@@ -11,20 +11,17 @@ import json
 import math
 import re
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import pandas as pd
 import pytest
 from datasets import Dataset
-from transformers.integrations import integration_utils
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.config.inherited import check_keys
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
@@ -214,70 +211,3 @@ def test_openrlbenchmark_finds_what_its_query_names(run: SimpleNamespace) -> Non
     drawn = [row for row in wandb_rows(file.parent) if query["xaxis"][0] in row and "train/loss" in row]
     assert [row["train/episode"] for row in drawn] == [2, 4, 6]
     assert all(isinstance(row.get(name), int | float) for row in drawn for name in needed), needed - drawn[0].keys()
-
-
-# ---- Keys ----
-
-
-class Comet(ModuleType):
-    """Comet without a key: what is asked of its interface, with the signatures of comet_ml 3.58."""
-
-    settings: ClassVar[dict[str, Any]] = {"comet.api_key": None, "comet.start.online": None}
-    experiment: Any = None
-
-    def get_config(self, setting: Any = None) -> Any:
-        return self.settings[setting]
-
-    def get_running_experiment(self) -> Any:
-        return self.experiment
-
-
-@pytest.fixture
-def comet(monkeypatch: pytest.MonkeyPatch) -> Comet:
-    comet = Comet("comet_ml")
-    monkeypatch.setitem(sys.modules, "comet_ml", comet)
-    for name, value in (("_is_comet_installed", True), ("_is_comet_recent_enough", True)):
-        monkeypatch.setattr(integration_utils, name, value)
-    monkeypatch.setattr(integration_utils, "_is_comet_configured", False)
-    return comet
-
-
-def test_comet_without_a_key_is_refused_before_a_model_is_loaded(
-    comet: Comet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = PPOConfig(**{**QUIET, "output_dir": str(tmp_path), "report_to": ["comet_ml"]})
-    with pytest.raises(
-        ValueError, match=r"report_to=\['comet_ml'\] has 'comet_ml', but Comet has no key here: set COME"
-    ):
-        PPOTrainer(args, make_tokenizer(), "no/such/model", reward_funcs=count_w4, train_dataset=PROMPTS)
-    for name, value in (("comet.api_key", "key"), ("comet.start.online", False)):
-        monkeypatch.setattr(comet, "settings", {**Comet.settings, name: value})
-        check_keys(args)
-    monkeypatch.setattr(comet, "settings", Comet.settings)
-    monkeypatch.setattr(comet, "experiment", object())  # the user's own
-    check_keys(args)
-
-
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_comet_that_is_absent_or_too_old_is_refused_with_what_to_install(
-    is_old: bool, comet: Comet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(integration_utils, "_is_comet_recent_enough" if is_old else "_is_comet_installed", False)
-    with pytest.raises(
-        ValueError, match="has 'comet_ml', which is not installed: `pip install -U comet-ml`, or report"
-    ):
-        PPOConfig(**{**QUIET, "output_dir": str(tmp_path), "report_to": "comet_ml"})
-
-
-@pytest.mark.parametrize("by", ["argument", "environment"])
-def test_a_space_of_trackio_needs_a_login(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    token: list[str | None] = [None]
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: token[0])
-    args: Any = SimpleNamespace(report_to=["trackio"], process_index=0, trackio_space_id=None)
-    check_keys(args)
-    args.trackio_space_id = "me/curves" if by == "argument" else None
-    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/curves" if by == "environment" else "")
-    with pytest.raises(ValueError, match=r"nobody is logged in to the hub, where its space 'me/curves' is"):
-        check_keys(args)
-    for token[0], args.process_index in (("token", 0), (None, 1)):  # the main process alone reports
-        check_keys(args)
