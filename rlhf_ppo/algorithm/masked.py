@@ -32,15 +32,7 @@ def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
 
     Returns:
         float32, same shape.
-
-    Raises:
-        TypeError: `mask` is not bool.
-        ValueError: The shapes differ.
     """
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask has dtype {mask.dtype}, expected torch.bool; convert it with mask.bool()")
-    if mask.shape != values.shape:
-        raise ValueError(f"mask has shape {tuple(mask.shape)}, expected that of the values, {tuple(values.shape)}")
     return torch.where(mask, values.float(), 0.0)
 
 

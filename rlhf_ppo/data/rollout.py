@@ -118,13 +118,6 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def check_bool(**masks: Tensor | None) -> None:
-    """Raise a `TypeError` if a mask is neither bool nor None."""
-    for name, mask in masks.items():
-        if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"{name} has dtype {mask.dtype}, expected torch.bool; convert it with {name}.bool()")
-
-
 def check_masks(masks: HostMasks) -> None:
     """Check that each row is a left-padded prompt and a right-padded response with a token of the policy.
 
@@ -177,7 +170,6 @@ class Responses:
         on_host: Copies of both masks on the host; made, and the masks checked, if None or of other masks.
 
     Raises:
-        TypeError: A mask is not bool.
         ValueError: A shape does not fit, or a row fails `check_masks`.
     """
 
@@ -190,14 +182,8 @@ class Responses:
 
     def __post_init__(self) -> None:
         check_shape("attention_mask", self.attention_mask, tuple(self.query_responses.shape))
-        if self.response_mask.shape[0] != len(self) or self.context_length < 1:
-            raise ValueError(
-                f"response_mask {tuple(self.response_mask.shape)} does not fit query_responses "
-                f"{tuple(self.query_responses.shape)}"
-            )
         self._check_shapes(self.response_mask.shape, "sampling_logprobs")
         self._check_shapes((len(self),), "ended")
-        check_bool(attention_mask=self.attention_mask, response_mask=self.response_mask, ended=self.ended)
         masks = self.attention_mask, self.response_mask
         if self.on_host is None or not self.on_host.are_of(*masks):
             object.__setattr__(self, "on_host", HostMasks.of(*masks))

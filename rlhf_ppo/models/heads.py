@@ -6,7 +6,8 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,10 @@ from rlhf_ppo.models.unwrapping import (
     is_sharded,
     output_layer,
     probe_ids,
-    probe_rows,
-    rounding,
     text_config,
     transformers_model,
 )
-from rlhf_ppo.processes.distributed import get_logger, preserve_rng
-
-if TYPE_CHECKING:
-    pass
+from rlhf_ppo.processes.distributed import get_logger
 
 logger = get_logger(__name__)
 
@@ -61,22 +57,12 @@ def head_of_scorer(model: nn.Module) -> nn.Module:
 
 
 def check_one_label(model: nn.Module, argument: str) -> None:
-    """Check that a sequence-classification model has exactly one output.
-
-    Raises:
-        ValueError: It has several labels, or is not a sequence-classification model.
-    """
+    """Raise a `ValueError` if a model has not exactly one output."""
     base = transformers_model(model)
-    labels = getattr(base.config, "num_labels", None)
-    if base.get_output_embeddings() is not None and scalar_head(model) is None:
+    if base.config.num_labels != 1:
         raise ValueError(
-            f"{argument} is a {type(base).__name__}, a language model without a scalar head; load it with "
-            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
-        )
-    if labels != 1:
-        raise ValueError(
-            f"{argument} has num_labels={labels}; a {argument} gives one number per text: load it with "
-            f"AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+            f"{argument} is a {type(base).__name__} with num_labels={base.config.num_labels}, but a {argument} gives "
+            "one number per text: load it with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
         )
 
 
@@ -87,6 +73,8 @@ def reads_last_token(model: nn.Module) -> bool:
     True for causal models (`score(h_last)`), False for encoders that pool (BERT's `classifier(pooler(h_0))`). Runs the
     model on three tokens. The head's name decides for a sharded model, which cannot run yet, and non-finite scores.
     """
+    if (found := _READ_LAST.get(model)) is not None:
+        return found
     if scalar_head(model) is None:
         return False
     base = transformers_model(model)
@@ -99,9 +87,14 @@ def reads_last_token(model: nn.Module) -> bool:
         ours = _last_token_outputs(model, ids, mask)
         with autocast_if_stored_in_16_bits(base):
             theirs = base(input_ids=ids, attention_mask=mask.long()).logits.float()[:, : ours.shape[1]]
-    if not (ours.isfinite().all() and theirs.isfinite().all()):
-        return by_name
-    return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
+    are_finite = bool(ours.isfinite().all() and theirs.isfinite().all())
+    found = torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3) if are_finite else by_name
+    _READ_LAST[model] = found
+    return found
+
+
+_READ_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""What `reads_last_token` has found, so that it runs each model once."""
 
 
 @contextmanager
@@ -178,37 +171,6 @@ def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) ->
     return model(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
 
 
-@torch.no_grad()
-def check_classifier(model: nn.Module, argument: str) -> None:
-    """Check that a text's score does not depend on padding, and on the other texts of a batch.
-
-    Args:
-        model: A sequence-classification model with one label.
-        argument: Name of the caller's argument, for error messages.
-
-    Raises:
-        ValueError: It does (convolutions or Fourier transforms over padding), or the model cannot score token ids.
-    """
-    if is_sharded(model):
-        return
-    what = f"{argument} is a {type(transformers_model(model)).__name__}"
-    score = last_token_score if reads_last_token(model) else pooled_score
-    ids, mask = probe_rows(model, (3, 8, 8))
-    with in_eval_mode(model), preserve_rng():
-        try:
-            beside = score(model, ids, mask)
-            rows = [row[real][None] for row, real in zip(ids, mask, strict=True)]
-            alone = torch.cat([score(model, row, torch.ones_like(row, dtype=torch.bool)) for row in rows])
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{what}, which cannot score the ids of any text: {error!s:.300}") from error
-    tolerance = rounding(next(model.parameters()))
-    if alone.isfinite().all() and not torch.allclose(beside, alone, tolerance, tolerance * float(alone.abs().max())):
-        raise ValueError(
-            f"{what}, whose score of a text depends on the padding behind it, and thus on the other texts of a batch "
-            f"(by {float((beside - alone).abs().max()):.2g}); use a model that masks its padding"
-        )
-
-
 def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
     head = head_of_scorer(model)
     if not is_in_float32(head):
@@ -245,21 +207,9 @@ def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
     Args:
         policy: A causal language model, or a `PeftModel` around one; its linear layers are changed in place.
         in_float32: Multiply in float32.
-
-    Raises:
-        ValueError: `in_float32`, but the head is not a linear layer of torch.
     """
     head = output_layer(policy)
     if in_float32:
-        own = head
-        while (inner := getattr(own, "base_layer", getattr(own, "original_module", None))) is not None:
-            own = inner
-        if type(own) not in LINEAR_KINDS:
-            raise ValueError(
-                f"lm_head_float32=True, but the head of {type(transformers_model(policy)).__name__} is a "
-                f"{type(own).__name__}, which multiplies in a type of its own; leave it False, or load the model "
-                "with its head in 16 or 32 bits (llm_int8_skip_modules=['lm_head'])"
-            )
         multiply_in_float32(head)
     else:
         for layer in head.modules():
@@ -301,11 +251,5 @@ def empty_classifier(model: nn.Module) -> nn.Module:
         if own is not None:
             own.register_for_auto_class(kind)  # so that its code is saved with it
             return own._from_config(config, dtype=torch.float32)
-    try:
-        # None would ask on stdin.
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(
-            f"value_model=None, but transformers has no sequence-classification class for {type(base).__name__}; pass "
-            "value_model"
-        ) from error
+    # None would ask on stdin.
+    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)

@@ -18,7 +18,6 @@ from rlhf_ppo.models.unwrapping import (
     active_adapter,
     copy_model,
     is_peft_model,
-    is_sharded,
     with_adapters,
 )
 from rlhf_ppo.processes.distributed import get_logger
@@ -160,8 +159,6 @@ def can_hold_two(policy: nn.Module) -> bool:
 def _whole_copy(policy: nn.Module) -> nn.Module:
     config = with_adapters(policy).active_peft_config
     what = f"an adapter of the kind {adapter_kind(policy)} with bias={getattr(config, 'bias', 'none')!r}"
-    if is_sharded(policy):
-        raise ValueError(f"model has {what}, which cannot be copied under ZeRO-3; pass ref_model, the initial policy")
     logger.warning(
         f"model has {what}, of which PEFT holds one at a time: the reference is a copy of the whole policy, and takes "
         "as much memory."

@@ -320,8 +320,6 @@ def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> No
             adapters.check_adapter(module, name)
             if name in ("model", "ref_model"):
                 capabilities.check_consistent(module, name)
-            elif name.startswith("reward_model"):
-                heads.check_classifier(module, name)
 
 
 def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:

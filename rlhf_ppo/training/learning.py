@@ -150,10 +150,10 @@ def policy_term(
         args: Gives `entropy_coef`.
 
     Raises:
-        TypeError: `policy` lacks a field, or a field is no tensor.
-        ValueError: Its loss has another shape than the tokens, or no gradient.
+        ValueError: The loss has another shape than the tokens, or no gradient.
     """
-    loss = _loss_of("policy_loss", policy, ("loss", "ratio", "clipped"), part)
+    loss = policy.loss
+    _check_loss("policy_loss", loss, part)
     if output.logprobs.requires_grad and not loss.requires_grad:
         raise ValueError("policy_loss returned a loss without a gradient: compute it from logprobs, without detach()")
     if part.loss_weights is not None:
@@ -168,28 +168,16 @@ def value_term(value: ValueLoss, part: Experience, num_tokens: float, args: PPOC
 
     With `gae_level="turn"` it is a mean over the first tokens of turns.
     """
-    loss = _loss_of("value_loss", value, ("loss", "clipped"), part)
-    loss = loss if part.value_weights is None else loss * part.value_weights
+    _check_loss("value_loss", value.loss, part)
+    loss = value.loss if part.value_weights is None else value.loss * part.value_weights
     return args.vf_coef * token_mean(loss, part.loss_mask, num_tokens)
 
 
-def _loss_of(name: str, returned: Any, fields: Sequence[str], part: Experience) -> Tensor:
-    """Return the loss of each token that a function or method, perhaps the user's, has returned.
-
-    Raises:
-        TypeError: A field is missing, or is no tensor.
-        ValueError: The loss has another shape.
-    """
-    if missing := [field for field in fields if not isinstance(getattr(returned, field, None), Tensor)]:
-        kind = "PolicyLoss" if name == "policy_loss" else "ValueLoss"
-        raise TypeError(
-            f"{name} returned {type(returned).__name__} without the tensors {missing}: return "
-            f"{kind}({', '.join(fields)}) of rlhf_ppo.algorithm.losses"
-        )
-    if returned.loss.shape != part.loss_mask.shape:
-        shape, expected = tuple(returned.loss.shape), tuple(part.loss_mask.shape)
+def _check_loss(name: str, loss: Tensor, part: Experience) -> None:
+    """Raise a `ValueError` if a loss, perhaps of the user's function, is not one of each token: it would broadcast."""
+    if loss.shape != part.loss_mask.shape:
+        shape, expected = tuple(loss.shape), tuple(part.loss_mask.shape)
         raise ValueError(f"{name} returned a loss of shape {shape}, expected {expected}: the loss of each token")
-    return returned.loss
 
 
 _NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "val/first_logratio"})

@@ -218,17 +218,8 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
         optimizer: A new optimizer over both models, or one with these groups already.
         model: The prepared `PolicyAndValue`.
         rate: The value model's learning rate; None keeps the current one.
-
-    Raises:
-        ValueError: No parameter group holds parameters of the value model.
     """
     critic = _critic_parameters(model)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not critic & held:
-        raise ValueError(
-            f"{'training the value model alone' if rate is None else f'critic_learning_rate={rate}'} needs an "
-            f"optimizer with groups of parameters, which {type(optimizer).__name__} lacks; choose another optim"
-        )
     for group in list(optimizer.param_groups):
         parts = [[p for p in group["params"] if (id(p) in critic) is of_critic] for of_critic in (False, True)]
         if all(parts):

@@ -46,7 +46,6 @@ def prepare_texts(
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
-    vocab_size: int,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Text]:
     """Tokenize every row; append EOS to texts that are no conversations, as `SFTTrainer` does.
@@ -56,20 +55,17 @@ def prepare_texts(
             conversations may have `tools` and `chat_template_kwargs`.
         tokenizer: The policy's tokenizer.
         longest: Tokens after which a text is cut.
-        vocab_size: Number of ids that the models embed.
         template_kwargs: Further arguments of the chat template, or None.
 
     Returns:
         Rows with at least one learned token; shorter rows are left out, with a warning.
 
     Raises:
-        ValueError: A row has none of these forms, or an unknown id; or no row is left.
+        ValueError: A row has none of these forms, or no row is left.
     """
     texts, num_cut = [], 0
     for index in range(len(dataset)):
         ids, num_context = _encoded(dataset[index], tokenizer, index, template_kwargs)
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise ValueError(f"row {index} of ptx_dataset has token ids outside 0 to {vocab_size - 1}")
         num_cut += len(ids) > longest
         num_context = max(1, num_context)
         if num_context < min(len(ids), longest):
@@ -143,9 +139,8 @@ class LanguageModeling:
         self.run, self.critic_only, self.num_drawn = run, critic_only, 0
         self._orders: dict[int, Sequence[int]] = {}
         longest = MAX_LENGTH if run.longest_sequence is None else min(MAX_LENGTH, run.longest_sequence.tokens)
-        vocab_size = run.vocabulary.size or len(run.tokenizer)
         settings = settings_of(run.args.chat_template_kwargs)
-        self.texts = prepare_texts(dataset, run.tokenizer, longest, vocab_size, settings)
+        self.texts = prepare_texts(dataset, run.tokenizer, longest, settings)
         run.stateful.register("ptx", self)
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -161,7 +161,6 @@ POOLED = (
     "bert roberta deberta deberta-v2 modernbert distilbert electra albert camembert ernie esm eurobert gte ibert "
     "mpnet mobilebert nomic_bert rembert squeezebert xlm-roberta big_bird megatron-bert modernbert-decoder"
 ).split()
-PADDING_COUNTS = ["xlnet", "convbert", "fnet", "nystromformer", "yoso"]
 
 
 def with_reward_model(make_trainer: Any, family: str) -> tuple[PPOTrainer, Any]:
@@ -181,18 +180,6 @@ def test_scores_of_encoders_are_those_of_each_text_alone(family: str, make_train
         alone = torch.cat([model(input_ids=ids[real][None]).logits[:, 0] for ids, real in texts])
     assert_close(rollout.scores, alone)
     assert alone.unique().numel() > 4
-
-
-@pytest.mark.parametrize("family", cases(PADDING_COUNTS, ["xlnet"]))
-def test_encoders_that_take_padding_for_text_are_refused(family: str, make_trainer: Any) -> None:
-    with pytest.raises(ValueError, match=r"reward_model is a .* depends on the padding behind it"):
-        with_reward_model(make_trainer, family)
-
-
-@pytest.mark.parametrize("family", ["bart"])
-def test_classifiers_that_cannot_read_every_text_are_refused(family: str, make_trainer: Any) -> None:
-    with pytest.raises(ValueError, match=r"Bart.*cannot score the ids of any text: .*<eos>"):
-        with_reward_model(make_trainer, family)
 
 
 # ---- Composite configurations: a language model among other parts ----

@@ -11,7 +11,7 @@ import torch
 from numpy.testing import assert_allclose
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
@@ -19,7 +19,6 @@ from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models import policy_and_value as logprobs_module
 from rlhf_ppo.models.heads import (
-    Float32Linear,
     check_one_label,
     is_in_float32,
     last_token_score,
@@ -104,7 +103,6 @@ def test_a_head_that_says_something_else_is_not_trusted() -> None:
             return output
 
     model = tiny_scorer()
-    assert reads_last_token(model)
     model.__class__ = Shifted
     assert not reads_last_token(model)
 
@@ -137,19 +135,11 @@ def test_a_head_under_another_name_is_found() -> None:
 
 @pytest.mark.parametrize("argument", ["value_model", "reward_model"])
 def test_two_labels_are_an_error_that_names_argument_and_number(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} has num_labels=2; .* num_labels=1"):
+    with pytest.raises(ValueError, match=f"{argument} is a .* with num_labels=2, .* num_labels=1"):
         check_one_label(tiny_scorer(num_labels=2), argument)
-    with pytest.raises(ValueError, match=f"{argument} has num_labels=2"):
+    with pytest.raises(ValueError, match=f"{argument} is a .* with num_labels=2"):
         load_reward_model(tiny_scorer(num_labels=2), argument)
     check_one_label(tiny_scorer(), argument)
-
-
-def test_a_language_model_is_no_scalar_model() -> None:
-    with pytest.raises(ValueError, match="reward_model is a LlamaForCausalLM, a language model without a scalar head"):
-        check_one_label(tiny_policy(), "reward_model")
-    one_label = tiny_classifier("gpt2", AutoModelForCausalLM, num_labels=1)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
-        check_one_label(one_label, "value_model")
 
 
 # ---- Products in float32 ----
@@ -278,18 +268,3 @@ def test_all_models_of_a_bf16_run_have_it_and_without_it_none(make_trainer: Make
         assert torch.equal(first.logprobs, first.ref_logprobs)
         assert trainer.state.log_history[0]["val/first_logratio"] == pytest.approx(0, abs=1e-6)
     assert not torch.equal(*(each[0].logprobs for each in rollouts))
-
-
-def test_a_head_of_another_kind_is_an_error(make_trainer: MakeTrainer) -> None:
-    """With an adapter on it, too."""
-
-    class Quantized(nn.Linear):
-        pass
-
-    policy = tiny_policy()
-    policy.lm_head.__class__ = Quantized
-    for given in ({}, {"peft_config": LoraConfig(target_modules=["q_proj", "lm_head"])}):
-        with pytest.raises(ValueError, match=r"lm_head_float32=True, but the head of LlamaForCausalLM is a Quantized"):
-            make_trainer(**QUICK, **given, model=policy, lm_head_float32=True)
-    multiply_head_in_float32(policy, False)
-    assert not any(isinstance(layer, Float32Linear) for layer in policy.modules())

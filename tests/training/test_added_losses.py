@@ -130,11 +130,10 @@ def test_the_template_of_texts_gets_tools_and_further_arguments(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"ptx_coef": 0.5}, r"ptx_coef=0\.5 weighs a loss on ptx_dataset, but there is none"),
-        ({"ptx_dataset": TEXTS}, "ptx_dataset is given, but ptx_coef=0 gives it no weight"),
+        ({"ptx_coef": 0.5}, r"ptx_coef=0\.5 weighs a loss on ptx_dataset: set both"),
+        ({"ptx_dataset": TEXTS}, r"ptx_coef=0\.0 weighs a loss on ptx_dataset: set both"),
         ({"ptx_coef": 0.5, "ptx_dataset": []}, "ptx_dataset has no row of which anything"),
         ({"ptx_coef": 0.5, "ptx_dataset": [{"a": 1}]}, r"columns \['a'\]; it needs 'text'"),
-        ({"ptx_coef": 0.5, "ptx_dataset": [{"input_ids": [3, 99]}]}, "token ids outside 0 to 31"),
     ],
 )
 def test_what_cannot_be_learned_from_is_an_error(
