@@ -69,75 +69,40 @@ def make_environment(
         reward_fn: An additional reward; may also be in the config.
 
     Raises:
-        TypeError: A value has the wrong type.
-        ValueError: The type, a key or a value is unknown, missing or given twice.
+        ValueError: The type, a key or a value is unknown or missing.
     """
     if env_type not in KEYS:
         raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{suggestion(env_type, KEYS)}")
     given = json_object("config", config)
-    if unknown := [key for key in given if key not in KEYS[env_type]]:
-        key = unknown[0]
+    for key in given.keys() - {*KEYS[env_type]}:
         raise ValueError(
             f"config has {key}={redacted(given[key], key)!r}, which {env_type} does not know; its keys are "
             f"{list(KEYS[env_type])}{suggestion(key, KEYS[env_type])}"
         )
-    fn = _given_once("reward_fn", given.get("reward_fn"), reward_fn)
-    weights = _given_once(
-        "reward_weights",
-        _weights("config['reward_weights']", given.get("reward_weights")),
-        _weights("reward_weights", reward_weights),
+    fn = given.get("reward_fn") if reward_fn is None else reward_fn
+    weights = json_object("reward_weights", reward_weights) or json_object(
+        "reward_weights", given.get("reward_weights")
     )
     rewards: list[Callable[..., Any]] = []
     if env_type == "multi_objective":
-        rewards, weights = _components(given.get("reward_components"), weights, has_more=fn is not None)
+        components = given.get("reward_components") or {name: {} for name in weights if name != REWARD_MODEL}
+        if not isinstance(components, Mapping) or not components:
+            raise ValueError(
+                f"multi_objective: reward_components={redacted(components)!r} must be a dict of rewards, such as "
+                f"""{{"correctness": {{"weight": 1.0}}}}; or give reward_weights by the names of rewards: {_NAMES}"""
+            )
+        rewards = [_component(name, spec) for name, spec in components.items()]
+        own = {
+            name: spec["weight"] for name, spec in components.items() if isinstance(spec, Mapping) and "weight" in spec
+        }
+        weights = own | weights
     if env_type == "preference_comparison":
         rewards = [_preference(given)]
     if fn is not None:
         rewards.append(_reward("reward_fn", fn))
-    return Environment(rewards, weights, _settings(given))
-
-
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    strings = _given_once(" and ".join(_STOPS), *(config.get(name) for name in _STOPS))
-    if strings in (None, []):  # an empty list is AITraining's default
-        return {}
-    texts = [strings] if isinstance(strings, str) else strings
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"config: stop_strings={strings!r} must be a list of texts, such as ['\\n\\n', 'Question:']")
-    return {"stop_strings": texts}
-
-
-def _components(
-    components: Any, weights: dict[str, float] | None, has_more: bool
-) -> tuple[list[Callable[..., Any]], dict[str, float] | None]:
-    """Return the rewards of a multi-objective environment, and their weights by name."""
-    if components is None and weights is not None:
-        components = {name: {} for name in weights if name != REWARD_MODEL}
-    if not isinstance(components, Mapping) or not components:
-        raise ValueError(
-            f"multi_objective: reward_components={redacted(components)!r} must be a dict of rewards by name, such as "
-            """{"correctness": {"weight": 1.0}, "brief": {"type": "length_penalty"}}; or give reward_weights by the """
-            f"names of rewards: {_NAMES}"
-        )
-    own = {name: spec["weight"] for name, spec in components.items() if isinstance(spec, Mapping) and "weight" in spec}
-    rewards = [_component(name, spec) for name, spec in components.items()]
-    if weights is None and not own:
-        return rewards, None
-    own = _weights("config['reward_components']", own) or {}
-    for name in own.keys() & (weights or {}).keys():
-        raise ValueError(
-            f"multi_objective: {name!r} has a weight in reward_components and in reward_weights; keep one"
-        )
-    by_name = own | (weights or {})
-    for name in by_name.keys() - components.keys() - {REWARD_MODEL}:
-        if not has_more:
-            raise ValueError(
-                f"multi_objective: reward_weights has {name!r}, which is not a key of reward_components "
-                f"{list(components)}{suggestion(name, components)}"
-            )
-    for name in components.keys() - by_name.keys():
-        raise ValueError(f"multi_objective: the component {name!r} has no weight, but others have; give it one, or 0")
-    return rewards, by_name
+    stops = given.get("stop_strings") or given.get("stop_sequences")  # AITraining's default is an empty list
+    settings = {"stop_strings": [stops] if isinstance(stops, str) else stops} if stops else {}
+    return Environment(rewards, parse_weights("reward_weights", weights) if weights else None, settings)
 
 
 def _component(name: str, spec: Any) -> Callable[..., Any]:
@@ -154,11 +119,7 @@ def _component(name: str, spec: Any) -> Callable[..., Any]:
 def _preference(config: Mapping[str, Any]) -> PreferenceReward:
     named = [name for name in _JUDGES if config.get(name) is not None]
     if len(named) != 1:
-        raise ValueError(
-            f"preference_comparison: config has {named or 'no judge'}; give one of {list(_JUDGES)}: a judge that is "
-            "called with prompts and pairs of responses, the path of a reward model, or a function of one prompt and "
-            "two responses"
-        )
+        raise ValueError(f"preference_comparison: config has {named or 'no judge'}; give one of {list(_JUDGES)}")
     name, judge = named[0], config[named[0]]
     if name == "preference_model" and isinstance(judge, str):
         judge = RewardModelJudge(judge)
@@ -175,17 +136,14 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
         if not isinstance(spec, Mapping):
             return resolve_reward(spec)
         settings = dict(spec)
-        name = settings.pop("type", None)
+        name = str(settings.pop("type", None))
         if name not in _NAMES:
-            if not isinstance(name, str) or settings:
-                hint = suggestion(str(name), _NAMES)
-                raise ValueError(f"type={name!r} must be one of {_NAMES}{hint}; only these take settings")
             return resolve_reward(name)
         if isinstance(settings.get("function"), str):
             settings["function"] = resolve_reward(settings["function"])
         return builtin_reward(name, **settings)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"config: {key}={redacted(spec)!r}: {error}") from error
+        raise ValueError(f"config: {key}={redacted(spec)!r}: {error}") from error
 
 
 def json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
@@ -200,16 +158,3 @@ def json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, A
         ValueError: The text is not JSON.
     """
     return parse_object(name, given, '{"length": 1}') or {}
-
-
-def _weights(name: str, given: Mapping[str, Any] | str | None) -> dict[str, float] | None:
-    if given is None:
-        return None
-    weights = json_object(name, given)
-    return parse_weights(name, weights) if weights else None
-
-
-def _given_once(name: str, first: Any, second: Any) -> Any:
-    if first is not None and second is not None and first != second:
-        raise ValueError(f"{name} is given twice, as {redacted(first)!r} and as {redacted(second)!r}; leave one out")
-    return second if first is None else first

@@ -50,12 +50,6 @@ def test_generate_returns_whole_sequences_and_the_scores_of_each_step() -> None:
     assert_allclose(scores[0], own.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_scores_are_processed_as_the_sampling_was() -> None:
-    config = GenerationConfig(do_sample=True, temperature=0.5, top_k=3, max_new_tokens=2, pad_token_id=PAD)
-    _, scores = generate(tiny_policy(), queries(), PAD, config)
-    assert (scores.isfinite().sum(dim=-1) == 3).all()
-
-
 @pytest.mark.parametrize("fill", [0, 31, 10**6])
 def test_padding_is_nothing(fill: int) -> None:
     """It may lie outside the vocabulary; the queries come back with it."""
@@ -98,20 +92,6 @@ def test_the_number_of_prompts_per_part_has_two_names_and_a_position() -> None:
     for name in ("batch_size", "local_rollout_forward_batch_size"):
         given: Any = {"queries": queries(), name: 2, **others}
         assert torch.equal(batch_generation(policy, **given)[0], expected)
-    both: Any = {"batch_size": 2, "local_rollout_forward_batch_size": 2, **others}
-    with pytest.raises(TypeError, match="batch_size and local_rollout_forward_batch_size are one argument"):
-        batch_generation(policy, queries(), **both)
-    with pytest.raises(TypeError, match="are one argument"):
-        batch_generation(policy, queries(), 2, **{**others, "batch_size": 2})
-    with pytest.raises(TypeError, match=r"missing.*local_rollout_forward_batch_size"):
-        batch_generation(policy, queries(), **others)
-    with pytest.raises(ValueError, match="=0: it must be at least 1"):
-        batch_generation(policy, queries(), 0, *others.values())
-
-
-def test_batch_generation_needs_no_gradient() -> None:
-    sequences, scores = batch_generation(tiny_policy(), queries(), 2, PAD, GenerationConfig(**GREEDY))
-    assert not scores.requires_grad and sequences.dtype == torch.long
 
 
 @pytest.mark.parametrize("pad", [PAD, EOS, 10**6])
