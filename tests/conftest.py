@@ -108,7 +108,6 @@ LONGEST_FIRST = (
     "distributed/test_resume.py",
     "models/test_architectures.py",
     "distributed/test_accelerate_launch.py",
-    "models/test_peft_matrix.py",
     "test_readme.py",
     "distributed/test_sharding.py",
     "demo/test_demo.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,13 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.generation.continuous import ContinuousEngine, cache_for
+from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from tests import oracles
 from tests.conftest import tiny_policy
@@ -67,31 +64,6 @@ def test_where_rows_end(make_args: MakeArgs) -> None:
     config = sampling_config(make_args(response_length=4), stop_token_id=None)
     assert sample(scripted_policy({}), prompts([0], [2]), config).ids.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6]]
     assert config.eos_token_id is None, "what was passed in stays as it is"
-
-
-def test_the_same_seed_gives_the_same_responses(make_args: MakeArgs) -> None:
-    policy, given = tiny_policy(), prompts(*RAGGED)
-    config = sampling_config(make_args(response_length=10), stop_token_id=1)
-    first, other = sample(policy, given, config, 2), sample(policy, given, config, 2, seed=1)
-    for _ in range(2):
-        again = sample(policy, given, config, 2)
-        assert again.ids.tolist() == first.ids.tolist() and torch.equal(_logprobs(again), _logprobs(first))
-    assert other.ids.tolist() != first.ids.tolist()
-
-
-def test_responses_do_not_depend_on_how_fast_the_rows_arrive(
-    make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, given, config = tiny_policy(), prompts(*RAGGED), sampling_config(make_args(response_length=10), 1)
-    expected = sample(policy, given, config)
-    add_request = ContinuousBatchingManager.add_request
-
-    def add_slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.02)
-        return add_request(*args, **kwargs)
-
-    monkeypatch.setattr(ContinuousBatchingManager, "add_request", add_slowly)
-    assert sample(policy, given, config).ids.tolist() == expected.ids.tolist()
 
 
 def _logprobs(sampled: Sampled) -> torch.Tensor:
@@ -183,43 +155,3 @@ def test_a_response_that_is_missing_is_an_error_that_names_its_row(make_args: Ma
     assert failing_policy.dtype == torch.float32
     assert failing_policy.training
     assert sample(failing_policy, prompts(*RAGGED), config).ids.shape == (5, 8), "the next call starts afresh"
-
-
-def test_what_the_thread_gives_at_its_end_is_read(
-    make_args: MakeArgs, failing_policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where nobody has waited for it any more: here the first result comes when the thread has ended."""
-    get_result, calls = ContinuousBatchingManager.get_result, []
-
-    def late(manager: Any, **given: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            manager._generation_thread.join(30)
-            return None
-        return get_result(manager, **given)
-
-    monkeypatch.setattr(ContinuousBatchingManager, "get_result", late)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        sample(failing_policy, prompts(*RAGGED), sampling_config(make_args(response_length=8), stop_token_id=29))
-
-
-def test_the_cache_holds_what_the_batch_can_need() -> None:
-    rows = [[0] * length for length in (3, 20, 1, 4)]
-    cache = cache_for(rows, max_new_tokens=12, max_rows=2)
-    assert cache.num_blocks == 2 + 1, "pages of 16 tokens: 20 + 12 in two, 4 + 12 in one"
-    assert (cache.max_requests_per_batch, cache.max_batch_tokens) == (2, 28)
-    assert cache_for(rows, 13, 2).num_blocks == 3 + 2
-    assert cache_for(rows, 12, 64).num_blocks == 1 + 2 + 1 + 1
-    assert cache_for([[0] * 700] * 9, 1, 64).max_batch_tokens == 512
-    assert cache_for([[0]] * 600, 1, 600).max_batch_tokens == 600
-
-
-def test_each_call_has_its_own_stop_tokens_and_length() -> None:
-    policy, config = tiny_policy(), sampling_config(PPOConfig(use_cpu=True, report_to="none"), 1)
-    for length, stops in ((9, [1, *range(16, 32)]), (4, [2])):
-        how = changed(config, max_new_tokens=length, eos_token_id=stops)
-        sampled = ContinuousEngine(8).sample(policy, prompts([5, 9, 3], [4], [7, 7]), how)
-        assert sampled.lengths is not None
-        for row, number in zip(sampled.ids.tolist(), sampled.lengths.tolist(), strict=True):
-            ends = [place + 1 for place, token in enumerate(row[:number]) if token in stops]
-            assert number == min([*ends[:1], length])

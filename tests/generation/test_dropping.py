@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from rlhf_ppo.generation.sampling import StopStrings, response_mask
+from rlhf_ppo.generation.sampling import response_mask
 from rlhf_ppo.generation.transformers_engine import CompactionCriterion, generate_compacting
-from rlhf_ppo.models.unwrapping import CACHE
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
 
 STOP, NUM_TOKENS = 1, 24
@@ -90,40 +88,6 @@ def test_what_runs_in_each_step_by_hand() -> None:
         [8, 9, 10, 11, 12, 12, 12, 12, 12],
         [4, 5, 6, 7, 8, 9, 10, 11, 12],
     ]
-
-
-def test_the_cache_holds_what_is_left() -> None:
-    policy, rows = scripted_policy({}), []
-    policy.register_forward_hook(lambda *call: rows.append(getattr(call[-1], CACHE).layers[0].keys.shape[0]))
-    given = prompts([10], [9], [7], [3])
-    generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
-    assert rows == [4, 4, 3, 2, 2, 1, 1, 1, 1]
-
-
-def test_adapters_and_stop_strings() -> None:
-    policy = get_peft_model(scripted_policy({}), LoraConfig(r=2, target_modules=["q_proj"]))
-    base: Any = policy.get_base_model()
-    shapes = batches_of(base)
-    stop = StopStrings(make_tokenizer(), ("w8 w9",))  # ids 11 and 12
-    given = prompts([10], [7], [3, 8])
-    ours = generate_compacting(base, given.input_ids, given.attention_mask.long(), greedy(stop=None), stop)
-    assert [rows for rows, _ in shapes] == [3, 3, 2, 2, 1]
-    assert ours[:, :2].tolist() == [[11, 12], [8, 9], [9, 10]]
-
-
-def test_all_rows_stay_where_all_ranks_pass_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = scripted_policy({})
-    calls: list[dict[str, Any]] = []
-    generate = policy.generate
-    monkeypatch.setattr(
-        policy, "generate", lambda **kwargs: (calls.append(kwargs), generate(**kwargs | {"synced_gpus": False}))[1]
-    )
-    shapes = batches_of(policy)
-    given = prompts([10], [9], [3])
-    generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12), synced_gpus=True)
-    assert [call["synced_gpus"] for call in calls] == [True]
-    assert not {"max_new_tokens", "return_dict_in_generate"} & calls[0].keys()  # deprecated beside a configuration
-    assert shapes == [(3, 1)] * 9
 
 
 def test_sampling_is_from_the_same_distribution() -> None:

@@ -21,7 +21,7 @@ from rlhf_ppo.generation.sampling import (
     sampling_processors,
 )
 from rlhf_ppo.generation.transformers_engine import sample_responses
-from tests.conftest import needs_continuous, prompt_rows, tiny_policy
+from tests.conftest import needs_continuous, tiny_policy
 from tests.generation.test_dropping import greedy
 from tests.runs import QUICK
 
@@ -42,11 +42,6 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     for uniform, token in ((0.0, 1), (0.2, 1), (0.26, 3), (0.74, 3), (0.76, 4), (1 - 2**-53, 4), (1.0, 4)):
         with_uniform(monkeypatch, uniform)
         assert drawn(logits).item() == token, uniform
-
-
-def test_each_row_has_a_number_of_its_own() -> None:
-    torch.manual_seed(0)
-    assert len(set(drawn(torch.zeros(64, 4096)).tolist())) > 55
 
 
 @pytest.mark.parametrize(
@@ -122,28 +117,12 @@ def test_one_broken_row_of_a_batch_is_an_error(logits: torch.Tensor) -> None:
         FiniteLogitsCheck()(None, torch.stack([good, logits]))
 
 
-def test_good_logits_are_left_alone() -> None:
-    checks, good = FiniteLogitsCheck(), torch.tensor([[0.0, -torch.inf, 1.0], [5.0, 1e38, -1e38]])
-    assert torch.equal(checks(None, good.clone()), good)
-    checks.check()
-
-
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_a_run_says_in_which_update_the_policy_broke(engine: str, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, generation_engine=engine, callbacks=[BreaksWeights(2)])
     with pytest.raises(NonFiniteLogitsError, match=r"update 3: the policy \(LlamaForCausalLM\) .* NaN") as error:
         trainer.train()
     assert "learning_rate" in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
-@pytest.mark.parametrize("call", ["evaluate", "generate_completions"])
-def test_evaluation_says_after_which_update(engine: str, call: str, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, generation_engine=engine, eval_dataset=prompt_rows(2))
-    trainer.train()
-    torch.nn.init.constant_(trainer.policy_model.lm_head.weight, torch.nan)  # pyright: ignore
-    with pytest.raises(NonFiniteLogitsError, match=r"evaluation after update 3: the policy \(LlamaForCausalLM\)"):
-        getattr(trainer, call)()
 
 
 def test_off_a_cpu_the_row_is_sampled_from_and_the_error_comes_after() -> None:
@@ -194,11 +173,3 @@ def test_tokens_are_the_same_and_the_weight_too(
     types.clear()
     sampled()
     assert set(types) == {torch.float32}, "without autocast"
-
-
-def test_it_comes_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = policy_of(["q_proj"], tied=True)
-    monkeypatch.setattr(transformers_engine, "generate_compacting", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError), torch.autocast("cpu", torch.bfloat16):
-        sample_responses(policy, PROMPTS, greedy(), rows_per_call=2)
-    assert policy.get_base_model().lm_head.weight is policy.get_input_embeddings().weight

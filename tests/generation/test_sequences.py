@@ -28,19 +28,6 @@ def prompts(*rows: list[int], width: int = 3) -> Prompts:
     return Prompts(ids, mask, {})
 
 
-@pytest.mark.parametrize("stop", [0, 1, 7])
-def test_the_mask_ends_with_the_first_stop_token(stop: int) -> None:
-    a, b = 4, 5
-    sampled = torch.tensor([[a, stop, b, stop], [stop, a, a, a], [a, b, a, stop], [a, b, b, a], [stop] * 4])
-    expected = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]
-    assert response_mask(sampled, stop).tolist() == torch.tensor(expected).bool().tolist()
-    assert response_mask(sampled, stop).dtype == torch.bool
-
-
-def test_without_a_stop_token_everything_is_real() -> None:
-    assert response_mask(torch.tensor([[0, 1], [2, 0]]), None).all()
-
-
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4), st.integers(0, 3))
 def test_the_mask_against_list_operations(rows: list[list[int]], stop: int) -> None:
@@ -64,19 +51,6 @@ def test_joined_rows_have_their_masks_and_no_column_that_nobody_reaches() -> Non
     assert joined.attention_mask.int().tolist() == [[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
     assert joined.response_mask.int().tolist() == [[1, 1, 0], [1, 1, 1]]
     assert joined.context_length == 3 and joined.responses.tolist() == [[4, 1, PAD], [6, 7, 1]]
-
-
-def test_masks_do_not_depend_on_what_padding_is() -> None:
-    """PAD may be the stop token, the first token of a prompt, or sampled as a real token."""
-    sampled = torch.tensor([[4, 1, 8], [1, 8, 8], [11, 4, 11]])
-    given_prompts = prompts([11], [1, 12], [11, 1, 11])
-    expected = join_responses(given_prompts, sampled, 1, PAD)
-    for pad in (1, 4, 11, 10**6):
-        joined = join_responses(given_prompts, sampled, 1, pad)
-        assert torch.equal(joined.response_mask, expected.response_mask)
-        assert torch.equal(joined.attention_mask, expected.attention_mask)
-        real = expected.attention_mask
-        assert torch.equal(joined.query_responses[real], expected.query_responses[real])
 
 
 def test_a_token_counts_only_where_it_is_real() -> None:

@@ -11,13 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.sampling import StopsAtStrings, StopStrings, ended, join_responses
-from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
-from tests.conftest import make_tokenizer, tiny_policy
+from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
+from tests.conftest import make_tokenizer
 from tests.generation.test_transformers_engine import prompts, scripted_policy
 from tests.runs import record_rollouts
 
@@ -116,35 +115,7 @@ def test_generation_and_truncation_end_each_row_at_the_same_token(case: Any) -> 
     assert ended(joined, None, stop_strings).tolist() == [end is not None for end in expected]
 
 
-@settings(deadline=None, max_examples=100)
-@given(
-    st.text(alphabet="abé🙂 \n", max_size=12),
-    st.text(alphabet="abé🙂 \n", min_size=1, max_size=3),
-    st.text(max_size=6),
-)
-def test_what_is_left_holds_the_stop_string_once_and_ends_with_its_token(before: str, stop: str, after: str) -> None:
-    tokenizer = byte_level()
-    ids = tokenizer(before + stop + after, add_special_tokens=False)["input_ids"]
-    end = StopStrings(tokenizer, (stop,)).end(ids)
-    assert end is not None
-    assert stop in text_of(tokenizer, ids[:end])
-    assert stop not in text_of(tokenizer, ids[: end - 1])
-    text = before + stop + after
-    assert text_of(tokenizer, ids[:end]).startswith(text[: text.index(stop) + len(stop)])
-
-
 # ---- By hand ----
-
-
-def test_a_string_over_several_tokens_ends_with_its_last() -> None:
-    stop = StopStrings(make_tokenizer(), ("w2 w3",))  # ids 5 and 6
-    assert stop.end([4, 5, 6, 7, 5, 6]) == 3
-    assert stop.end([6, 5, 7, 6]) is None
-    assert stop.mask(torch.tensor([[4, 5, 6, 7], [6, 5, 7, 6], [5, 6, 5, 6]])).tolist() == [
-        [True, True, True, False],
-        [True] * 4,
-        [True, True, False, False],
-    ]
 
 
 def test_half_a_character_ends_nothing() -> None:
@@ -183,22 +154,6 @@ def test_stop_token_and_stop_string_whichever_comes_first() -> None:
     assert ended(joined, 1, None).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("name", ["tokenizer_gpt2", "tokenizer_neox20b", "stories260K"])
-def test_published_tokenizers(name: str, shared_data: Any) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / name)
-    text = "Once upon a time 🙂 there was a café.\nQuestion: why?\n\nAnswer: 日本語 END. Not this."
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    for stop in ("Question:", "\n\n", "🙂", "é.", " END", "日本語", "café"):
-        strings = (stop,)
-        expected = first_end(tokenizer, ids, strings)
-        assert expected is not None and StopStrings(tokenizer, strings).end(ids) == expected
-        tails = [
-            StopsAtStrings(StopStrings(tokenizer, strings), 0)(torch.tensor([ids[:n]]))
-            for n in (expected - 1, expected)
-        ]
-        assert [bool(tail) for tail in tails] == [False, True]
-
-
 # ---- In generate ----
 
 
@@ -213,19 +168,6 @@ def test_a_stop_string_in_the_prompt_ends_nothing(make_args: MakeArgs, prompt: l
     assert sampled[0].tolist() == first
     expected = 2 if prompt == [12, 11] and first[:2] == [11, 12] else 4
     assert join_responses(given_prompts, sampled, None, 0, stop).response_mask[0].sum() == expected
-
-
-def test_sampling_draws_the_same_tokens_as_without(make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to each row's end: a stop string changes where a row ends, not what is drawn, while no row leaves."""
-    monkeypatch.setattr(transformers_engine, "UNFINISHED_SHARE", 0.0)
-    stop = StopStrings(make_tokenizer(), ("w3", "w7 w"))
-    config: GenerationConfig = sampling_config(make_args(response_length=12, temperature=1.0), stop_token_id=None)
-    given_prompts, drawn = prompts([5, 9], [4], [6, 7, 8]), []
-    for strings in (None, stop):
-        torch.manual_seed(4)
-        drawn.append(sample_responses(tiny_policy(), given_prompts, config, 64, strings))
-    mask = join_responses(given_prompts, drawn[1], None, 0, stop).response_mask
-    assert torch.equal(drawn[0][:, : mask.shape[1]][mask], drawn[1][:, : mask.shape[1]][mask])
 
 
 # ---- In the trainer ----

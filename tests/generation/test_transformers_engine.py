@@ -21,7 +21,6 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation import transformers_engine as engine
 from rlhf_ppo.generation.transformers_engine import (
     call_sizes,
-    default_generation_config,
     greedy_config,
     sample_responses,
     sampling_config,
@@ -84,28 +83,6 @@ def test_it_stops_when_every_row_has(
     config = sampling_config(make_args(response_length=length), stop_token_id=stop)
     assert sample(policy, prompts(*rows), config).tolist() == expected
     assert len(calls) == len(expected[0])
-
-
-def test_parts_are_generated_apart_and_padded_to_one_width(make_args: MakeArgs) -> None:
-    policy = scripted_policy({})
-    calls = count_calls(policy)
-    config = sampling_config(make_args(response_length=9), stop_token_id=12)
-    responses = sample(policy, prompts([10], [11], [7], [9]), config, rows_per_call=2)
-    assert len(calls) == 2 + 5
-    assert responses.tolist() == [[11, 12, 12, 12, 12], [12] * 5, [8, 9, 10, 11, 12], [10, 11, 12, 12, 12]]
-
-
-def test_prompts_of_similar_length_are_generated_from_together(make_args: MakeArgs) -> None:
-    policy = scripted_policy({})
-    looked_at(policy)  # which call it too
-    widths: list[int] = []
-    policy.register_forward_pre_hook(
-        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    config = sampling_config(make_args(response_length=1), stop_token_id=None)
-    given = prompts([10], [3, 4, 5, 6, 20], [7, 8], [9, 9, 9, 9, 9, 30])
-    assert sample(policy, given, config, rows_per_call=2).tolist() == [[11], [21], [9], [31]]
-    assert widths == [6, 2]
 
 
 def test_greedy_takes_the_likeliest(make_args: MakeArgs) -> None:
@@ -180,21 +157,6 @@ def test_what_is_stored_with_the_model_changes_nothing(make_args: MakeArgs, make
         assert torch.equal(sample(policy(**{name: value}), given, config), plain), name
 
 
-def test_it_is_hidden_and_comes_back_also_after_an_error(make_args: MakeArgs) -> None:
-    policy = tiny_policy()
-    own = policy.generation_config = GenerationConfig(**OWN)
-    before = own.to_dict()
-    with default_generation_config(policy) as model:
-        assert model is policy
-        assert model.generation_config.to_dict() == GenerationConfig().to_dict()
-    assert policy.generation_config is own
-    with pytest.raises(RuntimeError, match="inside"), default_generation_config(policy):
-        raise RuntimeError("inside")
-    assert policy.generation_config is own
-    sample(policy, prompts([5]), sampling_config(make_args(), 1))
-    assert policy.generation_config is own and own.to_dict() == before
-
-
 # ---- The distribution ----
 
 FALSE_ALARM = 1e-6
@@ -259,15 +221,6 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(make_args: MakeAr
     assert statistic < chi_square_quantile(len(observed) - 1, FALSE_ALARM)
 
 
-def test_without_top_k_no_token_is_out_of_reach(make_args: MakeArgs) -> None:
-    """transformers' own default is the 50 likeliest. Each of 128 equal tokens is missed with probability 3e-14."""
-    policy = tiny_policy(vocab_size=128)
-    torch.nn.init.zeros_(policy.lm_head.weight)
-    given = Prompts(torch.full((4000, 1), 5), torch.ones(4000, 1, dtype=torch.bool), {})
-    sampled = sample(policy, given, sampling_config(make_args(response_length=1), None), rows_per_call=4000)
-    assert len(sampled.unique()) == 128
-
-
 # ---- Calls by length ----
 
 
@@ -289,21 +242,6 @@ def test_at_most_half_of_the_positions_of_a_call_are_padding(
     assert start == len(lengths)
     num_full = sum(size == max_rows for size in sizes)
     assert len(sizes) - num_full <= 1 + math.log2(widths[0] / widths[-1])
-
-
-def test_a_long_prompt_among_short_ones_is_not_what_all_are_padded_to() -> None:
-    """One prompt of 1500 tokens and 63 of 16: the positions that the policy computes are counted."""
-    policy, computed = tiny_policy(max_position_embeddings=2048), [0]
-    policy.model.register_forward_pre_hook(
-        lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    rows = [[5 + row % 20] * 16 for row in range(63)]
-    rows.insert(7, [6] * 1500)
-    config = sampling_config_of(max_new_tokens=4)
-    together = sample(policy, prompts(*rows), config)
-    real = 1500 + 63 * 16 + 64 * 3  # of the last token nothing is computed
-    assert real <= sum(computed) <= 2 * real
-    assert together.shape == (64, 4)
 
 
 def test_calls_are_as_many_on_every_rank_where_passes_are_in_step(monkeypatch: pytest.MonkeyPatch) -> None:

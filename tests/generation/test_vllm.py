@@ -42,11 +42,6 @@ def make_vllm_args(make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> Make
     return lambda **given: make_args(generation_engine="vllm", **given)
 
 
-def test_without_vllm_it_is_an_error_at_once(make_args: MakeArgs) -> None:
-    with pytest.raises(ValueError, match=r"'vllm' needs vLLM.*`pip install \"rlhf-ppo\[vllm\]\"`, or set"):
-        make_args(generation_engine="vllm")
-
-
 # ---- Against TRL's signatures ----
 
 
@@ -91,12 +86,6 @@ def test_each_call_has_its_own_stop_tokens_and_length(make_vllm_args: MakeArgs, 
         engine.sample(tiny_policy(), prompts([4]), changed(config, max_new_tokens=length, eos_token_id=ends))
         assert fake.max_completion_length == length
         assert fake.generation_kwargs == {"ignore_eos": True, "stop_token_ids": stops}
-
-
-def test_more_ids_than_vllm_can_keep_from_being_sampled(make_vllm_args: MakeArgs) -> None:
-    policy, config = tiny_policy(vocab_size=1100), sampling_config(make_vllm_args(), 1, list(range(75, 1100)))
-    with pytest.raises(ValueError, match=r"can keep 1024 ids .* but 1025 of the policy's .* 'continuous' or 'tr"):
-        VLLMEngine(fake_generation([[7]], [[[-0.5]]])).sample(policy, prompts([4]), config)
 
 
 def test_greedy_is_temperature_0_for_that_call_only(make_vllm_args: MakeArgs) -> None:
@@ -195,11 +184,6 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
     assert passed["max_num_seqs"] == 32 and passed["max_completion_length"] == 9 and passed["logprobs"] == 0
 
 
-def test_a_policy_made_in_memory_cannot_be_colocated(make_vllm_args: MakeArgs) -> None:
-    with pytest.raises(ValueError, match=r"vllm_mode='colocate' loads the model from .*; save_pretrained it"):
-        start_vllm(make_vllm_args(), tiny_policy(), Accelerator(cpu=True), make_tokenizer(), 2)
-
-
 # ---- How long a prompt may be ----
 
 
@@ -232,20 +216,6 @@ def test_a_prompt_that_vllm_would_leave_no_room_for_is_an_error_before_it_starts
         make_long(make_trainer, 36, 12, vllm_max_model_length=47)
     assert not colocated.called
     assert make_long(make_trainer, 36, 12, vllm_max_model_length=48)
-
-
-def test_a_prompt_that_is_given_later_is_held_against_the_same_limit(make_trainer: Any, colocated: Any) -> None:
-    trainer = make_long(make_trainer, 36, 12, vllm_max_model_length=48)
-    with pytest.raises(ValueError, match=r"take 49 positions, but vllm_max_model_length=48"):
-        trainer.evaluate([{"input_ids": [5] * 37}])
-
-
-def test_vllm_may_have_less_room_than_the_model(make_trainer: Any, colocated: Any) -> None:
-    colocated.return_value.llm = with_model_config(dtype=torch.float32, max_model_len=40)
-    with pytest.raises(ValueError, match=r"take 48 positions, but vLLM has room for 40: set max_prompt_length=28, or"):
-        make_long(make_trainer, 36, 12)
-    with pytest.raises(ValueError, match=r"take 48 positions, but vLLM has room for 40"):
-        make_long(make_trainer, 20, 12, eval_dataset={"a": [{"input_ids": [5] * 36}]})
 
 
 def test_a_server_s_own_limit_is_read_when_it_is_connected_to(

@@ -11,11 +11,10 @@ import torch
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.capabilities import check_consistent, position_limit, positions
+from rlhf_ppo.models.capabilities import check_consistent, positions
 from rlhf_ppo.models.packing import hidden_states
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
 from tests.runs import QUICK, record_rollouts
 
@@ -83,24 +82,6 @@ def test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do(
     assert (states_beside(model(), 8, limit + 1) - inside).abs().max() > 1e-3
 
 
-def test_the_reason_is_said() -> None:
-    limit = position_limit(phi3())
-    assert limit is not None and limit.reason == (
-        "beyond 16 the rotary embedding (longrope) of Phi3ForCausalLM changes for all rows of a batch"
-    )
-    assert positions(phi3(max_position_embeddings=8)) == 8  # the smaller of both
-    plain = position_limit(tiny_policy())
-    assert plain == PositionLimit(64, "the model has 64")
-    assert positions(tiny_model("bloom")) is None
-
-
-def test_each_type_of_layer_has_its_own_rope() -> None:
-    ropes = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-    model = tiny_policy()
-    model.config.rope_parameters = ropes
-    assert positions(model) == 16
-
-
 @pytest.mark.parametrize("argument", ["model", "ref_model", "value_model", "reward_model"])
 def test_runs_that_may_cross_it_are_refused_at_construction(argument: str, make_trainer: Any) -> None:
     def trainer(response_length: int) -> PPOTrainer:
@@ -166,10 +147,6 @@ def test_ids_that_a_model_lacks_are_never_sampled(make_trainer: MakeTrainer, sma
     assert float(rollout.logprobs[0][rollout.response_mask[0]][-1]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_where_all_models_read_all_ids_nothing_is_left_out(make_trainer: MakeTrainer) -> None:
-    assert make_trainer(**family(ref_model=40, value_model=41, reward_model=40))._run.vocabulary.never_sampled is None
-
-
 def test_a_prompt_with_an_id_that_a_model_lacks_names_row_and_model(make_trainer: MakeTrainer) -> None:
     rows = [{"input_ids": [3, 34]}, {"input_ids": [5, 35, 6]}]
     for given in ({"train_dataset": Dataset.from_list(rows * 4)}, {"eval_dataset": rows}):
@@ -183,18 +160,6 @@ def test_a_prompt_with_an_id_that_a_model_lacks_names_row_and_model(make_trainer
 def test_a_model_that_lacks_an_id_of_the_tokenizer_is_an_error(make_trainer: MakeTrainer, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has 31 token ids, but processing_class makes ids up to 31"):
         make_trainer(**family(**{name: 31}))
-
-
-def test_a_reward_model_is_named_and_not_the_value_model_that_is_a_copy_of_it(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match=r"^reward_model has 31 .*pass that as reward_processing_classes"):
-        make_trainer(**family(reward_model=31) | {"value_model": None})
-    with pytest.raises(ValueError, match=r"^value_model has 31 .*use a model with the policy's tokens"):
-        make_trainer(**family(value_model=31))
-
-
-def test_a_model_with_another_tokenizer_limits_nothing(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**family(reward_model=32), reward_processing_classes=make_tokenizer())
-    assert trainer._run.vocabulary.limited_by == "value_model"
 
 
 def test_a_stop_token_that_is_never_sampled_is_an_error(make_trainer: MakeTrainer) -> None:

@@ -29,12 +29,6 @@ def test_nothing_random_and_nothing_trained_is_left() -> None:
     assert torch.equal(*outputs), "dropout is still on"
 
 
-def test_engines_find_the_configuration_and_the_blocks() -> None:
-    frozen = Frozen(tiny_scorer())
-    assert frozen.config is frozen.model.config
-    assert frozen._no_split_modules == ["LlamaDecoderLayer"]
-
-
 # ---- Weights that stay on the CPU ----
 
 

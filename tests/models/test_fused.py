@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +15,9 @@ from torch import Tensor, nn
 from rlhf_ppo.models import fused as fused_module
 from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
-from rlhf_ppo.models.policy_and_value import head_layers, response_logprobs, token_logprobs
+from rlhf_ppo.models.policy_and_value import head_layers, token_logprobs
 from tests.conftest import tiny_policy
-from tests.models.test_logprobs import ragged_batch, tiny_model
+from tests.models.test_logprobs import tiny_model
 
 TOKENS, WIDTH, VOCABULARY, RANK = 13, 8, 40, 3
 
@@ -119,13 +117,6 @@ def test_the_graph_may_be_walked_twice(tokens_per_chunk: int) -> None:
         assert torch.equal(once, again)
 
 
-def test_frozen_parts_get_no_gradient() -> None:
-    tensors, targets = inputs(True, True)
-    ours = {name: value.float().requires_grad_(name in ("inner", "outer")) for name, value in tensors.items()}
-    fused(ours, targets, LogitScaling(), 4)[0].sum().backward()
-    assert {name for name, value in ours.items() if value.grad is not None} == {"inner", "outer"}
-
-
 def test_gradients_of_a_bfloat16_head_are_summed_in_float32() -> None:
     """`V` equal rows summed over 1024 tokens one by one: in bfloat16 the sum would stop growing at 128."""
     states = torch.ones(1024, 1, dtype=torch.bfloat16)
@@ -135,27 +126,6 @@ def test_gradients_of_a_bfloat16_head_are_summed_in_float32() -> None:
     logprobs_.sum().backward()
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
     assert weight.grad.flatten().tolist() == [512.0, -512.0]  # 1024 x (1 - 1/2)
-
-
-def test_a_bfloat16_gradient_by_the_targets_logit_is_rounded_once() -> None:
-    """Of a token that is all but certain, `1 - p` is 1/1000; with `-p` rounded before, it would be 0 or 1/256."""
-    states = torch.ones(1, 1, dtype=torch.bfloat16)
-    weight = torch.tensor([[6.90625], [0.0]], dtype=torch.bfloat16, requires_grad=True)
-    head = HeadFactors((states,), (weight,), None)
-    fused_logprobs(head, torch.zeros(1, dtype=torch.long), LogitScaling(), 2)[0].sum().backward()
-    assert weight.grad is not None
-    expected = 1 / (1 + math.exp(6.90625))
-    assert weight.grad.flatten().tolist() == pytest.approx([expected, -expected], rel=2**-7)
-
-
-def test_autocast_reaches_the_head_as_it_reaches_a_called_one() -> None:
-    model, batch = tiny_policy(), ragged_batch()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = response_logprobs(model, *batch, 0.7).logprobs
-        model.lm_head.register_forward_hook(lambda *_: None)  # a head with a hook is called
-        called = response_logprobs(model, *batch, 0.7).logprobs
-    assert (called - response_logprobs(model, *batch, 0.7).logprobs).abs().max() > 1e-4
-    assert_allclose(ours.detach(), called.detach(), rtol=0, atol=1e-5)
 
 
 # ---- Which heads are taken apart ----
@@ -327,46 +297,3 @@ def test_products_are_not_rounded_where_a_device_can_give_them_in_float32(monkey
     monkeypatch.setattr(torch, "mm", mm)
     assert rounded > 1e-3 and error(4 * VOCABULARY) < 1e-5
     assert len(outs) == 4 and len(set(outs)) == 1, "every chunk is in the memory of the first"
-
-
-@pytest.mark.parametrize(("missing", "multiplies"), [(None, True), ("mm", False), ("addmm", False)])
-def test_a_device_must_have_both_products_into_float32(
-    missing: str | None, multiplies: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`mm` writes the first product of a sum, `addmm` the others, and may be missing alone."""
-
-    def product(name: str) -> Any:
-        def multiply(*factors: torch.Tensor, out: torch.Tensor, out_dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
-            if name == missing:
-                raise RuntimeError("expected self and mat2 to have the same dtype")
-            return out
-
-        return multiply
-
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(torch, name, product(name))
-    assert fused_module.multiplies_into_float32.__wrapped__("meta", torch.bfloat16) is multiplies
-
-
-def test_a_cpu_has_no_such_products_and_chunks_go_by_the_device() -> None:
-    assert not fused_module.multiplies_into_float32("cpu", torch.bfloat16)
-    assert policy_and_value.max_chunk_elements(torch.ones(2)) == 2**24
-    assert policy_and_value.max_chunk_elements(SimpleNamespace(device=torch.device("cuda"))) == 2**27  # pyright: ignore
-
-
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("elements", [TOKENS * VOCABULARY, 2 * VOCABULARY])
-def test_what_the_estimate_says_of_the_gradient_is_what_it_is_added_up_in(
-    stored: torch.dtype, elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors, targets = inputs(has_bias=False, has_adapter=False)
-    states, weight = tensors["states"].bfloat16(), tensors["weight"].detach().to(stored).requires_grad_()
-    sums: list[Any] = []
-    finished = fused_module._Gradients.finished
-    monkeypatch.setattr(fused_module._Gradients, "finished", lambda own: sums.append(own.sums[-1]) or finished(own))
-    with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = fused_logprobs(HeadFactors((states,), (weight,), None), targets, LogitScaling(), elements)
-    logprobs.sum().backward()
-    said = fused_module.weight_gradient_dtype(stored, torch.bfloat16, TOKENS, VOCABULARY, elements, True)
-    assert sums[0].dtype == said
-    assert (said == torch.bfloat16) == (stored == torch.bfloat16 and elements == TOKENS * VOCABULARY)

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models import capabilities, packing, policy_and_value
 from rlhf_ppo.models.capabilities import check_consistent
-from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import response_logprobs, token_logprobs
 from tests.conftest import count_w4, tiny_policy, tiny_scorer
 from tests.models import architectures
@@ -234,19 +233,3 @@ def test_logits_of_the_last_chunk_are_kept_and_the_others_recomputed(monkeypatch
         result.sum().backward()
     assert [shape for shape in products.shapes if shape[1] == vocabulary] == 7 * [(8, vocabulary)]
     assert states.grad is not None and states.grad.any()
-
-
-def test_the_head_sees_each_real_response_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny_policy(), ragged_batch()
-    rows: list[int] = []
-    model.lm_head.register_forward_hook(lambda _, inputs, output: rows.append(len(output)))
-    monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", 4 * 32)
-    with torch.no_grad():
-        response_logprobs(model, *batch, 1.0)
-    assert rows == [4, 4, 3]
-
-
-def test_hidden_states_keep_the_models_dtype_and_logprobs_are_float32() -> None:
-    model, batch = tiny_policy().to(torch.bfloat16), ragged_batch()
-    assert hidden_states(model, *batch[:2]).dtype == torch.bfloat16
-    assert response_logprobs(model, *batch, 1.0).logprobs.dtype == torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.models.test_peft import IDS, FirstPass, first, logits, lora, trained_adapter, two_adapters, weights
+from tests.models.test_peft import IDS, FirstPass, first, logits, lora, two_adapters
 from tests.runs import QUICK
 
 peft = pytest.importorskip("peft")
@@ -73,23 +72,6 @@ def test_the_memory_of_one_model_holds_four(make_shared: MakeTrainer, tmp_path: 
     assert sum(storages(*models).values()) == base + own + heads < 1.35 * base
 
 
-def test_it_still_is_one_copy_after_training_and_nobody_has_changed_it(make_shared: MakeTrainer, tmp_path: Path):
-    trainer = make_shared(reward_model=reward_adapter(tmp_path), learning_rate=0.05)
-    models = (trainer.policy_model, trainer.value_model, trainer.reward_model)
-    before, held = [weights(model) for model in models], storages(*models)
-
-    trainer.train()
-
-    assert storages(*models) == held
-    for model, old, trains in zip(models, before, (".lora_", (".lora_", "modules_to_save"), ()), strict=True):
-        moved = {name for name, value in model.named_parameters() if not torch.equal(value, old[name])}
-        assert moved == {
-            name for name in old if any(part in name for part in [*([trains] if trains == ".lora_" else trains)])
-        }
-    with trainer.policy_model.disable_adapter():
-        assert torch.equal(logits(trainer.policy_model), logits(tiny_policy()))
-
-
 # ---- The same numbers ----
 
 
@@ -137,14 +119,6 @@ def test_the_value_model_starts_as_the_adapted_policy_with_a_zero_head(make_shar
     assert list(trainer.value_model.peft_config) == ["default"]
 
 
-def test_an_adapter_of_its_own_is_new(make_shared: MakeTrainer):
-    trainer = make_shared(model=trained_adapter(), value_peft_config=lora(r=2))
-
-    states = hidden_states(trainer.value_model, IDS, torch.ones_like(IDS).bool())
-    assert torch.equal(states, hidden_states(tiny_policy(), IDS, torch.ones_like(IDS).bool()))
-    assert 2 * num_bytes(trainer.value_model, ".lora_") == num_bytes(trainer.policy_model, ".default.")
-
-
 def test_a_reward_adapter_scores_as_it_does_merged(make_shared: MakeTrainer, tmp_path: Path):
     path = reward_adapter(tmp_path)
     shared, merged = (
@@ -157,38 +131,6 @@ def test_a_reward_adapter_scores_as_it_does_merged(make_shared: MakeTrainer, tmp
     torch.testing.assert_close(logits(merged.reward_model), expected, atol=1e-5, rtol=0)
     shared.train(), merged.train()
     assert first(shared, "objective/scores") == pytest.approx(first(merged, "objective/scores"), abs=1e-5)
-
-
-def test_no_model_runs_while_trainer_has_moved_the_base_alone(
-    make_shared: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Trainer moves the policy to a GPU, and with it the base of the reward adapter, whose own weights follow."""
-    monkeypatch.setattr(Trainer, "_move_model_to_device", lambda self, model, device: model.double())
-    trainer = make_shared(reward_model=reward_adapter(tmp_path))
-    dtypes = {name: weight.dtype for name, weight in trainer.reward_models[0].named_parameters()}
-    assert {dtypes[name] for name in dtypes if "lora_" in name} == {torch.float32}
-    assert {dtypes[name] for name in dtypes if "base_layer" in name} == {torch.float64}
-
-
-def test_a_reward_adapter_over_another_base_keeps_it(make_shared: MakeTrainer, tmp_path: Path, caplog: Any):
-    path = reward_adapter(tmp_path, tiny_policy(seed=9))
-    with caplog.at_level(logging.WARNING):
-        trainer = make_shared(reward_model=path)
-
-    assert "reward_model is an adapter over another base than the policy's, and keeps its own" in caplog.text
-    assert not storages(trainer.reward_model).keys() & storages(trainer.policy_model).keys()
-    expected = logits(peft.AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1))
-    assert torch.equal(logits(trainer.reward_model), expected)
-
-
-def test_an_adapter_on_embeddings_is_copied_under_any_name(make_shared: MakeTrainer):
-    given = lora(target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
-    trainer = make_shared(peft_config=given, model=tiny_policy(), model_adapter_name="ppo")
-
-    states = [
-        hidden_states(model, IDS, torch.ones_like(IDS).bool()) for model in (trainer.policy_model, trainer.value_model)
-    ]
-    assert torch.equal(states[1], states[0])
 
 
 def test_value_models_over_equal_weights_are_put_over_the_one_base(make_shared: MakeTrainer, tmp_path: Path):
@@ -239,15 +181,6 @@ def test_checkpoints_hold_adapters_alone_which_load_and_merge(make_shared: MakeT
 # ---- What is accepted, and what cannot work ----
 
 
-def test_a_quantized_base_gets_a_value_model_that_is_told_so(make_shared: MakeTrainer):
-    policy = tiny_policy()
-    policy.is_quantized = True
-
-    trainer = make_shared(model=policy, peft_config=lora())
-
-    assert trainer.value_model.get_base_model().is_quantized
-
-
 def test_a_base_in_16_bits_stays_so_below_adapters_and_head_in_32(make_shared: MakeTrainer):
     trainer = make_shared(model=tiny_policy().bfloat16(), peft_config=lora(), learning_rate=0.05, response_length=8)
     trainer.train()
@@ -294,12 +227,3 @@ def test_a_base_in_16_bits_stays_so_below_adapters_and_head_in_32(make_shared: M
 def test_what_cannot_share_a_base(make_shared: MakeTrainer, given: Any, message: str):
     with pytest.raises(ValueError, match=message):
         make_shared(**given())
-
-
-def test_a_difference_in_one_number_is_found(make_shared: MakeTrainer, tmp_path: Path):
-    whole = AutoModelForSequenceClassification.from_pretrained(_saved(tmp_path), num_labels=1)
-    with torch.no_grad():
-        whole.get_parameter("model.layers.1.mlp.down_proj.weight")[3, 5] += 1e-3
-
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight is not the same"):
-        make_shared(value_model=whole)

@@ -19,9 +19,8 @@ from transformers import (
 )
 
 from rlhf_ppo.models import packing
-from rlhf_ppo.models.packing import PACKED, hidden_states, pack_rows, packed_sdpa, packs_rows, unpacked
+from rlhf_ppo.models.packing import PACKED, hidden_states, pack_rows, packed_sdpa, packs_rows
 from rlhf_ppo.models.unwrapping import backbone, recompute_in_eval_mode, set_learning
-from tests.conftest import tiny_policy
 from tests.models.architectures import tiny_model
 
 PACKING: dict[str, dict[str, Any]] = {
@@ -112,14 +111,6 @@ def test_any_rows(rows: list[list[int]], left: int, way: str) -> None:
         assert not states[~mask].any()
 
 
-def test_the_backbone_sees_the_real_tokens_alone() -> None:
-    model, seen = tiny_policy(), []
-    pack_rows(model)
-    model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: seen.append(inputs[0]))
-    hidden_states(model, *padded(ROWS))
-    assert seen[0].tolist() == [[token for row in ROWS for token in row]]
-
-
 # ---- What does not pack ----
 
 
@@ -187,15 +178,6 @@ def test_calls_with_masks_and_generation_are_sdpa_s(name: str) -> None:
     assert torch.equal(*states) and torch.equal(*tokens)
 
 
-def test_packing_is_put_off_and_comes_back() -> None:
-    packed, plain = model_of("llama"), model_of("llama", attn_implementation="eager")
-    pack_rows(packed)
-    with pytest.raises(ZeroDivisionError), unpacked(packed), unpacked(plain):
-        assert (packed.config._attn_implementation, plain.config._attn_implementation) == ("sdpa", "eager")
-        raise ZeroDivisionError
-    assert (packed.config._attn_implementation, plain.config._attn_implementation) == (PACKED, "eager")
-
-
 def test_what_is_saved_loads_as_before(tmp_path: Any) -> None:
     model = model_of("llama")
     pack_rows(model)
@@ -244,17 +226,6 @@ def test_flash_attention_gets_the_rows_places_and_no_mask() -> None:
     assert packs_rows(model.model)
     assert_allclose(states.detach(), expected.detach(), rtol=0, atol=1e-5)
     assert CALLS == [(None, [0, 5, 12, 13])] * 2
-
-
-@pytest.mark.parametrize("family", ["jamba", "lfm2", "bamba", "granitemoehybrid", "falcon_h1", "qwen3_next"])
-def test_hybrids_under_flash_attention_keep_their_rows_apart(family: str) -> None:
-    """Convolutions and state-space layers know nothing of the places where packed rows begin."""
-    model = with_flash_attention(family)
-    pack_rows(model)
-    ids, mask = padded(ROWS)
-    states = hidden_states(model, ids, mask)[mask].detach()
-    assert_allclose(states, alone(tiny_model(family), ROWS).detach(), rtol=0, atol=1e-4)
-    assert not packs_rows(backbone(model))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_stand_in"])

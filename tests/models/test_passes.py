@@ -7,17 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from rlhf_ppo.models.packing import hidden_states, position_ids
+from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
-    backbone,
     gathers_in_passes,
     is_managed,
-    is_peft_model,
     is_sharded,
-    transformers_model,
 )
 from tests.conftest import tiny_policy
 from tests.models.architectures import tiny_model
@@ -69,20 +65,7 @@ def test_rows_are_no_longer_than_their_real_tokens_wherever_the_padding_is() -> 
     assert states.shape == (2, 8, 32) and not states[~mask].any() and states[mask].all()
 
 
-def test_positions_count_real_tokens() -> None:
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
-    assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2, 2], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]]
-
-
 # ---- Small things ----
-
-
-def test_adapters_are_seen_through() -> None:
-    base = tiny_policy()
-    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
-    assert is_peft_model(adapted) and not is_peft_model(base)
-    assert transformers_model(adapted) is transformers_model(base) is base
-    assert backbone(adapted) is backbone(base) is base.model
 
 
 def test_what_zero_3_manages_may_be_whole_at_the_moment() -> None:

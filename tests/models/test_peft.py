@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from rlhf_ppo.models.reference import Reference
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK, die_and_resume, record_rollouts
+from tests.runs import QUICK, die_and_resume
 
 peft = pytest.importorskip("peft")
 
@@ -105,18 +104,6 @@ def test_a_new_adapter_is_its_own_reference_until_it_moves(
     assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
 
 
-def test_kl_compares_with_the_base_where_the_new_adapter_starts_elsewhere(make_trainer: MakeTrainer):
-    """Every response's KL, computed anew from two separate models."""
-    trainer = make_trainer(peft_config=lora(init_lora_weights=False), **QUICK)
-    rollouts = record_rollouts(trainer)
-    base, policy = tiny_policy(), copy.deepcopy(trainer.policy_model)
-    trainer.train()
-
-    assert_logprobs(rollouts[0].logprobs, policy, rollouts[0], trainer.args.temperature)
-    assert_logprobs(rollouts[0].ref_logprobs, base, rollouts[0], trainer.args.temperature)
-    assert first(trainer, "objective/kl") != 0.0
-
-
 def assert_logprobs(actual: Tensor, model: nn.Module, rollout: Any, temperature: float) -> None:
     """Compare with log-probabilities of one row at a time, without padding."""
     context = rollout.context_length
@@ -185,51 +172,12 @@ def test_a_saved_adapter_is_trained_further(given: str, make_trainer: MakeTraine
     assert moved and all(".lora_" in name and ".default." in name for name in moved)
 
 
-def test_a_reward_model_s_adapter_is_merged_and_makes_a_whole_value_model(make_trainer: MakeTrainer, tmp_path: Path):
-    tiny_scorer().save_pretrained(tmp_path / "base")
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    scorer = peft.get_peft_model(base, lora(init_lora_weights=False, task_type="SEQ_CLS"))
-    with torch.no_grad():
-        scorer.get_parameter("base_model.model.score.modules_to_save.default.weight").mul_(-2.0)
-    scorer.save_pretrained(tmp_path / "adapter")
-
-    trainer = make_trainer(reward_model=str(tmp_path / "adapter"), value_model=None)
-
-    for model in (trainer.reward_model, trainer.value_model):
-        torch.testing.assert_close(logits(model), logits(scorer), atol=1e-5, rtol=0)
-        assert not any("lora" in name for name in model.state_dict())
-    assert all(parameter.requires_grad for parameter in trainer.value_model.parameters())
-
-
 def two_adapters() -> Any:
     """A base with the adapters "sft" and "policy", two different ones."""
     policy = trained_adapter(name="sft", seed=5)
     torch.manual_seed(6)
     policy.add_adapter("policy", lora(init_lora_weights=False))
     return policy
-
-
-def test_named_adapters_are_policy_and_reference(make_trainer: MakeTrainer):
-    sft, policy = two_adapters(), two_adapters()
-    sft.set_adapter("sft")
-    policy.set_adapter("policy")
-    trainer = make_trainer(model=two_adapters(), model_adapter_name="policy", ref_adapter_name="sft", **QUICK)
-    rollouts, before = record_rollouts(trainer), weights(trainer.policy_model)
-
-    trainer.train()
-
-    assert_logprobs(rollouts[0].logprobs, policy, rollouts[0], trainer.args.temperature)
-    for rollout in rollouts:
-        assert_logprobs(rollout.ref_logprobs, sft, rollout, trainer.args.temperature)
-    moved = changed(before, trainer.policy_model)
-    assert moved and all(".policy." in name for name in moved)
-    assert set(trainer.policy_model.peft_config) == {"sft", "policy"}
-
-
-def test_a_new_adapter_takes_the_name_it_is_given(make_trainer: MakeTrainer):
-    trainer = make_trainer(peft_config=lora(), model_adapter_name="ppo")
-
-    assert trainer.policy_model.active_adapter == "ppo" and list(trainer.policy_model.peft_config) == ["ppo"]
 
 
 def test_a_named_adapter_is_saved_in_a_folder_of_its_name(make_trainer: MakeTrainer, tmp_path: Path):
@@ -255,17 +203,6 @@ def test_of_the_value_model_only_adapter_and_head_train(make_trainer: MakeTraine
     moved = changed(before, trainer.value_model)
     assert moved == {name for name in before if ".lora_" in name or "modules_to_save" in name}
     assert len(moved) == 9 and any(name.endswith("score.modules_to_save.default.weight") for name in moved)
-
-
-def test_the_value_adapter_is_saved_by_itself_and_loads_onto_its_base(make_trainer: MakeTrainer):
-    trainer = make_trainer(value_peft_config=lora(), save_strategy="steps", save_steps=1, **QUICK)
-    trainer.train()
-
-    folder = Path(trainer.args.output_dir) / "checkpoint-3" / "value_model"
-    assert {path.name for path in folder.glob("*.safetensors")} == {"adapter_model.safetensors"}
-    loaded = peft.PeftModel.from_pretrained(tiny_scorer(seed=2), folder)
-    with torch.no_grad():
-        assert torch.equal(loaded(IDS).logits, trainer.value_model.eval()(IDS).logits)
 
 
 # ---- Saving and resuming ----
@@ -313,26 +250,6 @@ def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer,
     assert torch.equal(logits(resumed.policy_model), logits(whole.policy_model))
 
 
-def test_the_best_adapter_is_loaded_at_the_end(make_trainer: MakeTrainer):
-    trainer = make_trainer(
-        model=trained_adapter(),
-        eval_dataset=[{"input_ids": [5, 6]}] * 2,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_kl",
-        greater_is_better=False,
-        **QUICK,
-    )
-    trainer.train()
-
-    best = Path(trainer.state.best_model_checkpoint)
-    assert best.name == "checkpoint-1"  # the policy has gone least far from its start
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(tiny_policy(), best)), logits(trainer.policy_model))
-
-
 # ---- What cannot work ----
 
 
@@ -357,13 +274,6 @@ def test_quantized_weights_cannot_be_trained(make_trainer: MakeTrainer, role: st
 
     with pytest.raises(ValueError, match="quantized"):
         make_trainer(**given)
-
-
-def test_a_quantized_base_with_an_adapter_and_a_frozen_quantized_reward_model_can(make_trainer: MakeTrainer):
-    policy, reward_model = tiny_policy(), tiny_scorer()
-    policy.is_quantized = reward_model.is_quantized = True
-
-    make_trainer(model=policy, reward_model=reward_model, peft_config=lora())
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from rlhf_ppo.models.heads import token_values
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from tests import oracles
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.oracles import Episode, Llama
@@ -64,19 +62,6 @@ def test_padding_gets_no_gradient() -> None:
     for embedding in (model.policy.model.embed_tokens, model.value_model.model.embed_tokens):
         touched = set(embedding.weight.grad.any(dim=1).nonzero().squeeze(1).tolist())
         assert touched <= used and 31 not in touched and 0 not in touched
-
-
-def test_trainer_reads_the_policys_configuration_through_an_adapter() -> None:
-    policy = tiny_policy()
-    adapted = get_peft_model(policy, LoraConfig(target_modules=["q_proj"]))
-    model = PolicyAndValue(adapted, tiny_scorer(), temperature=1.0)
-    assert model.num_parameters() == policy.num_parameters()  # with the adapter
-    assert model.config is policy.config and model.generation_config is policy.generation_config
-    assert model.device == torch.device("cpu")
-    assert model._no_split_modules == ["LlamaDecoderLayer"]
-    batch = ragged_batch()
-    assert torch.equal(model(*batch).logprobs, response_logprobs(adapted, *batch, 1.0).logprobs)
-    assert torch.equal(model(*batch).values[:, 0], token_values(model.value_model, *batch[:2], last=6).values[:, 0])
 
 
 def test_a_state_may_leave_out_what_is_frozen_under_each_of_its_names() -> None:

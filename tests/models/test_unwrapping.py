@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import as_in_learning, drop_ignored_generation_settings, in_eval_mode
+from rlhf_ppo.models.unwrapping import as_in_learning
 from tests.conftest import save_models, tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
 
@@ -91,17 +91,6 @@ def test_dropout_of_adapters_is_off_too() -> None:
         assert torch.equal(states(model), states(model))
 
 
-def test_modes_and_the_configuration_come_back() -> None:
-    model = tiny_policy(attention_dropout=0.5).train()
-    model.model.norm.eval()
-    for context in (in_eval_mode(model), as_in_learning(True, None, model)):
-        with pytest.raises(ZeroDivisionError), context:
-            assert not model.model.layers[0].self_attn.training
-            raise ZeroDivisionError
-        assert {name for name, module in model.named_modules() if not module.training} == {"model.norm"}
-    assert not model.is_gradient_checkpointing and model.config.attention_dropout == 0.5
-
-
 def test_a_generation_config_with_ignored_settings_is_saved_without_them(
     tmp_path: Path, make_trainer: Callable[..., Any]
 ) -> None:
@@ -118,10 +107,3 @@ def test_a_generation_config_with_ignored_settings_is_saved_without_them(
         saved = GenerationConfig.from_pretrained(folder)
         saved.validate(strict=True)
         assert saved.temperature is None and saved.repetition_penalty == 1.1
-
-
-def test_a_generation_config_that_is_wrong_otherwise_is_refused() -> None:
-    policy: Any = tiny_policy()
-    policy.generation_config.num_return_sequences = 3
-    with pytest.raises(ValueError, match="cannot be saved: Greedy methods"):
-        drop_ignored_generation_settings(policy)
