@@ -9,9 +9,7 @@ import logging
 import os
 import re
 import sys
-import traceback
 import urllib.parse
-import warnings
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import asdict
 from typing import Any, Self, TextIO
@@ -42,11 +40,6 @@ def markdown(value: Any) -> str:
     return html.escape(visible(str(value))).replace("|", "&#124;").replace("\n", "<br>")
 
 
-def code_span(text: str) -> str:
-    """Return a text as inline code of Markdown, in one line."""
-    return f"`{visible(text, one_line=True).replace('`', chr(39))}`"
-
-
 def cell(value: object, style: str = "") -> Text:
     """Return a value as text for a terminal table, without rich's markup such as `[red]`."""
     return Text(visible(str(value)), style)
@@ -70,22 +63,6 @@ def visible_logger(name: str) -> Any:
     logger: Any = transformers_logging.get_logger(name)
     logger.addFilter(_escape)
     return logger
-
-
-def escape_library_messages() -> None:
-    """Escape log messages and warnings of other libraries too, for the rest of the program."""
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub", "datasets")]
-    handlers = [*(handler for logger in loggers for handler in logger.handlers), logging.lastResort]
-    for handler in filter(None, handlers):
-        handler.addFilter(_escape)
-    warnings.formatwarning = _escaped_warning
-
-
-_format_warning: Any = warnings.formatwarning
-
-
-def _escaped_warning(*given: Any, **named: Any) -> str:
-    return visible(_format_warning(*given, **named))
 
 
 def _escape(record: logging.LogRecord) -> bool:
@@ -226,12 +203,6 @@ def restore_hidden_words(words: Sequence[str]) -> list[str]:
     return [whole.get(str(index), word) for index, word in enumerate(words)]
 
 
-def redact_traceback(error: BaseException) -> str:
-    """Return an error's traceback with redacted messages and unchanged lines of code."""
-    lines = traceback.TracebackException.from_exception(error).format()
-    return "".join(line if line.startswith("  File ") else redact_text(line) for line in lines)
-
-
 def hide_secrets(text: str, secrets: Iterable[str]) -> str:
     """Return a text with these secrets hidden."""
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
@@ -291,9 +262,3 @@ def _state_of(name: str, value: Any) -> Any:
     if isinstance(config, dict):
         return value if redacted(config) == config else None
     return redacted(value)
-
-
-def is_terminal(stream: object) -> bool:
-    """Return whether a stream is a terminal, on which a line can be overwritten."""
-    isatty = getattr(stream, "isatty", None)
-    return isatty is not None and bool(isatty())

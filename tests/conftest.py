@@ -77,7 +77,7 @@ def pytest_collection_finish() -> None:
 
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
 WHOLE_RUNS = {
-    "reporting/test_rollouts.py",
+    "reporting/test_evaluation.py",
     "estimate/test_counting.py",
     "training/test_evaluate.py",
     "test_readme.py",

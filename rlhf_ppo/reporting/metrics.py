@@ -318,9 +318,6 @@ class UpdateStatistics:
             output: The output of the two models.
             policy: The policy's per-token loss, `(B, T)` each field.
             value: The value model's per-token loss.
-
-        Raises:
-            ValueError: The losses give other figures than in the micro-batch before, or a figure of another shape.
         """
         mask, figures = part.loss_mask, dict(value.figures)
         values_count = torch.ones_like(mask, dtype=torch.float32)
@@ -331,7 +328,7 @@ class UpdateStatistics:
         if self.watches_kl:
             figures[self.KL] = kl_estimate(part.logprobs, output.logprobs, "k3")
         kl = approx_kl(output.logprobs, part.logprobs)
-        self._check_figures(figures, mask.shape)
+        self.named = tuple(figures)
         figures |= {name: figures[name] * values_count for name in self.value_figures}
         of_values = [value.loss * values_count, value.clipped * values_count]
         of_policy = [kl, policy.clipped, output.entropy, policy.loss]
@@ -341,24 +338,6 @@ class UpdateStatistics:
             sums += [*(torch.zeros_like(sums[0]).expand(2) if self.ptx is None else self.ptx)]
             self.ptx = None
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
-
-    def _check_figures(self, figures: Mapping[str, Tensor], shape: torch.Size) -> None:
-        if taken := sorted(set(figures) & set(self.KEYS)):
-            raise ValueError(f"a loss returns figures named {taken}, which are names of other metrics; rename them")
-        if self.sums and tuple(figures) != self.named:
-            raise ValueError(
-                f"the losses give the figures {list(figures)} and gave {list(self.named)} before; give the same ones "
-                "for every micro-batch"
-            )
-        for name, values in figures.items():
-            if not isinstance(values, Tensor):
-                kind = type(values).__name__
-                raise TypeError(
-                    f"the figure {name!r} of a loss is a {kind}, expected a tensor of shape {tuple(shape)}"
-                )
-            if values.shape != shape:
-                raise ValueError(f"the figure {name!r} has shape {tuple(values.shape)}, expected {tuple(shape)}")
-        self.named = tuple(figures)
 
     def mean_kl(self, start: int, reduce_sum: Callable[[Tensor], Tensor]) -> float:
         """Return the mean KL to the policy that sampled, over the tokens of all ranks.

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from transformers import TrainerState
 
 from rlhf_ppo.checkpoints.files import replacing
-from rlhf_ppo.config.validation import suggestion
 from rlhf_ppo.reporting.run_log import Log, Run, training_log
 from rlhf_ppo.terminal import visible
 
@@ -81,7 +77,6 @@ def plot_metrics(
         The figure, with one axes per metric, in order.
 
     Raises:
-        TypeError: `runs` is a single run.
         ValueError: There is nothing to draw, a metric was not logged, or the suffix is not a format.
         FileNotFoundError: A directory holds no run.
     """
@@ -89,10 +84,7 @@ def plot_metrics(
     shown = _logged_metrics(groups, metrics, x)
     columns = min(len(shown), _COLUMNS)
     rows = ceil(len(shown) / columns)
-    formats = FigureCanvasBase.get_supported_filetypes()
     path = Path(os.path.expanduser(path))
-    if path.suffix.lower().lstrip(".") not in formats:
-        raise ValueError(f"output={str(path)!r} must end in .png, .svg, .pdf or another of {sorted(formats)}")
     figure = Figure(figsize=(4.2 * columns, 3.0 * rows + 0.4), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, metric in zip(axes, shown, strict=False):
@@ -134,14 +126,8 @@ def mean_curve(
 
 def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str, list[Log]]:
     if isinstance(runs, Mapping):
-        return {label: [training_log(run) for run in _listed(group)] for label, group in runs.items()}
-    return {label: [training_log(run)] for label, run in zip(_labels(_listed(runs)), runs, strict=True)}
-
-
-def _listed(runs: Sequence[Run]) -> Sequence[Run]:
-    if isinstance(runs, (str, os.PathLike, TrainerState)):
-        raise TypeError(f"runs is a single run ({runs!r}); pass a list of runs, or a mapping of label to such a list")
-    return runs
+        return {label: [training_log(run) for run in group] for label, group in runs.items()}
+    return {label: [training_log(run)] for label, run in zip(_labels(runs), runs, strict=True)}
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
@@ -153,36 +139,19 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | None, x: str) -> list[str]:
-    for label, logs in groups.items():
-        if not _keys(logs, x):
-            raise ValueError(f"there is nothing to draw of {label}: {_what_is_logged(logs, x)}")
-    logged = _keys(itertools.chain.from_iterable(groups.values()), x)
+    """Return the metrics to draw: those that were logged together with `x`, the described ones first."""
+    entries = (entry for logs in groups.values() for log in logs for entry in log if x in entry)
+    logged = [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
     if metrics is None:
         others = (key for key in logged if key not in PANELS and not key.startswith("health/"))
-        return [key for key in PANELS if key in logged] + sorted(others)
-    if missing := [key for key in metrics if key not in logged]:
-        hint = suggestion(missing[0], logged)
+        metrics = [key for key in PANELS if key in logged] + sorted(others)
+    missing = [key for key in metrics if key not in logged]
+    if missing or not metrics:
         raise ValueError(
-            f"metrics={missing} were logged by no run together with {x!r}{hint}; logged: {sorted(logged)}"
+            f"nothing to draw of {missing or [*groups]}: no run has logged it together with {x!r} (--x step draws "
+            f"logs of other trainers); logged: {sorted(logged)}"
         )
-    if not metrics:
-        raise ValueError("there is nothing to draw: metrics=[]; None draws all")
     return list(metrics)
-
-
-def _keys(logs: Iterable[Log], x: str | None = None) -> list[str]:
-    """Return the metrics of logs; with `x`, only those that were logged together with it."""
-    entries = (entry for log in logs for entry in log if x is None or x in entry)
-    return [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
-
-
-def _what_is_logged(logs: Sequence[Log], x: str) -> str:
-    keys = _keys(logs)
-    if not keys:
-        return "it has logged nothing; train with logging_strategy='steps', or 'epoch'"
-    shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
-    other = "; a log of another trainer is drawn with x='step' (--x step)" if x == "episode" else ""
-    return f"it has logged {shown}, and none of it with {x!r}{other}"
 
 
 def _label(text: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ppo.terminal import CONTROL, cell, code_span, markdown, print_text, visible, visible_logger
+from rlhf_ppo.terminal import CONTROL, cell, markdown, print_text, visible, visible_logger
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,6 @@ def test_no_control_character_and_no_surrogate_is_left(text: str) -> None:
 
 def test_markdown_shows_no_markup() -> None:
     assert markdown("a|b\n<script>&") == "a&#124;b<br>&lt;script&gt;&amp;"
-    assert code_span("a`b\nc") == "`a'b\\nc`"
 
 
 def test_printed_and_logged_text_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
