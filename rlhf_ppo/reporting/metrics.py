@@ -494,18 +494,21 @@ class PhaseTimer:
 
     Attributes:
         seconds: Seconds by phase since the last `drain`.
+        running: The phase that runs now; empty between phases.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    running: str = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the block's time to `name`; out-of-memory errors get a note on the phase."""
-        start = time.perf_counter()
+        start, self.running = time.perf_counter(), name
         try:
             with noting_out_of_memory(name):
                 yield
         finally:
+            self.running = ""
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def move(self, seconds: float, phase: str, to: str) -> None:
