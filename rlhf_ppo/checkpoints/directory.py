@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +30,8 @@ _held: set[str] = set()
 
 def list_checkpoints(output_dir: str | Path) -> list[str]:
     """Return the complete `checkpoint-<step>` directories, oldest first; Trainer writes its state last."""
-    return [path for path in sort_checkpoints(str(output_dir)) if os.path.isfile(Path(path, TRAINER_STATE_NAME))]
+    found = [path for path in sort_checkpoints(str(output_dir)) if re.fullmatch(r"checkpoint-\d+", Path(path).name)]
+    return [path for path in found if os.path.isfile(Path(path, TRAINER_STATE_NAME))]
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
@@ -83,7 +85,7 @@ def _position(checkpoint: str, found: list[str]) -> int:
 
 def delete_checkpoints(output_dir: str) -> None:
     """Delete all checkpoints in a directory."""
-    for checkpoint in sort_checkpoints(output_dir):
+    for checkpoint in list_checkpoints(output_dir):
         shutil.rmtree(checkpoint)
 
 

@@ -52,7 +52,9 @@ def test_each_pass_has_an_order_of_its_own_that_the_seed_alone_decides(
 def test_a_resumed_pass_has_the_same_order(strategy: str, make_trainer: MakeTrainer, tmp_path: Any) -> None:
     run = {"train_sampling_strategy": strategy, "save_strategy": "steps", "save_steps": 4}
     whole = passes(make_trainer, **run)  # checkpoint-4 is one batch into the second pass
-    resumed = passes(make_trainer, resume=str(tmp_path / "run" / "checkpoint-4"), **run)
+    resumed = passes(
+        make_trainer, resume=str(tmp_path / "run" / "checkpoint-4"), output_dir=str(tmp_path / "resumed"), **run
+    )
     assert [*chain(*resumed)] == [*chain(*whole)][16:]
 
 

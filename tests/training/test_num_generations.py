@@ -90,7 +90,7 @@ def test_it_resumes_bit_for_bit_and_another_number_begins_a_new_pass(
     whole = die_and_resume(make_trainer, tmp_path, lambda: sizes | rows)[1]
     other = make_trainer(**QUICK | sizes | rows | {"num_generations": 4, "output_dir": str(tmp_path / "other")})
     other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-1")
-    assert "num_generations has changed since" in caplog.text
+    assert "The prompts of an update have changed since" in caplog.text
     assert len(history(other)) == 5 and other._run.progress.epoch == 1 and other._run.progress.batches_in_epoch == 3
 
 

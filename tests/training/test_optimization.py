@@ -134,9 +134,11 @@ SAVED = {**QUICK, "save_strategy": "steps", "save_steps": 1, "weight_decay": 0.1
 
 def went_on(make_trainer: MakeTrainer, at: int = 3, first: Any = None, **changes: Any) -> PPOTrainer:
     """Train three updates, then go on from a checkpoint of these with other arguments."""
-    make_trainer(**SAVED, **(first or {})).train()
-    trainer = make_trainer(**{**SAVED, **(first or {}), **changes})
-    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{at}")
+    earlier = make_trainer(**SAVED, **(first or {}))
+    earlier.train()
+    run = str(earlier.args.output_dir)
+    trainer = make_trainer(**{**SAVED, **(first or {}), **changes}, output_dir=f"{run}-on")
+    trainer.train(resume_from_checkpoint=f"{run}/checkpoint-{at}")
     return trainer
 
 

@@ -242,7 +242,7 @@ def test_save_only_model_leaves_out_what_resuming_needs(make_trainer: MakeTraine
     names = {path.name for path in checkpoint.iterdir()}
     assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
     assert {"model.safetensors", "value_model"} <= names
-    with pytest.raises(ValueError, match=r"is not a complete checkpoint: .*save_only_model=True"):
+    with pytest.raises(ValueError, match="save_only_model=True"):
         make_trainer(**QUICK).train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -462,11 +462,14 @@ def test_ignore_data_skip_starts_the_epoch_anew(make_trainer: MakeTrainer) -> No
     first = cast(SeenPrompts, make_trainer(SeenPrompts, **run))
     first.train()
     for ignore, expected in ((False, first.seen[1:]), (True, first.seen[:2])):
+        run["output_dir"] = f"{first.args.output_dir}-{ignore}"
         resumed = cast(SeenPrompts, make_trainer(SeenPrompts, **run, ignore_data_skip=ignore))
         resumed.train(resume_from_checkpoint=os.path.join(first.args.output_dir, "checkpoint-1"))
         assert resumed.seen == expected
-    later = cast(SeenPrompts, make_trainer(SeenPrompts, **run | {"total_episodes": 8}))
-    later.train(resume_from_checkpoint=os.path.join(first.args.output_dir, "checkpoint-3"))
+    later = cast(
+        SeenPrompts, make_trainer(SeenPrompts, **run | {"total_episodes": 8, "output_dir": first.args.output_dir})
+    )
+    later.train(resume_from_checkpoint=True)
     assert later.seen == first.seen[2:]
 
 
