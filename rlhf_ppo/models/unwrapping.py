@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,33 +51,23 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def as_module(model: object) -> nn.Module:
-    """Return a model as a `torch.nn.Module`, which Trainer's types do not state; a `TypeError` if it is none."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a model must be a torch.nn.Module, not {type(model).__name__}")
-    return model
+    """Return a model as a `torch.nn.Module`, which Trainer's types do not state."""
+    return cast(nn.Module, model)
 
 
 def with_adapters(model: nn.Module) -> PeftModel:
-    """Return a model as a `peft.PeftModel`; a `TypeError` if it is none."""
-    if not is_peft_model(model):
-        raise TypeError(f"{type(model).__name__} has no adapters of PEFT")
-    return model
+    """Return a model as the `peft.PeftModel` that it is."""
+    return cast("PeftModel", model)
 
 
 def active_adapter(model: nn.Module) -> str:
-    """Return the name of a `PeftModel`'s active adapter; a `TypeError` if it has none or several."""
-    name = with_adapters(model).active_adapter
-    if not isinstance(name, str):
-        raise TypeError(f"one adapter must be active, not {name!r}")
-    return name
+    """Return the name of a `PeftModel`'s active adapter."""
+    return cast(str, with_adapters(model).active_adapter)
 
 
 def output_layer(policy: nn.Module) -> nn.Module:
-    """Return a language model's head; a `TypeError` if it has none."""
-    head = transformers_model(policy).get_output_embeddings()
-    if head is None:
-        raise TypeError(f"{type(policy).__name__} has no language-model head")
-    return head
+    """Return a language model's head."""
+    return cast(nn.Module, transformers_model(policy).get_output_embeddings())
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -165,20 +155,6 @@ def probe_ids(model: nn.Module) -> Tensor:
     """Return a tiny valid input for one-off checks of a model, long `(1, 3)`."""
     device = next(model.parameters()).device
     return torch.tensor([[1, 2, 3]], device=device) % text_config(model).vocab_size
-
-
-def probe_rows(model: nn.Module, lengths: Sequence[int], left: bool = False) -> tuple[Tensor, Tensor]:
-    """Return ids and mask `(B, L)` of padded rows for one-off checks of a model.
-
-    Args:
-        model: The model that reads the ids.
-        lengths: Number of real tokens of each row.
-        left: Pad on the left, otherwise on the right.
-    """
-    device, width = next(model.parameters()).device, max(lengths)
-    ids = torch.arange(len(lengths) * width, device=device).view(-1, width) * 7 + 1
-    mask = torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]
-    return ids % text_config(model).vocab_size, mask.flip(1) if left else mask
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
