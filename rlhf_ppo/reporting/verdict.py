@@ -80,7 +80,7 @@ def recorded_runs(directories: Sequence[str | Path]) -> list[RecordedRun]:
     for directory in directories:
         try:
             found += read_runs([directory])
-        except (ValueError, OSError):
+        except (ValueError, KeyError, OSError):
             continue
     return found
 

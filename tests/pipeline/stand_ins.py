@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -55,7 +54,7 @@ class Steps:
         self.strike(folder.name, "begins")
         made_of, checkpoint = ingredients(options), folder / "checkpoint-1"
         if resumed is None:
-            save(folder.name, checkpoint, made_of)
+            save(checkpoint, made_of)
         self.strike(folder.name, "saved")
         before = (checkpoint / "made_of").read_text()
         self.strike(folder.name, "ends")
@@ -75,17 +74,11 @@ class Steps:
         return {name_of(words): "--resume_from_checkpoint" in words for words in self.words}
 
 
-def save(step: str, checkpoint: Path, made_of: str) -> None:
+def save(checkpoint: Path, made_of: str) -> None:
     """Write a checkpoint that passes for complete."""
-    (checkpoint / "value_model").mkdir(parents=True, exist_ok=True)
+    checkpoint.mkdir()
     (checkpoint / "made_of").write_text(made_of)
-    (checkpoint / "optimizer_0").mkdir(exist_ok=True)
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "epoch": 0.5}')
-    if step.startswith("ppo"):
-        for name in ("rng_state.pth", "scheduler.pt"):
-            zipfile.ZipFile(checkpoint / name, "w").close()
-        (checkpoint / "ppo_state.json").write_text('{"episode": 4, "batch_size": 4}')
-        (checkpoint / "ppo_arguments.json").write_text("{}")
+    (checkpoint / "trainer_state.json").write_text('{"log_history": []}')
 
 
 def name_of(words: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         (folder / "judged").mkdir(parents=True), reward.mkdir(exist_ok=True)
         changes = {name.replace("__", "/"): value for name, value in last.items()}
         logs = [{**FIRST, "step": 1, "episode": 8}, {**LAST, **changes, "step": step, "episode": 8 * step}]
-        (folder / "log_history.jsonl").write_text("".join(json.dumps(log) + "\n" for log in logs))
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
         settings = {
             "arguments": {"seed": seed, "sft_model_path": "out/sft", "stop_token": "eos"}, "versions": {},
             "made_of": {"policy": "out/sft", "rewards": [str(reward)]},
