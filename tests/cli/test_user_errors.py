@@ -27,7 +27,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("torn.jsonl").write_text('{"prompt": "w4"}\n{"prompt": \n')
         Path("unknown.yaml").write_text("learning_rte: 1e-5\n")
         Path("list.yaml").write_text("- learning_rate\n")
-        Path("odd.py").write_text("def words(completions, **_):\n    return ['good'] * len(completions)\n")
     return folder
 
 
@@ -47,16 +46,15 @@ MISTAKES = [
     (f"{RUN} --dataset_train_split dev", "dataset_train_split='dev', but the data s"),
     (f"{PPO} --dataset_name few.jsonl", "the training set has 2 prompts, fewer than the 4"),
     (PPO, "dataset_name is not set"),
-    (f"{PPO} --dataset_name nowhere.jsonl", "dataset_name='nowhere.jsonl': there is no such file"),
-    (f"{PPO} --dataset_name torn.jsonl", "dataset_name='torn.jsonl': it cannot be read"),
+    (f"{PPO} --dataset_name nowhere.jsonl", "dataset_name='nowhere.jsonl'"),
+    (f"{PPO} --dataset_name torn.jsonl", "dataset_name='torn.jsonl'"),
     (f"{PPO} --dataset_name questions.jsonl", "'question'"),
     (f"{RUN} --sft_model_path nowhere/at-all", "sft_model_path='nowhere/at-all'"),
     (f"{RUN} --sft_model_path bare", "sft_model_path='bare'"),
     (f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is not a language model: lm_head.weight"),
     (f"{RUN} --reward_model_path base --sft_model_path ./base", "reward_model_path='base' is not a reward model"),
-    (f"{RUN} --reward_funcs lenght", "'lenght', which is not a reward's name"),
-    (f"{RUN} --reward_funcs nowhere.py:ours", "there is no file 'nowhere.py'"),
-    (f"{RUN} --reward_funcs odd.py:words", "the reward function 'words' returned 'good' (str) for row 0"),
+    (f"{RUN} --reward_funcs lenght", "reward_funcs holds 'lenght': write"),
+    (f"{RUN} --reward_funcs nowhere.py:ours", "nowhere.py"),
     (f"sft {QUICK} --bf16 False --dataset_name rows.jsonl", "model_name_or_path=None: give the directory"),
     (f"sft {TRL} base --dataset_name questions.jsonl", "but training needs `text` or `messages`"),
     (f"reward {TRL} nowhere --dataset_name rows.jsonl", "model_name_or_path='nowhere'"),

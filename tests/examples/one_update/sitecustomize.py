@@ -10,7 +10,7 @@ LAUNCHED = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.ke
 
 if LAUNCHED:
     runpy.run_path(str(Path(__file__).parents[2] / "distributed" / "on_cpu" / "sitecustomize.py"))
-if LAUNCHED or SCRIPT in ("ppo.py", "rlhf-ppo", "aitraining.py"):
+if LAUNCHED or SCRIPT in ("ppo.py", "rlhf-ppo"):
     from transformers import TrainerCallback
 
     from rlhf_ppo import PPOTrainer
