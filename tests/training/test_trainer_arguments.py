@@ -467,7 +467,8 @@ def test_ignore_data_skip_starts_the_epoch_anew(make_trainer: MakeTrainer) -> No
         resumed.train(resume_from_checkpoint=os.path.join(first.args.output_dir, "checkpoint-1"))
         assert resumed.seen == expected
     later = cast(
-        SeenPrompts, make_trainer(SeenPrompts, **run | {"total_episodes": 8, "output_dir": first.args.output_dir})
+        SeenPrompts,
+        make_trainer(SeenPrompts, **run | {"total_episodes": 8, "output_dir": f"{first.args.output_dir}-True"}),
     )
     later.train(resume_from_checkpoint=True)
     assert later.seen == first.seen[2:]
