@@ -23,28 +23,32 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerControl
+from transformers import GenerationConfig, Trainer, TrainerCallback, TrainerControl
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
 from rlhf_ppo.algorithm.advantages import KLController
-from rlhf_ppo.algorithm.masked import RunningMoments
-from rlhf_ppo.checkpoints.state import PPOTrainerState
+from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
+from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import Sizes, output_directory
+from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
-from rlhf_ppo.data.prompts import Prompts, num_rows
-from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.data.prompts import PromptCollator, Prompts, num_rows
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.models.unwrapping import as_module, drop_foreign_padding, drop_ignored_generation_settings
+from rlhf_ppo.models.unwrapping import (
+    as_module,
+    configuration_kept,
+    drop_foreign_padding,
+    drop_ignored_generation_settings,
+)
 from rlhf_ppo.processes.distributed import (
     get_logger,
     is_sharding,
     preserve_rng,
     raise_on_all_ranks,
+    use_one_device,
     use_stream_in_callbacks,
 )
 from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
@@ -52,17 +56,26 @@ from rlhf_ppo.reporting import evaluation as evaluations
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
 from rlhf_ppo.reporting.critic_audit import CriticAudit, audit, check_audit, prefixes_of
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
-from rlhf_ppo.reporting.metrics import UpdateStatistics, evaluation_columns, noting_out_of_memory, rate
+from rlhf_ppo.reporting.metrics import (
+    MetricWindow,
+    UpdateStatistics,
+    evaluation_columns,
+    noting_out_of_memory,
+    rate,
+)
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
-from rlhf_ppo.rewards.scorer import Scorer, Scores
+from rlhf_ppo.rewards.scorer import Scores, whole_scores
 from rlhf_ppo.terminal import print_text
-from rlhf_ppo.training import datasets, rollouts, saving
+from rlhf_ppo.training import construction, datasets, rollouts, saving
 from rlhf_ppo.training.checks import check_datasets, check_rows
 from rlhf_ppo.training.construction import set_up_engine
+from rlhf_ppo.training.external_loop import given_responses
+from rlhf_ppo.training.guards import DivergenceGuard
 from rlhf_ppo.training.learning import CriticOnly, gradient_norms, monte_carlo_returns
 from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
-from rlhf_ppo.training.run_state import LoopState, RunState
+from rlhf_ppo.training.ptx import LanguageModeling
+from rlhf_ppo.training.run_state import LoopState, RunState, Stateful, StatefulParts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,30 +106,39 @@ class TrainerBase(Trainer):
     model: PolicyAndValue
     optimizer: Any
     lr_scheduler: Any
-    sizes: Sizes
-    policy_model: nn.Module
-    reference: Reference | None
-    reward_models: list[nn.Module]
-    score_moments: RunningMoments
-    scorer: Scorer
-    kl_controller: KLController
-    _run: RunState
-    _critic_only: CriticOnly
-    _engine: GenerationEngine
-    _rollouts: rollouts.Sampler
-    _preparation: datasets.PromptPreparation
-    _reward_funcs: Any
 
-    # Methods and properties of PPOTrainer
-    collect_rollout: Any
-    generate_responses: Any
-    score_responses: Any
-    shape_rewards: Any
-    learn: Any
-    _evaluate_responses: Any
-    _next_experience: Any
-    _end_update: Any
-    _score_unit: Any
+    # The steps of PPOTrainer that the run calls
+
+    def collect_rollout(
+        self, prompts: Prompts, responses: Responses | None = None, scores: Scores | None = None
+    ) -> Rollout:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def generate_responses(
+        self, prompts: Prompts, config: GenerationConfig | None = None, policy: nn.Module | None = None
+    ) -> Responses:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def estimate_advantages(self, rollout: Rollout) -> Experience:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def shape_rewards(self, rollout: Rollout) -> Tensor:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def learn(self, experience: Experience) -> UpdateStatistics:
+        """See `PPOTrainer`."""
+        raise NotImplementedError
+
+    def _end_update(self, rollout: Rollout, experience: Experience, statistics: UpdateStatistics) -> dict[str, float]:
+        raise NotImplementedError
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Explain unknown arguments."""
@@ -135,23 +157,71 @@ class TrainerBase(Trainer):
             hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
-    def __init__(self, *args: Any, optimizers: Optimizers = (None, None), **kwargs: Any) -> None:
+    def __init__(
+        self,
+        args: PPOConfig,
+        prepared: construction.Prepared,
+        data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None,
+        callbacks: list[TrainerCallback] | None,
+        optimizers: Optimizers,
+        kl_controller: KLController | None,
+        engine: GenerationEngine | None,
+        ptx_dataset: Any,
+    ) -> None:
+        models, tokens, tokenizer = prepared.models, prepared.tokens, prepared.tokenizer
+        self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
+        self.reward_models = [each.model for each in models.rewards]
+        self.tokens, self.sizes = tokens, prepared.sizes
+        self._is_stepped, self._reward_funcs = prepared.is_stepped, prepared.reward_funcs
+        self._run = run = RunState(args, tokenizer, tokens)
+        self._critic_only, self.score_moments, self._stateful = CriticOnly(run), RunningMoments(), StatefulParts()
+        self.kl_controller = construction.make_kl_controller(args, kl_controller)
+        if kl_controller is not None or args.kl_target is not None:
+            self._stateful.register("kl_controller", self.kl_controller)
+        if args.score_scaling:
+            self._stateful.register("score_moments", self.score_moments)
+
+        # Call Trainer's constructor, which makes the accelerator.
         self._optimization = Optimization(optimizers)
-        super().__init__(*args, optimizers=cast(Any, self._optimization.given), **kwargs)
+        use_one_device(args)
+        with configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
+            super().__init__(
+                model=PolicyAndValue(models.policy, models.value_model, args.temperature),
+                args=args,
+                data_collator=data_collator or PromptCollator(tokens.pad),
+                train_dataset=prepared.train_dataset,
+                eval_dataset=prepared.eval_dataset,
+                processing_class=tokenizer,
+                callbacks=callbacks,
+                optimizers=cast(Any, self._optimization.given),
+            )
         self._optimization.check(self.model, self.accelerator)
         self.state = PPOTrainerState.of(self.state)
-        run = self._run
-        run.connect(self.accelerator, self.callback_handler, self.model)
+
+        # Make the parts that need it.
+        run.connect(self.accelerator, self.callback_handler, uses_functions=bool(prepared.functions))
         use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
         reduce_sum: Any = partial(self.accelerator.reduce, reduction="sum")
-        run.signals = StopOnSignal(reduce_sum, self.accelerator.num_processes)
+        self._signals = StopOnSignal(reduce_sum, self.accelerator.num_processes)
+        self._guard = DivergenceGuard(run, self._models)
+        self._window, self._progress = MetricWindow(), Progress()
         self._rollout_metrics = rollouts.RolloutMetrics(run)
+        self._prepared: nn.Module = as_module(self.model)  # what the steps run; an engine wraps it when a run begins
+        self._latest_prompts: Prompts | None = None
+        self._is_saving = self._has_stepped = False
         self._open_steps: ExitStack | None = None  # releases what a run of `step` holds
-        self._has_stepped = False
         self._printed = ""  # the latest sample table
-        add_console_and_health(self, self.args, self.sizes, self.reward_models)
-        self.add_callback(run.signals)
+        add_console_and_health(self, args, self.sizes, self.reward_models)
+        self.add_callback(self._signals)
         set_up_engine(self.accelerator, self._models)
+        parts = construction.make_parts(self, run, prepared, engine)
+        self._sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
+        self._baselines, self._play = parts.baselines, parts.play
+        self._ptx = None
+        if ptx_dataset is not None:
+            longest = self._preparation.longest_sequence
+            self._ptx = LanguageModeling(run, self.sizes, self._critic_only, longest, ptx_dataset)
+            self._stateful.register("ptx", self._ptx)
 
     @property
     def state(self) -> PPOTrainerState:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -183,52 +253,153 @@ class TrainerBase(Trainer):
 
     # ---- The run around the updates ----
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Run PPO.
+
+        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint after the update that is running. A second signal ends
+        the process at once.
+
+        Args:
+            resume_from_checkpoint: A checkpoint directory; True for the newest complete checkpoint of `output_dir`;
+                None for `args.resume_from_checkpoint`.
+            trial: Ignored; for compatibility with Trainer.
+            ignore_keys_for_eval: Ignored; for compatibility with Trainer.
+
+        Returns:
+            Number of updates, mean loss and speed.
+
+        Raises:
+            ValueError: The checkpoint is incomplete or belongs to another model, or `output_dir` holds another run.
+            RuntimeError: Another process trains in `output_dir`.
+            RunStopped: A signal ended the run. This is a `SystemExit` with code 143 (SIGTERM), 130 (SIGINT) or 129
+                (SIGHUP).
+        """
+        if self._is_stepped:
+            raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
+        with self._open_run(resume_from_checkpoint) as checkpoint:
+            return super().train(checkpoint, None, ignore_keys_for_eval)
+
     @contextmanager
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        run, args = self._run, self.args
-        opened = saving.opened(args, self.accelerator, resume_from_checkpoint)
-        with run.signals.listening(), opened as checkpoint:
-            run.guard.last_checkpoint = checkpoint
-            self.scorer.stop()  # a failed update may have left pending rewards and logged values
-            run.logged.forget()
+        opened = saving.opened(self.args, self.accelerator, resume_from_checkpoint)
+        with self._signals.listening(), opened as checkpoint:
+            self._guard.last_checkpoint = checkpoint
+            self._run.logged.forget()  # what a failed update has left
             yield checkpoint
 
-    def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> LoopState:
+    def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> None:
         """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""
         run, args = self._run, self.args
         set_seed(args.seed, device_specific=True)
         run.streams.seed(args.seed)
-        policy = self._models.policy
-        drop_foreign_padding(policy)
-        drop_ignored_generation_settings(policy)
-        self._engine.policy_changed()
+        drop_foreign_padding(self.policy_model)
+        drop_ignored_generation_settings(self.policy_model)
+        self._sampler.engine.policy_changed()
         self.accelerator.free_memory()
-        self.sizes = run.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
+        self.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
         self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, None)
-        saving.resume(run, checkpoint, num_rows(self.train_dataset) or 0, per_epoch)
-        model, loader = self._prepare_for_training(max_steps, loader, checkpoint)
-        check_prepared(self.optimizer, model, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
-        run.progress.optimization = self._optimization.recorded()
+        num_prompts = num_rows(self.train_dataset) or 0
+        self._progress = progress = saving.resume(run, self.sizes, checkpoint, num_prompts, per_epoch)
+        self._window = MetricWindow(progress.pending_metrics)
+        self._prepared, loader = self._prepare_for_training(max_steps, loader, checkpoint)
+        check_prepared(self.optimizer, self._prepared, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        progress.optimization = self._optimization.recorded()
         self._critic_only.begin(self.optimizer, self._optimization.policy_groups)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
-        loss = run.progress.loss_of(args.process_index, self.accelerator.num_processes)
+        loss = progress.loss_of(args.process_index, self.accelerator.num_processes)
         self._tr_loss, self._total_loss_scalar = torch.tensor(loss, device=args.device), 0.0
-        self._globalstep_last_logged = run.progress.last_logged_step
-        model.zero_grad()
+        self._globalstep_last_logged = progress.last_logged_step
+        self._prepared.zero_grad()
         self._note_run()
-        run.stateful.start(checkpoint)
-        run.loop = LoopState(
-            model, datasets.Passes(loader, args, run.sizes), checkpoint, run.progress.epoch,
-            num_skipped=run.progress.batches_in_epoch, updates_per_epoch=per_epoch,
-            ignore_keys=ignore_keys, num_episodes_before=self.state.episode,
+        self._stateful.start(checkpoint)
+        self._loop = LoopState(
+            datasets.Passes(loader, args, self.sizes),
+            checkpoint,
+            updates_per_epoch=per_epoch,
+            ignore_keys=ignore_keys,
+            num_episodes_before=self.state.episode,
             schedule_follows_metric=follows_metric(self.lr_scheduler),
-        )  # fmt: skip
+        )
         run.fire("on_train_begin")
-        return run.loop
+        if args.eval_on_start:
+            self._evaluate(None, ignore_keys, skip_scheduler=True)
+
+    def _prompt_batches(self) -> Iterator[Prompts]:
+        """Yield this rank's prompts for each update, pass after pass, from where a resumed run has stopped.
+
+        Each prompt is repeated `args.num_generations` times in adjacent rows.
+        """
+        if self._begins_steps:  # `step` brings its own
+            return
+        run, loop = self._run, self._loop
+        for epoch in itertools.count(self._progress.epoch):
+            self._begin_epoch()
+            num_batches = num_skipped = self._progress.batches_in_epoch
+            if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
+                self.control.should_training_stop = True
+            for batch in () if self.control.should_training_stop else loop.passes.batches(epoch, num_skipped):
+                num_batches += 1
+                self._latest_prompts = Prompts.from_collated(batch, self.args.device)
+                run.fire("on_step_begin")
+                yield self._latest_prompts.repeated(self.args.num_generations)
+                if self.control.should_epoch_stop or self.control.should_training_stop:
+                    break
+            if num_batches == 0 and not self.control.should_training_stop:
+                logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
+                self.control.should_training_stop = True
+            self._leave_if_stopped()
+            self._end_epoch(epoch)
+            if self.control.should_training_stop:
+                return
+
+    def _accept(self, rollout: Rollout) -> None:
+        """Stop at values that are not finite, and count the scores in the moments that scale them."""
+        self._guard.check_rollout(rollout)
+        if self.args.score_scaling:
+            self.score_moments.add(whole_scores(rollout), self._run.sum_over_ranks)
+
+    @property
+    def _score_unit(self) -> ScoreMoments | None:
+        return self.score_moments.moments if self.args.score_scaling else None
+
+    def _respond(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
+        """Sample responses, or play episodes.
+
+        Args:
+            prompts: `B` prompts.
+            config: Sampling settings of the policy; None uses those of training.
+
+        Returns:
+            The responses, and the prompts with the responses of the baselines that rewards compare with as columns.
+        """
+        if self._play is not None:
+            settings = config or self._sampler.settings()
+            play = self._play
+            return self._sampler.on_policy(self._prepared, lambda policy: play(policy, prompts, settings))
+
+        def respond_as(kind: str) -> Responses:
+            if kind == "self" or self.reference is None:
+                return self.generate_responses(prompts)
+            with self.reference.generating(self._prepared, self.policy_model) as generating:
+                return self.generate_responses(prompts, policy=generating)
+
+        responses = self.generate_responses(prompts, config)
+        return responses, self._baselines.respond(prompts, respond_as) if self._baselines.kinds else prompts
+
+    def _learn_from_texts(self, statistics: UpdateStatistics) -> Tensor | float:
+        """Add the gradients of `ptx_dataset`'s next rows; return their loss."""
+        if self._ptx is None:
+            return 0.0
+        return self._ptx.learn(self._prepared, statistics, self._forward_context)
 
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""
@@ -241,15 +412,10 @@ class TrainerBase(Trainer):
             if self.args.should_save:
                 save_settings(output_directory(self.args), self.args, made_of, health)
 
-    def _evaluate_on_start(self) -> None:
-        if self.args.eval_on_start:
-            loop = self._run.loop
-            self._evaluate(None, loop.ignore_keys, skip_scheduler=True)
-
     def _begin_epoch(self) -> None:
         """Restore the random numbers of a checkpoint."""
         self._run.fire("on_epoch_begin")
-        self._load_rng_state(self._run.loop.checkpoint)
+        self._load_rng_state(self._loop.checkpoint)
 
     def _make_samples(self) -> None:
         """Make a sample table if it is due."""
@@ -257,36 +423,35 @@ class TrainerBase(Trainer):
         if num_tables > 0 and evaluations.is_due(self.state.global_step, self.state.max_steps, num_tables):
             self.generate_completions(sampling=True)
 
-    def _count_update(self) -> None:
+    def _count_update(self, metrics: dict[str, float], grad_norm: float | Tensor) -> None:
         """Count an update, step the schedule, and keep the metrics for the next log."""
-        run, args, state, loop = self._run, self.args, self.state, self._run.loop
-        loop.learning_rate = self._get_learning_rate()
+        args, state, loop = self.args, self.state, self._loop
+        loop.grad_norm, loop.learning_rate = grad_norm, self._get_learning_rate()
         if not loop.schedule_follows_metric:
             self.lr_scheduler.step()
         state.global_step += 1
         state.epoch = state.global_step / loop.updates_per_epoch
-        run.progress.batches_in_epoch += 1
-        run.progress.episode += self.sizes.batch_size
-        state.episode = run.progress.episode
-        seconds = run.timer.drain()
+        self._progress.batches_in_epoch += 1
+        self._progress.episode += self.sizes.batch_size
+        state.episode = self._progress.episode
+        seconds = self._run.timer.drain()
         num_episodes, elapsed = state.episode - loop.num_episodes_before, time.monotonic() - loop.began
         num_tokens = self._rollout_metrics.num_response_tokens
-        run.window.add(
-            run.metrics
+        self._window.add(
+            metrics
             | seconds
             | rate("time/tokens_per_second", num_tokens, sum(seconds.values()))
             | rate("eps", num_episodes, elapsed)
             | {"lr": loop.learning_rate, "episode": state.episode}
         )
-        run.metrics = {}
         if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
     def _end_epoch(self, epoch: int) -> None:
         """Count a pass over the data, and report."""
-        self._run.loop.num_skipped, self._run.loop.checkpoint = 0, None
+        self._loop.checkpoint = None
         if not self.control.should_training_stop:
-            self._run.progress.epoch, self._run.progress.batches_in_epoch = epoch + 1, 0
+            self._progress.epoch, self._progress.batches_in_epoch = epoch + 1, 0
         self._report("on_epoch_end")
 
     def _report(self, event: str) -> None:
@@ -301,22 +466,28 @@ class TrainerBase(Trainer):
         return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
 
     def _log_save_evaluate(self) -> None:
-        loop: Any = self._run.loop
+        loop: Any = self._loop
         self._maybe_log_save_evaluate(
-            self._tr_loss, loop.grad_norm, loop.model, None, loop.epoch, loop.ignore_keys, loop.start,
+            self._tr_loss,
+            loop.grad_norm,
+            self._prepared,
+            None,
+            self._progress.epoch,
+            loop.ignore_keys,
+            loop.start,
             loop.learning_rate,
-        )  # fmt: skip
+        )
         self._run.agree_on_control()
 
     def _leave_if_stopped(self) -> None:
         """Leave the run with `RunStopped` if a signal ended it."""
-        if (number := self._run.signals.stopped) is None:
+        if (number := self._signals.stopped) is None:
             return
         self._save_last()  # save_strategy="best" saves after a best evaluation only
         self._run.fire("on_train_end")
         self._finish_current_push()
         self.is_in_train = False
-        checkpoint, done, of = str(self._run.guard.last_checkpoint), self.state.global_step, self.state.max_steps
+        checkpoint, done, of = str(self._guard.last_checkpoint), self.state.global_step, self.state.max_steps
         if self.args.process_index == 0:
             say(
                 f"{signal.Signals(number).name}: the run has ended after update {done} of {of}, with the checkpoint "
@@ -327,19 +498,19 @@ class TrainerBase(Trainer):
     def _save_last(self) -> None:
         """Write a checkpoint of the latest update, unless it has one."""
         name = f"checkpoint-{self.state.global_step}"
-        if os.path.basename(self._run.guard.last_checkpoint or "") != name:
-            self._save_checkpoint(self._run.loop.model, None)
+        if os.path.basename(self._guard.last_checkpoint or "") != name:
+            self._save_checkpoint(self._prepared, None)
             self._run.fire("on_save")
 
     def _finish_run(self) -> TrainOutput:
         """Log remaining updates and finish the run; after a signal, leave it."""
-        control, loop = self.control, self._run.loop
+        control, loop = self.control, self._loop
         if self._has_unlogged_updates():
             # It ended early, after its checkpoint: a resumed run logs as if it had not.
             control.should_log, control.should_evaluate, control.should_save = True, False, False
             self._log_save_evaluate()
         self._leave_if_stopped()
-        self._run.guard.check_weights()
+        self._guard.check_weights()
         num_episodes = self.state.max_steps * self.sizes.batch_size
         output = self._finalize_training(None, num_episodes, loop.start)
         self.save_state()  # the log, for `rlhf-ppo report`
@@ -347,13 +518,101 @@ class TrainerBase(Trainer):
 
     # ---- The run of `step` ----
 
+    def step(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        scores: Sequence[float] | Sequence[Tensor] | Tensor,
+        response_masks: Sequence[Tensor] | None = None,
+        sampling_logprobs: Sequence[Tensor] | None = None,
+        ended: Sequence[bool] | Tensor | None = None,
+    ) -> dict[str, float]:
+        """Run one PPO update on responses that you sampled in your own loop.
+
+        Each call is a full update, with logs, checkpoints, events and schedule. The trainer needs no data set and no
+        rewards, but it needs `total_episodes` or `max_steps`. The first call starts the run, or resumes it from
+        `args.resume_from_checkpoint`; `state.global_step` then counts the completed updates. The last call ends the
+        run. A signal ends the run with a checkpoint after the update of the running or next call.
+
+        Args:
+            queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
+                `(C_i,)` each.
+            responses: Token ids of the policy's responses, including the stop token, long `(T_i,)` each.
+            scores: Score of each response, `(B,)`, or a reward for each of its tokens, `(T_i,)` each; NaN excludes a
+                response from learning.
+            response_masks: True on the tokens that the policy wrote, bool `(T_i,)` each; all other tokens, like a
+                tool's, are context. None: the policy wrote all tokens.
+            sampling_logprobs: Log-probability of each response token in the distribution it was sampled from, after
+                temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each. Values of tokens that the policy did
+                not write are ignored. With `importance_sampling_correction` they give the importance weights, like an
+                engine's log-probabilities. None: no correction.
+            ended: Whether each response ended by itself, bool `(B,)`; False where a limit cut it. None: a response
+                ended if its last turn holds the stop token or a stop string.
+
+        Returns:
+            The update's metrics.
+
+        Raises:
+            ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
+                a vocabulary, a response has no token of the policy, or a log-probability is above 0 or not finite.
+                Nothing has changed.
+            RuntimeError: The run has had all its updates, or `close` has ended it.
+            RunStopped: A signal ended the run.
+        """
+        preparation = self._preparation
+        rows, given = given_responses(
+            self.sizes.local_batch_size,
+            self.tokens.pad,
+            self.args.device,
+            preparation.vocabulary,
+            preparation.longest_sequence,
+            queries,
+            responses,
+            scores,
+            response_masks,
+            sampling_logprobs,
+            ended,
+        )
+        with self._step_of_run():
+            self._run.fire("on_step_begin")
+            rollout = self.collect_rollout(Prompts.of_responses(rows), rows, given)
+            self._accept(rollout)
+            experience = self.estimate_advantages(rollout)
+            return self._end_update(rollout, experience, self.learn(experience))
+
+    def close(self) -> None:
+        """End a run of `step` before its last update.
+
+        Writes a checkpoint (unless `save_strategy="no"`, or the latest update has one), logs the updates since the
+        last log, fires `on_train_end`, releases `output_dir` and restores the signal handlers. All processes must call
+        it. `with PPOTrainer(...) as trainer:` calls it at the end of the block, also after an error. If one of several
+        processes fails, it only releases `output_dir`.
+
+        Without an open run it does nothing, so you may call it twice. Afterwards `save_model`, `evaluate` and
+        `generate_completions` work as after `train`, `train` starts another run, and `step` raises an error. To
+        continue the run, create a new trainer with `resume_from_checkpoint=True`.
+
+        Raises:
+            DivergenceError: A weight is not finite. `output_dir` is released nevertheless.
+            RunStopped: A signal arrived after the last update; the run ended with a checkpoint.
+        """
+        self._close_steps(saves=True)
+
+    def __enter__(self) -> Self:
+        """Return the trainer; the end of the block calls `close`."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Call `close`; after an error of one of several processes only release `output_dir`."""
+        self._close_steps(saves=kind is None or self.accelerator.num_processes == 1)
+
     @property
     def _begins_steps(self) -> bool:
         """Whether Trainer's `train` only sets up a run of `step`."""
         return self._open_steps is not None and not self._has_stepped
 
     @contextmanager
-    def _step_of_run(self) -> Iterator[LoopState]:
+    def _step_of_run(self) -> Iterator[None]:
         """Begin the run of `step` in its first call; end it after the last update, a signal or an error."""
         with ExitStack() as ending:
             ending.callback(self._release_steps)
@@ -367,7 +626,7 @@ class TrainerBase(Trainer):
                     f"the run of step() is over after {done} of {of} updates; to continue, make a new PPOTrainer with "
                     "resume_from_checkpoint=True, and a larger total_episodes for more updates"
                 )
-            yield self._run.loop
+            yield
             self._leave_if_stopped()
             if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
                 self._finish_run()
@@ -385,7 +644,7 @@ class TrainerBase(Trainer):
         with ExitStack() as ending:
             ending.callback(self._release_steps)
             if saves:
-                self._run.signals.agree(self.args.device)
+                self._signals.agree(self.args.device)
                 if self.args.save_strategy != "no":
                     with preserve_rng():
                         self._save_last()
@@ -396,6 +655,25 @@ class TrainerBase(Trainer):
             self._open_steps.close()
             self._open_steps = None
 
+    def register_stateful(self, name: str, part: Stateful) -> None:
+        """Save an object's state in every checkpoint and restore it on resume.
+
+        Args:
+            name: Key of the state in checkpoints.
+            part: An object with `state_dict` and `load_state_dict`. Its state must be the same on all ranks: the main
+                process saves it, and all ranks load it. A new run starts from the object's current state.
+
+        Raises:
+            TypeError: Its state cannot be in a checkpoint.
+            ValueError: The name is taken.
+        """
+        self._stateful.register(name, part)
+
+    @property
+    def reward_model(self) -> nn.Module | None:
+        """The first reward model (TRL's attribute)."""
+        return next(iter(self.reward_models), None)
+
     # ---- Optimizer steps ----
 
     @contextmanager
@@ -404,27 +682,24 @@ class TrainerBase(Trainer):
         with self.compute_loss_context_manager(), self.accelerator.autocast():
             yield
 
-    def _optimizer_step(
-        self, model: nn.Module, losses: Sequence[Tensor], statistics: UpdateStatistics
-    ) -> float | Tensor:
+    def _clip_and_step(self, losses: Sequence[Tensor], statistics: UpdateStatistics) -> float | Tensor:
         """Clip the gradients, step and clear them.
 
         Args:
-            model: The prepared model.
             losses: Losses of the step's micro-batches; Trainer logs their mean over the update's steps.
             statistics: Statistics of these micro-batches.
 
         Returns:
             Gradient norm before clipping.
         """
-        run, args, accelerator = self._run, self.args, self.accelerator
-        self._critic_only.drop_policy_gradients(self._run.unwrapped(model).policy)
-        norms = gradient_norms(accelerator, self._run.unwrapped(model))
+        run, args, accelerator, model = self._run, self.args, self.accelerator, self._prepared
+        self._critic_only.drop_policy_gradients(self._models.policy)
+        norms = gradient_norms(accelerator, self._models)
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
             grad_norm = math.inf  # it has stepped, or skipped an overflow
-        run.guard.check_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm)
+        self._guard.check_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm)
         statistics.add_grad_norms(norms)
         run.fire("on_pre_optimizer_step")
         self.optimizer.step()
@@ -432,6 +707,8 @@ class TrainerBase(Trainer):
         for loss in losses:
             self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
         model.zero_grad()
+        if self._ptx is not None:
+            self._ptx.count_step()
         return grad_norm
 
     # ---- Data ----
@@ -498,11 +775,15 @@ class TrainerBase(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write what Trainer writes, under a temporary name, then rotate the checkpoints and upload."""
         run, args, state = self._run, self.args, self.state
-        run.guard.check_weights()
-        run.progress.losses = run.gather(self._tr_loss.reshape(1)).tolist()
-        run.progress.last_logged_step = self._globalstep_last_logged
+        self._guard.check_weights()
+        progress, self._is_saving = self._progress, True
+        progress.losses = run.gather(self._tr_loss.reshape(1)).tolist()
+        progress.last_logged_step = self._globalstep_last_logged
+        progress.pending_metrics = self._window.updates
+        progress.batch_size, progress.num_generations = self.sizes.batch_size, args.num_generations
+        progress.num_processes = self.accelerator.num_processes
         self.store_flos()
-        with saving.writing_checkpoint(run) as (directory, final):
+        with saving.writing_checkpoint(run, progress, self._stateful) as (directory, final):
             self.save_model(directory, _internal_call=True)
             if not args.save_only_model:
                 self._save_optimizer_and_scheduler(directory)
@@ -513,6 +794,7 @@ class TrainerBase(Trainer):
             if args.should_save:
                 saving.export_states([*self.callback_handler.callbacks, self.control], state)
                 state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
+        self._guard.last_checkpoint, self._is_saving = final, False
         self.create_model_card()
         if args.push_to_hub:
             self._push_from_checkpoint(final)
@@ -535,8 +817,8 @@ class TrainerBase(Trainer):
             DivergenceError: A weight is not finite; nothing is written.
         """
         args, accelerator = self.args, self.accelerator
-        if not self._run.is_saving:
-            self._run.guard.check_weights(together=is_sharding(accelerator))
+        if not self._is_saving:
+            self._guard.check_weights(together=is_sharding(accelerator))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Trainer writes nothing here for sharded checkpoints
@@ -551,7 +833,7 @@ class TrainerBase(Trainer):
         if not args.should_save:
             return
         critic = saving.CRITIC_DIR if args.save_critic else None
-        value_directory = saving.VALUE_MODEL_DIR if self._run.is_saving else critic
+        value_directory = saving.VALUE_MODEL_DIR if self._is_saving else critic
         saving.save_models(self._models, directory, state_dict, value_directory)
         tokenizer: Any = self.processing_class
         tokenizer.save_pretrained(directory)
@@ -656,13 +938,12 @@ class TrainerBase(Trainer):
     ) -> EvalLoopOutput:
         """Collect a rollout for every batch of `dataloader`, with the same separate random numbers in every call."""
         run, gather = self._run, cast(Callable[..., Any], self.accelerator.gather_for_metrics)
-        self._engine.policy_changed()  # the weights may have changed
-        with rollouts.apart_from_training(run, self.model_wrapped) as model:
+        with self._apart_from_training():
             self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
 
             def evaluate(prompts: Prompts) -> Mapping[str, Tensor]:
-                rollout = self.collect_rollout(model, prompts)
-                run.guard.check_rollout(rollout)
+                rollout = self.collect_rollout(prompts)
+                self._guard.check_rollout(rollout)
                 return evaluation_columns(rollout, self.args, self.kl_controller.coef)
 
             fire = partial(run.fire, "on_prediction_step")
@@ -688,10 +969,9 @@ class TrainerBase(Trainer):
         gather: Callable[..., Any] = gather_object
         if held_out:
             gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True)
-        self._engine.policy_changed()
-        with rollouts.apart_from_training(run, self.model_wrapped) as model:
+        with self._apart_from_training():
             batches = itertools.islice(self._sample_prompts(), 1 if sampling else None)
-            rows = rollouts.rows_of_samples(run, batches, partial(self._respond_greedily, model), gather)
+            rows = rollouts.rows_of_samples(run, batches, self._respond_greedily, gather)
         if not rows:
             return None
         table = evaluations.table_of(rows, self.scorer.names)
@@ -699,13 +979,23 @@ class TrainerBase(Trainer):
             self._printed = evaluations.show_table(table, self, held_out, self._printed)
         return table
 
-    def _respond_greedily(self, model: nn.Module, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
+    def _respond_greedily(self, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
         """Sample greedy responses and the baselines' responses, and score the former."""
-        config = greedy_config(self.args, self._run.tokens.stop, self._run.vocabulary.never_sampled)
         with noting_out_of_memory("generate"):
-            responses, prompts = self._rollouts.respond(model, prompts, config)
+            responses, prompts = self._respond(prompts, self._sampler.settings(greedy=True))
         with noting_out_of_memory("score"):
             return prompts, responses, self.score_responses(responses, prompts)
+
+    @contextmanager
+    def _apart_from_training(self) -> Iterator[None]:
+        """Let the steps use the current weights in the block, with the same separate random numbers in every call."""
+        before = self._prepared
+        self._sampler.engine.policy_changed()  # the weights may have changed
+        with rollouts.apart_from_training(self._run, self.model_wrapped) as self._prepared:
+            try:
+                yield
+            finally:
+                self._prepared = before
 
     @torch.no_grad()
     def audit_critic(
@@ -730,32 +1020,31 @@ class TrainerBase(Trainer):
         Raises:
             ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
         """
-        check_audit(self.args, num_prefixes, num_continuations, self._rollouts.play is not None)
+        check_audit(self.args, num_prefixes, num_continuations, self._play is not None)
         sets: Any = self.eval_dataset if eval_dataset is None else self._prepared_eval(eval_dataset)
         if sets is None:
             raise ValueError("eval_dataset=None: an audit needs held-out prompts; pass eval_dataset")
         run, gather = self._run, cast(Callable[..., Any], self.accelerator.gather_for_metrics)
         generator = np.random.default_rng((self.args.seed, self.args.process_index))
-        self._engine.policy_changed()
-        with rollouts.apart_from_training(run, self.model_wrapped) as model:
+        with self._apart_from_training():
             batches = evaluations.held_out_prompts(
                 sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
             )
-            audited = partial(rollouts.audit_columns, run, self._rollouts, model, self._returns_of_responses)
+            audited = partial(
+                rollouts.audit_columns, run, self._sampler, self._respond, self.generate_responses, self._returns_of
+            )
             rows = [gather(audited(batch, num_prefixes, num_continuations, generator)) for batch in batches]
         run.timer.drain()
         run.logged.drain()
         result = audit(prefixes_of(torch.cat(rows)), self.args.seed)
         if self.is_in_train:
-            run.window.add(result.metrics)  # in the next log
+            self._window.add(result.metrics)  # in the next log
         if self.is_world_process_zero():
             result.save(output_directory(self.args))
         return result
 
-    def _returns_of_responses(
-        self, model: nn.Module, responses: Responses, prompts: Prompts
-    ) -> tuple[Rollout, Tensor]:
-        rollout = self._evaluate_responses(model, responses, prompts)
+    def _returns_of(self, responses: Responses, prompts: Prompts) -> tuple[Rollout, Tensor]:
+        rollout = self.collect_rollout(prompts, responses)
         return rollout, monte_carlo_returns(rollout, self.shape_rewards(rollout), self.args)
 
     def _sample_prompts(self) -> Iterator[Prompts]:
@@ -763,7 +1052,7 @@ class TrainerBase(Trainer):
 
         These are the first rows, or a stream's latest prompts, since a stream cannot be read twice at a time.
         """
-        latest, args = self._run.latest_prompts, self.args
+        latest, args = self._latest_prompts, self.args
         if self.eval_dataset is not None:
             yield from evaluations.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, args.device)
         elif num_rows(self.train_dataset) is not None:
@@ -816,7 +1105,7 @@ class TrainerBase(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore each rank's random numbers; reseed them if the number of processes changed."""
-        if checkpoint is None or saving.reseed_if_processes_changed(self._run):
+        if checkpoint is None or saving.reseed_if_processes_changed(self._run, self._progress):
             return
         super()._load_rng_state(checkpoint)
         self._run.streams.load(checkpoint)
@@ -836,7 +1125,7 @@ class TrainerBase(Trainer):
         """
         of_training = "loss" in logs
         if of_training:
-            logs.update(self._run.window.drain())
+            logs.update(self._window.drain())
         with raise_on_all_ranks(self.accelerator) if of_training else nullcontext():
             super().log(logs, start_time)
         if of_training:

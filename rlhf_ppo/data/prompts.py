@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config.validation import NOT_OF_TEMPLATES
-from rlhf_ppo.data.rollout import check_shape
+from rlhf_ppo.data.rollout import Responses, check_shape
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
@@ -385,6 +385,12 @@ class Prompts:
         """Stack each row's token ids, padded on the left."""
         mask = left_padded([[1] * len(row) for row in rows], 0).bool()
         return cls(left_padded(rows, pad).to(device), mask.to(device), columns or {})
+
+    @classmethod
+    def of_responses(cls, responses: Responses) -> Prompts:
+        """Return the prompts of responses, without columns."""
+        context = slice(None, responses.context_length)
+        return cls(responses.query_responses[:, context], responses.attention_mask[:, context], {})
 
     @classmethod
     def from_collated(cls, batch: Mapping[str, Any], device: torch.device) -> Prompts:

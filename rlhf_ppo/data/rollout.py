@@ -302,6 +302,12 @@ class Rollout(Responses):
     token_scores: Tensor
     scores_by_source: Mapping[str, Tensor]
 
+    @classmethod
+    def of(cls, responses: Responses, **evaluated: Any) -> Self:
+        """Make the rollout of responses; the other arguments are its further fields."""
+        own = ("query_responses", "attention_mask", "response_mask", "sampling_logprobs", "on_host")
+        return cls(**{name: getattr(responses, name) for name in own}, **evaluated)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_shapes(self.response_mask.shape, "logprobs", "ref_logprobs", "values", "token_scores")
@@ -418,6 +424,7 @@ class Experience(Responses):
     Attributes:
         logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
         values: Value estimates when sampled, float32 `(B, T)`.
+        rewards: Reward of each token before whitening, float32 `(B, T)`.
         advantages: Whitened advantages, float32 `(B, T)`, 0 outside the loss mask.
         returns: Targets of the value loss, float32 `(B, T)`, 0 outside the loss mask: advantages before whitening plus
             values, with the value model's lambda.
@@ -430,6 +437,7 @@ class Experience(Responses):
 
     logprobs: Tensor
     values: Tensor
+    rewards: Tensor
     advantages: Tensor
     returns: Tensor
     loss_mask: Tensor
@@ -439,15 +447,20 @@ class Experience(Responses):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_shapes(self.response_mask.shape, "logprobs", "values", "advantages", "returns", "loss_mask")
+        self._check_shapes(
+            self.response_mask.shape, "logprobs", "values", "rewards", "advantages", "returns", "loss_mask"
+        )
         self._check_shapes(self.response_mask.shape, "importance_weights", "loss_weights", "value_weights")
 
     @classmethod
-    def of(cls, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None = None) -> Self:
+    def of(
+        cls, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
+    ) -> Self:
         """Make the experience of a rollout; the arguments are its fields.
 
         Args:
             rollout: The rollout.
+            rewards: Before whitening, `(B, T)`.
             advantages: Whitened, `(B, T)`.
             returns: `(B, T)`.
             weights: Importance weights, `(B, T)`; None: all 1.
@@ -459,6 +472,7 @@ class Experience(Responses):
             on_host=rollout.on_host,
             logprobs=rollout.logprobs,
             values=rollout.values,
+            rewards=rewards,
             advantages=advantages,
             returns=returns,
             loss_mask=rollout.loss_mask,

@@ -276,11 +276,13 @@ class RngStreams:
     Attributes:
         rewards: Stream of the reward functions.
         callbacks: Stream of the callbacks.
+        num_apart: Batches of episodes of the running evaluation; None while there is none.
     """
 
     def __init__(self, process_index: int, seed: int) -> None:
         self.process_index = process_index
         self.rewards, self.callbacks = RngStream("rewards"), RngStream("callbacks")
+        self.num_apart: int | None = None
         self.seed(seed)
 
     def seed(self, *words: int) -> None:

@@ -284,6 +284,7 @@ class UpdateStatistics:
         grad_norms: Gradient norms of policy and value model at each optimizer step, float32 `(2,)`.
         learns_ptx: Whether the update also learns from texts; their two sums then precede the number of tokens.
         ptx: The sums of the step that comes next, float32 `(2,)`: negative log-likelihood and tokens.
+        grad_norm: Gradient norm of the last step, before clipping.
     """
 
     KL = "policy/kl_avg"
@@ -308,6 +309,8 @@ class UpdateStatistics:
     learns_ptx: bool = False
     ptx: Tensor | None = None
     value_figures: frozenset[str] = frozenset()
+    grad_norm: float | Tensor = 0.0
+    _first_of_epoch: int = 0
 
     @torch.no_grad()
     def add(self, part: Experience, output: PolicyAndValueOutput, policy: PolicyLoss, value: ValueLoss) -> None:
@@ -339,24 +342,30 @@ class UpdateStatistics:
             self.ptx = None
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
 
-    def mean_kl(self, start: int, reduce_sum: Callable[[Tensor], Tensor]) -> float:
-        """Return the mean KL to the policy that sampled, over the tokens of all ranks.
+    def begin_epoch(self) -> None:
+        """Count an epoch."""
+        self._first_of_epoch = len(self.sums)
+        if self.watches_kl:
+            self.num_epochs = (self.num_epochs or 0) + 1
+
+    def kl_of_epoch(self, reduce_sum: Callable[[Tensor], Tensor]) -> float:
+        """Return the mean KL to the policy that sampled, over the epoch's tokens of all ranks.
 
             k3 = rho - 1 - log rho,        rho = exp(logprob - old_logprob)
 
         J. Schulman, *Approximating KL Divergence* (2020).
 
         Args:
-            start: The first micro-batch that counts.
             reduce_sum: Adds a tensor up over ranks.
 
         Returns:
             Nats per token; 0 without a micro-batch. All ranks have micro-batches, or none has.
         """
-        if len(self.sums) <= start:
+        if len(self.sums) <= self._first_of_epoch:
             return 0.0
         column = len(self.KEYS) + self.named.index(self.KL)
-        total, num_tokens = reduce_sum(torch.stack(self.sums[start:]).sum(dim=0)[[column, -1]]).tolist()
+        of_epoch = torch.stack(self.sums[self._first_of_epoch :])
+        total, num_tokens = reduce_sum(of_epoch.sum(dim=0)[[column, -1]]).tolist()
         return total / num_tokens
 
     def add_grad_norms(self, norms: Tensor | None) -> None:

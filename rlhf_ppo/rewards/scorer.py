@@ -211,59 +211,20 @@ class Scorer:
         self.names = _unique([source.name for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)
-        self._started: tuple[ScoringBatch | None, dict[str, Future[Tensor]]] = None, {}
 
     @property
     def reads_columns(self) -> bool:
         """Whether any source reads columns of the data set."""
         return any(getattr(source, "reads_columns", True) for source in self.sources.values())
 
-    def start(self, batch: ScoringBatch) -> None:
-        """Start the slow sources, so that they run while the caller continues.
+    def start(self, batch: ScoringBatch) -> PendingScores:
+        """Start the slow sources, so that they run while the caller continues."""
+        return PendingScores(self, batch, self._submit(batch))
 
-        Args:
-            batch: The batch of the next call.
-        """
-        self.stop()
-        self._started = batch, self._submit(batch)
-
-    def stop(self) -> None:
-        """Cancel the sources that `start` started and no call has collected; their further logs are dropped."""
-        (_, running), self._started = self._started, (None, {})
-        _cancel(running)
-
-    @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Scores:
-        """Score a batch.
-
-        The slow sources are started first, unless `start` did so, and collected last. If a source fails, the slow ones
-        are cancelled.
-
-        Args:
-            batch: `B` prompts and truncated responses.
-
-        Returns:
-            The weighted sums and each source's scores, on the batch's device.
-
-        Raises:
-            WrongRewardError: A source returned another shape, or a weighted sum is beyond `MAX_SCORE`.
-        """
-        batch, running = self._take_started(batch)
-        try:
-            given = {name: source(batch) for name, source in self.sources.items() if name not in running}
-            given |= {name: future.result() for name, future in running.items()}
-        finally:
-            _cancel(running)
-        return self._weighted_sum({name: given[name] for name in self.names}, batch)
-
-    def _take_started(self, batch: ScoringBatch) -> tuple[ScoringBatch, dict[str, Future[Tensor]]]:
-        """Return the batch and futures of `start` if it got these responses; otherwise cancel those and start anew."""
-        started, running = self._started
-        if started is None or started.query_responses is not batch.query_responses:
-            self.stop()
-            return batch, self._submit(batch)
-        self._started = None, {}
-        return started, running
+        """Score a batch; see `PendingScores.result`."""
+        with self.start(batch) as pending:
+            return pending.result()
 
     def _submit(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
         running: dict[str, Future[Tensor]] = {}
@@ -276,7 +237,8 @@ class Scorer:
                     running[name].set_exception(error)
         return running
 
-    def _weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
+    def weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
+        """Return the weighted sum of what the sources gave."""
         mask = batch.response_mask.bool()
         final, per_token = torch.zeros(len(batch), device=mask.device), torch.zeros(mask.shape, device=mask.device)
         by_source: dict[str, Tensor] = {}
@@ -307,6 +269,42 @@ class Scorer:
         weighed = [scores for name, scores in by_source.items() if self.weights[name] != 0]
         unscored = torch.stack([scores.isnan() for scores in weighed or by_source.values()]).all(dim=0)
         return Scores(final.masked_fill(unscored, math.nan), per_token, by_source)
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Scores of a batch whose slow sources run; they are cancelled at the end of a `with` block.
+
+    Attributes:
+        scorer: Computes the weighted sum.
+        batch: `B` prompts and truncated responses.
+        running: The started sources, by name.
+    """
+
+    scorer: Scorer
+    batch: ScoringBatch
+    running: dict[str, Future[Tensor]]
+
+    @torch.no_grad()
+    def result(self) -> Scores:
+        """Call the other sources, and collect all.
+
+        Returns:
+            The weighted sums and each source's scores, on the batch's device.
+
+        Raises:
+            WrongRewardError: A source returned another shape, or a weighted sum is beyond `MAX_SCORE`.
+        """
+        sources = self.scorer.sources
+        given = {name: source(self.batch) for name, source in sources.items() if name not in self.running}
+        given |= {name: future.result() for name, future in self.running.items()}
+        return self.scorer.weighted_sum({name: given[name] for name in sources}, self.batch)
+
+    def __enter__(self) -> PendingScores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _cancel(self.running)
 
 
 def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:

@@ -19,10 +19,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.config.validation import parse_weights
-from rlhf_ppo.data.prompts import PositionLimit, smallest
+from rlhf_ppo.data.prompts import NoPrompts, PositionLimit, num_rows, smallest
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.generation.sampler import Sampler
+from rlhf_ppo.generation.stopping import SpecialTokens, special_tokens
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
@@ -31,14 +34,16 @@ from rlhf_ppo.processes import distributed
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
-from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, tokenizer_beside
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models, tokenizer_beside
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
+from rlhf_ppo.training import checks
 from rlhf_ppo.training.checks import check_critic_alone
-from rlhf_ppo.training.datasets import PromptPreparation
+from rlhf_ppo.training.datasets import PromptPreparation, load_data
 from rlhf_ppo.training.episodes import EpisodeRollouts
 from rlhf_ppo.training.external_loop import ExternalScores
-from rlhf_ppo.training.rollouts import Generate, Sampler
-from rlhf_ppo.training.run_state import RunState, SpecialTokens
+from rlhf_ppo.training.optimization import Optimizers
+from rlhf_ppo.training.rollouts import Play
+from rlhf_ppo.training.run_state import RunState
 
 logger = distributed.get_logger(__name__)
 
@@ -194,6 +199,102 @@ class Models:
         """The longest sequence that every model supports; None without a limit."""
         given = [*self.reading_policy_tokens.values(), self.frozen_reference]
         return smallest(capabilities.position_limit(model) for model in given if model is not None)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a trainer is made of before Trainer's constructor.
+
+    Attributes:
+        tokenizer: The policy's tokenizer.
+        tokens: Padding and stop tokens.
+        functions: The reward functions, with those of environments.
+        reward_funcs: The same as given.
+        models: The four models.
+        preparation: Tokenizes and checks prompts.
+        train_dataset: The training prompts, tokenized.
+        eval_dataset: The held-out prompts, tokenized, or None.
+        sizes: Sizes derived from the arguments, the processes and the data.
+        episodes: Rollouts of several turns, or None.
+        is_stepped: Whether the trainer is for `step`, which receives responses and scores.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    tokens: SpecialTokens
+    functions: Sequence[Callable[..., Any]]
+    reward_funcs: Any
+    models: Models
+    preparation: PromptPreparation
+    train_dataset: Any
+    eval_dataset: Any
+    sizes: Sizes
+    episodes: EpisodeRollouts | None
+    is_stepped: bool
+
+
+def prepare(
+    trainer: Trainer,
+    args: PPOConfig,
+    processing_class: PreTrainedTokenizerBase | None,
+    model: ModelOrPath,
+    ref_model: ModelOrPath | None,
+    reward_model: Any,
+    value_model: ModelOrPath | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+    peft_config: Any,
+    value_peft_config: Any,
+    reward_funcs: Any,
+    reward_processing_classes: Any,
+    kl_controller: KLController | None,
+    ptx_dataset: Any,
+    optimizers: Optimizers,
+    tools: Any,
+    rollout_func: Any,
+    environment_factory: Any,
+) -> Prepared:
+    """Check the arguments, load the models, and tokenize the prompts; the arguments are those of `PPOTrainer`."""
+    # What needs no weights.
+    checks.check_arguments(args)
+    episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
+    is_stepped = all(given is None for given in (episodes, reward_funcs, reward_model, train_dataset, eval_dataset))
+    functions = reward_functions(reward_funcs, reward_model, episodes, is_stepped)
+    checks.check_has_reward(reward_model, bool(functions))
+    tokenizer = load_tokenizer(model) if processing_class is None else processing_class
+    train_dataset = NoPrompts() if is_stepped else train_dataset
+    train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
+    checks.check_others(args, optimizers, kl_controller, ptx_dataset)
+    tokens = special_tokens(args, tokenizer)
+    checks.check_optimization(args, optimizers, num_rows(train_dataset))
+    # The models.
+    models = assemble_models(
+        args,
+        model,
+        ref_model,
+        load_reward_models(args, reward_model, reward_processing_classes, tokenizer),
+        value_model,
+        peft_config,
+        value_peft_config,
+        needs_reference=needs_reference(args, functions, kl_controller),
+        accelerator=early_accelerator(trainer, args),
+    )
+    # The prompts that all of them can read.
+    preparation = prompt_preparation(args, tokenizer, tokens, models, functions, episodes)
+    train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
+    sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
+    return Prepared(
+        tokenizer=tokenizer,
+        tokens=tokens,
+        functions=functions,
+        reward_funcs=reward_funcs,
+        models=models,
+        preparation=preparation,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        sizes=sizes,
+        episodes=episodes,
+        is_stepped=is_stepped,
+    )
 
 
 def assemble_models(
@@ -445,30 +546,38 @@ def prompt_preparation(
     )
 
 
-def make_parts(
-    trainer: Trainer,
-    run: RunState,
-    models: Models,
-    preparation: PromptPreparation,
-    episodes: EpisodeRollouts | None,
-    engine: GenerationEngine | None,
-    generate: Generate,
-) -> tuple[GenerationEngine, PromptPreparation, Sampler, Scorer]:
+@dataclass(frozen=True)
+class Parts:
+    """What samples and scores responses, made with Trainer's accelerator.
+
+    Attributes:
+        sampler: Samples responses.
+        scorer: Scores them.
+        preparation: Tokenizes and checks prompts, with the engine's limit.
+        baselines: Responses that reward functions compare with.
+        play: Plays episodes of several turns instead, or None.
+    """
+
+    sampler: Sampler
+    scorer: Scorer
+    preparation: PromptPreparation
+    baselines: BaselineCompletions
+    play: Play | None
+
+
+def make_parts(trainer: Trainer, run: RunState, prepared: Prepared, engine: GenerationEngine | None) -> Parts:
     """Place the frozen models, and make engine, sampler and scorer.
 
     Args:
         trainer: The trainer, after Trainer's constructor.
         run: Its run.
-        models: The models of `assemble_models`.
-        preparation: Tokenizes and checks prompts; the result also knows the engine's limit.
-        episodes: Rollouts of several turns, or None.
+        prepared: What `prepare` returned.
         engine: The engine to use; None makes that of the arguments.
-        generate: The trainer's `generate_responses`.
     """
-    args, tokens, accelerator = run.args, run.tokens, run.accelerator
+    args, tokens, accelerator, models = run.args, run.tokens, run.accelerator, prepared.models
     if models.reference is not None and models.reference.model is not None:
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
-    baselines = BaselineCompletions.of(run.reward_funcs, run.tokenizer, tokens.ended)
+    baselines = BaselineCompletions.of(prepared.functions, run.tokenizer, tokens.ended)
     if engine is None:
         engine = make_engine(
             args,
@@ -477,23 +586,19 @@ def make_parts(
             run.tokenizer,
             tokens.stop_strings,
             baselines.kinds,
-            local_batch_size=run.sizes.local_batch_size,
+            local_batch_size=prepared.sizes.local_batch_size,
         )
-    play = None if episodes is None else episodes.player(trainer, run, engine, baselines.kinds)
-    preparation = preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
-    sampler = Sampler(
-        run,
-        generate,
-        engine.reads_sharded,
-        baselines,
-        models.reference,
-        play,
-        preparation.longest_sequence,
-    )
-    return engine, preparation, sampler, make_scorer(run, models.rewards)
+    longest, episodes = prepared.preparation.limit, prepared.episodes
+    play = None if episodes is None else episodes.player(trainer, run, engine, longest, baselines.kinds)
+    preparation = prepared.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
+    never_sampled, longest = preparation.vocabulary.never_sampled, preparation.longest_sequence
+    sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.moment)
+    return Parts(sampler, make_scorer(run, models.rewards, prepared.functions), preparation, baselines, play)
 
 
-def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
+def make_scorer(
+    run: RunState, rewards: Sequence[LoadedRewardModel], functions: Sequence[Callable[..., Any]]
+) -> Scorer:
     """Combine reward models and reward functions in one scorer, models first; place the models.
 
     Raises:
@@ -511,19 +616,22 @@ def make_scorer(run: RunState, rewards: Sequence[LoadedRewardModel]) -> Scorer:
         )
         for reward in rewards
     ]
-    functions: list[RewardSource] = [
+    sources: list[RewardSource] = [
         function
         if is_reward_source(function)
         else RewardFunction(
-            function, run.tokenizer, partial(getattr, run, "state"), logged.log_metric,
+            function,
+            run.tokenizer,
+            partial(getattr, run, "state"),
+            logged.log_metric,
             log_extra=logged.log_extra,
         )
-        for function in run.reward_funcs
-    ]  # fmt: skip
+        for function in functions
+    ]
     weights = parse_weights("reward_weights", args.reward_weights)
-    own = [source.name for source in functions if getattr(source, "is_of_environment", False)]  # weight 1 if not given
+    own = [source.name for source in sources if getattr(source, "is_of_environment", False)]  # weight 1 if not given
     if isinstance(weights, dict):
         weights = dict.fromkeys(own, 1.0) | weights
-    elif weights is not None and len(weights) == len(models) + len(functions) - len(own):
+    elif weights is not None and len(weights) == len(models) + len(sources) - len(own):
         weights = [*weights, *[1.0] * len(own)]
-    return Scorer([*models, *functions], weights)
+    return Scorer([*models, *sources], weights)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
-from rlhf_ppo.data.prompts import PromptEncoder, Prompts, smallest
+from rlhf_ppo.data.prompts import PositionLimit, PromptEncoder, Prompts, smallest
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.environments.pool import Environments
 from rlhf_ppo.generation.episodes import (
@@ -123,13 +123,21 @@ class EpisodeRollouts:
 
     # ---- Rollouts ----
 
-    def player(self, trainer: Trainer, run: RunState, engine: GenerationEngine, opponents: Sequence[str]) -> Play:
+    def player(
+        self,
+        trainer: Trainer,
+        run: RunState,
+        engine: GenerationEngine,
+        longest_sequence: PositionLimit | None,
+        opponents: Sequence[str],
+    ) -> Play:
         """Return what makes the rollouts.
 
         Args:
             trainer: The trainer, which a `rollout_func` gets.
             run: The run.
             engine: Samples the turns.
+            longest_sequence: The longest that every model supports, or None.
             opponents: Kinds of the policies that reward functions compare with.
 
         Raises:
@@ -139,17 +147,24 @@ class EpisodeRollouts:
             raise ValueError(f"reward_funcs compare with {list(opponents)}, which plays no episodes: leave them out")
         run.logged.is_used = True
         if self.rollout_func is None:
-            return partial(self._play, run, engine)
+            return partial(self._play, run, engine, longest_sequence)
         return partial(self._roll_out, trainer, run)
 
     def _play(
-        self, run: RunState, engine: GenerationEngine, policy: nn.Module, prompts: Prompts, config: GenerationConfig
+        self,
+        run: RunState,
+        engine: GenerationEngine,
+        longest_sequence: PositionLimit | None,
+        policy: nn.Module,
+        prompts: Prompts,
+        config: GenerationConfig,
     ) -> tuple[Responses, Prompts]:
         """Play an episode for each prompt.
 
         Args:
             run: The run.
             engine: Samples the turns.
+            longest_sequence: The longest that every model supports, or None.
             policy: The unwrapped policy.
             prompts: `B` rows.
             config: How tokens are chosen.
@@ -172,7 +187,7 @@ class EpisodeRollouts:
             max_rounds=self.args.max_tool_calling_iterations,
             stops=stops,
             stop_strings=run.tokens.stop_strings,
-            longest_sequence=smallest((run.longest_sequence, getattr(engine, "longest_sequence", None))),
+            longest_sequence=smallest((longest_sequence, getattr(engine, "longest_sequence", None))),
             pad=run.tokens.pad,
         )
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
@@ -193,9 +208,10 @@ class EpisodeRollouts:
     def _seeds(self, run: RunState, num_rows: int) -> list[int]:
         """Return each row's seed: the same for all responses to a prompt, and at each evaluation."""
         seed, rank = self.args.seed, self.args.process_index
-        if run.is_evaluating:
-            run.num_apart += 1
-            return [derive_seed("evaluated environment", seed, rank, run.num_apart, row) for row in range(num_rows)]
+        if run.streams.num_apart is not None:
+            run.streams.num_apart += 1
+            number = run.streams.num_apart
+            return [derive_seed("evaluated environment", seed, rank, number, row) for row in range(num_rows)]
         copies, update = self.args.num_generations, run.state.global_step
         return [derive_seed("environment", seed, rank, update, row // copies) for row in range(num_rows)]
 

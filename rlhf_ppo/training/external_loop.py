@@ -10,11 +10,10 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from rlhf_ppo.data.prompts import check_lengths
+from rlhf_ppo.data.prompts import PositionLimit, check_lengths
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
-from rlhf_ppo.training.run_state import RunState
 
 MAX_ROUNDING = 1e-3
 """Largest log-probability in nats: engines that compute in 16 bits may round to a little above 0."""
@@ -36,7 +35,11 @@ class ExternalScores(RewardSource):
 
 
 def given_responses(
-    run: RunState,
+    num_rows: int,
+    pad_token_id: int,
+    device: torch.device,
+    vocabulary: Vocabulary,
+    longest_sequence: PositionLimit | None,
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
     scores: Sequence[float] | Sequence[Tensor] | Tensor,
@@ -49,7 +52,6 @@ def given_responses(
     Raises:
         ValueError: A value does not fit; see `PPOTrainer.step`.
     """
-    num_rows, device = run.sizes.local_batch_size, run.args.device
     given: dict[str, Sized | None] = {
         **{"queries": queries, "responses": responses, "scores": scores, "response_masks": response_masks},
         **{"sampling_logprobs": sampling_logprobs, "ended": ended},
@@ -61,9 +63,9 @@ def given_responses(
                 "per_device_train_batch_size x gradient_accumulation_steps"
             )
     for name, rows in {"queries": queries, "responses": responses}.items():
-        _check_ids(name, rows, run.vocabulary)
-    padded = padded_responses(queries, responses, response_masks, num_rows, run.tokens.pad, device)
-    check_lengths(padded.context_length, padded.responses.shape[1], run.longest_sequence)
+        _check_ids(name, rows, vocabulary)
+    padded = padded_responses(queries, responses, response_masks, num_rows, pad_token_id, device)
+    check_lengths(padded.context_length, padded.responses.shape[1], longest_sequence)
     if sampling_logprobs is not None:
         padded = replace(padded, sampling_logprobs=_logprobs(sampling_logprobs, padded))
     if ended is not None:

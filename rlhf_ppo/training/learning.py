@@ -312,3 +312,11 @@ def gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor |
     device = next(grads[0].device for grads in owned if grads)
     result = torch.stack([norm.float().to(device) for norm in norms])
     return result if accelerator.scaler is None else result / accelerator.scaler.get_scale()
+
+
+def takes_turns(accelerator: Accelerator, args: PPOConfig) -> bool:
+    """Return whether policy and value model run forward and backward one after the other, which saves memory.
+
+    DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every parameter takes part.
+    """
+    return accelerator.distributed_type == DistributedType.NO and not args.torch_compile

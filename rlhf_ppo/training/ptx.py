@@ -13,8 +13,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.config.ppo_config import settings_of
-from rlhf_ppo.data.prompts import as_the_template_reads, template_settings
+from rlhf_ppo.config.ppo_config import Sizes, settings_of
+from rlhf_ppo.data.prompts import PositionLimit, as_the_template_reads, template_settings
 from rlhf_ppo.data.rollout import Responses, micro_batches
 from rlhf_ppo.processes.distributed import derive_seed, get_logger
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -131,17 +131,25 @@ class LanguageModeling:
 
     Args:
         run: The run.
+        sizes: Sizes of an update.
         critic_only: Tells when only the value model learns, which skips this loss.
+        longest_sequence: Longest sequence that every model supports, or None.
         dataset: `ptx_dataset`.
     """
 
-    def __init__(self, run: RunState, critic_only: CriticOnly, dataset: Any) -> None:
-        self.run, self.critic_only, self.num_drawn = run, critic_only, 0
+    def __init__(
+        self,
+        run: RunState,
+        sizes: Sizes,
+        critic_only: CriticOnly,
+        longest_sequence: PositionLimit | None,
+        dataset: Any,
+    ) -> None:
+        self.run, self.sizes, self.critic_only, self.num_drawn = run, sizes, critic_only, 0
         self._orders: dict[int, Sequence[int]] = {}
-        longest = MAX_LENGTH if run.longest_sequence is None else min(MAX_LENGTH, run.longest_sequence.tokens)
+        longest = MAX_LENGTH if longest_sequence is None else min(MAX_LENGTH, longest_sequence.tokens)
         settings = settings_of(run.args.chat_template_kwargs)
         self.texts = prepare_texts(dataset, run.tokenizer, longest, settings)
-        run.stateful.register("ptx", self)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of used rows, on all ranks."""
@@ -191,11 +199,11 @@ class LanguageModeling:
     def count_step(self) -> None:
         """Count the rows of a completed step; an interrupted step uses the same rows again."""
         if not self.critic_only.warms_up:
-            self.num_drawn += self.run.sizes.mini_batch_size
+            self.num_drawn += self.sizes.mini_batch_size
 
     def _rows(self) -> Responses:
         """Return this rank's rows of the next step, the longest first."""
-        run, number = self.run, self.run.sizes.local_mini_batch_size
+        run, number = self.run, self.sizes.local_mini_batch_size
         first = self.num_drawn + run.accelerator.process_index * number
         texts = [self._drawn(index) for index in range(first, first + number)]
         context, learned = ([torch.tensor(ids) for ids in parts] for parts in zip(*texts, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -17,19 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
-from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
+from rlhf_ppo.checkpoints.state import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import Sizes
-from rlhf_ppo.data.prompts import PositionLimit, Prompts, eos_id, pad_id
-from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.generation.sampling import StopStrings, ended
-from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.generation.stopping import SpecialTokens
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.processes.distributed import RngStreams, get_logger
-from rlhf_ppo.processes.signals import StopOnSignal
-from rlhf_ppo.reporting.metrics import MetricWindow, PhaseTimer
+from rlhf_ppo.reporting.metrics import PhaseTimer
 from rlhf_ppo.rewards.functions import LoggedByFunctions
-from rlhf_ppo.training.guards import DivergenceGuard
 
 if TYPE_CHECKING:
     from rlhf_ppo.training.datasets import Passes
@@ -42,11 +36,8 @@ class LoopState:
     """Position of a run's loop, from its start to its end.
 
     Attributes:
-        model: The prepared model.
         passes: The passes over the prompts.
         checkpoint: The checkpoint that the run resumes from, until the end of its pass.
-        epoch: The current pass over the data.
-        num_skipped: Batches of that pass that an earlier run has used.
         updates_per_epoch: Updates of a pass.
         ignore_keys: For evaluations.
         num_episodes_before: Episodes of the earlier run.
@@ -57,11 +48,8 @@ class LoopState:
         began: Start time on the monotonic clock.
     """
 
-    model: nn.Module
     passes: Passes
     checkpoint: str | None
-    epoch: int
-    num_skipped: int
     updates_per_epoch: int
     ignore_keys: list[str] | None
     num_episodes_before: int
@@ -74,68 +62,37 @@ class LoopState:
 
 @dataclass
 class RunState:
-    """State that the parts of a trainer share.
+    """What the parts of a trainer share.
 
     Attributes:
         args: The arguments.
         tokenizer: The policy's tokenizer.
         tokens: Padding and stop tokens.
-        reward_funcs: The reward functions.
-        sizes: Sizes derived from the arguments, the processes and the data.
-        vocabulary: Ids that all models embed.
-        longest_sequence: Longest sequence that every model supports, or None.
-        stateful: Parts whose state is in every checkpoint.
+        accelerator: Trainer's accelerator.
+        callbacks: Trainer's callback handler.
         state: Trainer's state.
         control: Trainer's control.
-        callbacks: Trainer's callback handler.
-        accelerator: Trainer's accelerator.
-        guard: The guard against divergence.
         streams: The random-number streams.
-        signals: The received signals.
         logged: Values that reward functions have logged since the last update.
-        loop: Position of the loop; set when the run begins.
         timer: Seconds of the update's phases.
-        progress: Progress of the run, for checkpoints.
-        window: Metrics of the updates since the last log.
-        metrics: Metrics of the current update.
-        latest_prompts: This rank's prompts of the latest update, without repetitions; None before it.
-        is_evaluating: Whether an evaluation is running.
-        num_apart: Number of episode batches of this evaluation.
-        is_saving: Whether a checkpoint is being written.
     """
 
     args: PPOConfig
     tokenizer: PreTrainedTokenizerBase
     tokens: SpecialTokens
-    reward_funcs: Sequence[Callable[..., Any]]
-    sizes: Sizes
-    vocabulary: Vocabulary
-    longest_sequence: PositionLimit | None
-    stateful: StatefulParts = field(default_factory=lambda: StatefulParts())
+    accelerator: Accelerator = field(init=False)
+    callbacks: CallbackHandler = field(init=False)
     state: PPOTrainerState = field(init=False)
     control: TrainerControl = field(init=False)
-    callbacks: CallbackHandler = field(init=False)
-    accelerator: Accelerator = field(init=False)
-    guard: DivergenceGuard = field(init=False)
     streams: RngStreams = field(init=False)
-    signals: StopOnSignal = field(init=False)
     logged: LoggedByFunctions = field(init=False)
-    loop: LoopState = field(init=False)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    progress: Progress = field(default_factory=Progress)
-    window: MetricWindow = field(default_factory=MetricWindow)
-    metrics: dict[str, float] = field(default_factory=dict)
-    latest_prompts: Prompts | None = None
-    is_evaluating: bool = False
-    num_apart: int = 0
-    is_saving: bool = False
 
-    def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, model: nn.Module) -> None:
+    def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, uses_functions: bool) -> None:
         """Set the objects that Trainer's constructor made, and make the parts that need them."""
         self.accelerator, self.callbacks = accelerator, callbacks
-        self.guard = DivergenceGuard(self, self.unwrapped(model))
         self.streams = RngStreams(self.args.process_index, self.args.seed)
-        self.logged = LoggedByFunctions(is_used=bool(self.reward_funcs))
+        self.logged = LoggedByFunctions(is_used=uses_functions)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum a small tensor over all ranks; one process returns the tensor."""
@@ -165,65 +122,7 @@ class RunState:
     def moment(self) -> str:
         """Return the current position for errors: `update 3`, or `evaluation after update 3`."""
         done = self.state.global_step
-        return f"evaluation after update {done}" if self.is_evaluating else f"update {done + 1}"
-
-
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Token ids for generation and truncation.
-
-    Attributes:
-        pad: Pads prompts, and responses after their stop token; may equal `stop`, or lie outside the vocabulary.
-        stop: Responses are cut after this token; or None.
-        end: `missing_eos_penalty` and `missing_eos_score` apply without this token: the stop token, or EOS without
-            one.
-        stop_strings: Responses are also cut after these texts; or None.
-    """
-
-    pad: int
-    stop: int | None
-    end: int | None
-    stop_strings: StopStrings | None = None
-
-    def ended(self, responses: Responses) -> Tensor:
-        """Return which responses ended by themselves, bool `(B,)`; every part uses this definition."""
-        return responses.ended if responses.ended is not None else ended(responses, self.end, self.stop_strings)
-
-
-def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Return the special tokens from arguments and tokenizer.
-
-    Raises:
-        TypeError: `processing_class` is not a tokenizer.
-        ValueError: The tokenizer has neither PAD nor EOS, or lacks the EOS that an argument needs.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(f"processing_class must be a tokenizer, got {type(tokenizer).__name__}; pass AutoTokenizer's")
-    eos = eos_id(tokenizer)
-    pad = pad_id(tokenizer)
-    filling = eos if pad is None else pad
-    if filling is None:
-        raise ValueError(
-            "processing_class has neither a pad_token nor an eos_token; set tokenizer.pad_token to a token that "
-            "prompts do not use"
-        )
-    if eos is None and args.stop_token == "eos":
-        raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
-    stop = eos if args.stop_token == "eos" else args.stop_token_id
-    end = eos if stop is None else stop
-    for name in ("missing_eos_penalty", "missing_eos_score"):
-        if end is None and not args.stop_strings and getattr(args, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(args, name)} needs something that ends a response; set stop_token_id, stop_strings, "
-                "or an eos_token"
-            )
-    if stop is None and eos is not None and not args.stop_strings:
-        logger.warning_once(
-            "No stop token is set: every response has response_length tokens, also if EOS comes earlier. Set "
-            "stop_token='eos' to end responses at EOS."
-        )
-    strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
-    return SpecialTokens(pad=filling, stop=stop, end=end, stop_strings=strings)
+        return f"update {done + 1}" if self.streams.num_apart is None else f"evaluation after update {done}"
 
 
 STATEFUL_NAME = "stateful.pt"

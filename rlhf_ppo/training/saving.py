@@ -22,14 +22,13 @@ from transformers.trainer_callback import ExportableState
 from rlhf_ppo.checkpoints import directory as directories
 from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress, comparable_arguments, describe_changes
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
 from rlhf_ppo.processes.distributed import get_logger, is_fsdp, preserve_rng, raise_on_all_ranks, zero_stage
-from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.training.optimization import Optimization
-from rlhf_ppo.training.run_state import RunState
+from rlhf_ppo.training.run_state import RunState, StatefulParts
 
 logger = get_logger(__name__)
 
@@ -168,35 +167,26 @@ def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 @contextmanager
-def writing_checkpoint(run: RunState) -> Iterator[tuple[str, str]]:
+def writing_checkpoint(run: RunState, progress: Progress, stateful: StatefulParts) -> Iterator[tuple[str, str]]:
     """Yield a directory for a checkpoint of the latest update, and the name that it gets at the end of the block."""
     args, accelerator = run.args, run.accelerator
     name = f"checkpoint-{run.state.global_step}"
     final = os.path.join(output_directory(args), name)
     directory = os.path.join(output_directory(args), directories.UNFINISHED, name)
-    progress = run.progress
-    progress.pending_metrics = run.window.updates
-    progress.batch_size, progress.num_generations = run.sizes.batch_size, args.num_generations
-    progress.num_processes = accelerator.num_processes
-    run.is_saving = True
-    try:
-        with raise_on_all_ranks(accelerator):
-            if args.should_save:
-                shutil.rmtree(os.path.dirname(directory), ignore_errors=True)  # of a killed process
-                os.makedirs(directory)
-                progress.save(directory)
-                run.stateful.save(directory)
-        with failing_together(accelerator):
-            yield directory, final
-    finally:
-        run.is_saving = False
+    with raise_on_all_ranks(accelerator):
+        if args.should_save:
+            shutil.rmtree(os.path.dirname(directory), ignore_errors=True)  # of a killed process
+            os.makedirs(directory)
+            progress.save(directory)
+            stateful.save(directory)
+    with failing_together(accelerator):
+        yield directory, final
     accelerator.wait_for_everyone()
     with raise_on_all_ranks(accelerator):
         if args.should_save:
             shutil.rmtree(final, ignore_errors=True)
             os.replace(directory, final)
             os.rmdir(os.path.dirname(directory))
-    run.guard.last_checkpoint = final
 
 
 def export_states(parts: Sequence[Any], state: TrainerState) -> None:
@@ -265,11 +255,14 @@ def check_engine(checkpoint: str, accelerator: Accelerator) -> None:
 # ---- Resume ----
 
 
-def resume(run: RunState, checkpoint: str | None, num_prompts: int, num_updates_per_epoch: int) -> None:
-    """Restore counts and unlogged metrics from a checkpoint, or start without one.
+def resume(
+    run: RunState, sizes: Sizes, checkpoint: str | None, num_prompts: int, num_updates_per_epoch: int
+) -> Progress:
+    """Return the progress of a checkpoint, with counts and unlogged metrics, or that of a new run.
 
     Args:
         run: The run, with Trainer's state of the checkpoint.
+        sizes: Sizes of this run.
         checkpoint: The checkpoint's directory, or None.
         num_prompts: Rows of the data; 0 if unknown.
         num_updates_per_epoch: Updates of a pass over the data.
@@ -277,17 +270,17 @@ def resume(run: RunState, checkpoint: str | None, num_prompts: int, num_updates_
     Raises:
         ValueError: An update had another number of episodes.
     """
-    run.progress, args, arguments = Progress(), run.args, comparable_arguments(run.args)
+    progress, args, arguments = Progress(), run.args, comparable_arguments(run.args)
     if checkpoint is not None:
-        run.progress = progress = Progress.load(checkpoint)
-        if progress.batch_size != run.sizes.batch_size:
+        progress = Progress.load(checkpoint)
+        if progress.batch_size != sizes.batch_size:
             raise ValueError(
                 f"{checkpoint} is of a run with batch_size={progress.batch_size} episodes per update, but it is "
-                f"{run.sizes.batch_size} now: change per_device_train_batch_size or gradient_accumulation_steps"
+                f"{sizes.batch_size} now: change per_device_train_batch_size or gradient_accumulation_steps"
             )
         if changes := describe_changes(progress.arguments, arguments):
             logger.warning(f"{checkpoint} is resumed with other arguments: {changes}.")
-        run.state.compute_steps(args, run.sizes.num_total_batches)
+        run.state.compute_steps(args, sizes.num_total_batches)
         if args.ignore_data_skip:
             progress.batches_in_epoch = 0
         has_other_data = (
@@ -301,14 +294,14 @@ def resume(run: RunState, checkpoint: str | None, num_prompts: int, num_updates_
                 f"The prompts of an update have changed since {checkpoint} was written in the middle of a pass: a new "
                 "pass begins. The run differs from an uninterrupted run."
             )
-    run.progress.num_prompts, run.progress.arguments = num_prompts, arguments
-    run.window = MetricWindow(run.progress.pending_metrics)
-    run.state = PPOTrainerState.of(run.state, run.progress.episode)
+    progress.num_prompts, progress.arguments = num_prompts, arguments
+    run.state = PPOTrainerState.of(run.state, progress.episode)
+    return progress
 
 
-def reseed_if_processes_changed(run: RunState) -> bool:
+def reseed_if_processes_changed(run: RunState, progress: Progress) -> bool:
     """Reseed the processes if their number has changed; return whether it has."""
-    if run.progress.num_processes == run.accelerator.num_processes:
+    if progress.num_processes == run.accelerator.num_processes:
         return False
     set_seed(run.args.seed + run.state.global_step, device_specific=True)
     run.streams.seed(run.args.seed, run.state.global_step)
@@ -316,12 +309,13 @@ def reseed_if_processes_changed(run: RunState) -> bool:
 
 
 def apply_own_optimization(
-    run: RunState, optimization: Optimization, optimizer: Any, learning_rate: Callable[[], float]
+    run: RunState, progress: Progress, optimization: Optimization, optimizer: Any, learning_rate: Callable[[], float]
 ) -> None:
     """Apply this run's arguments after a checkpoint's optimizer and schedule are loaded.
 
     Args:
         run: The run.
+        progress: That of the checkpoint.
         optimization: This run's settings.
         optimizer: The prepared optimizer.
         learning_rate: Returns the current learning rate.
@@ -329,7 +323,7 @@ def apply_own_optimization(
     done = run.state.global_step
     if is_fsdp(run.accelerator) and done == 0:
         optimizer.state.clear()  # torch took an empty step to save it; Adam counts that step
-    if (changed := optimization.put_in_force(run.progress.optimization, done)) is not None:
+    if (changed := optimization.put_in_force(progress.optimization, done)) is not None:
         logger.warning(
             f"The checkpoint has other optimization settings; from update {done + 1} on these take effect: {changed}. "
             f"The learning rate is now {learning_rate():.4g}."
