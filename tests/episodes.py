@@ -34,7 +34,7 @@ def episode_of(prompt: list[int]) -> Episode:
 class RespondsInTurns(PPOTrainer):
     """Responds with `episode_of`."""
 
-    def generate_responses(self, policy: Any, prompts: Prompts, config: Any) -> Responses:
+    def generate_responses(self, prompts: Prompts, *given: Any) -> Responses:
         rows = zip(prompts.input_ids, prompts.attention_mask, strict=True)
         self.episodes = [episode_of(ids[real].tolist()) for ids, real in rows]
         width = max(len(episode.response) for episode in self.episodes)

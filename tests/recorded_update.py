@@ -46,17 +46,17 @@ class RecordingTrainer(PPOTrainer):
         self.episodes: list[Episode] = []  # of a subclass that responds without the engine
         super().__init__(*args, **kwargs)
 
-    def collect_rollout(self, model: torch.nn.Module, prompts: Prompts) -> Rollout:
-        self.rollout = super().collect_rollout(model, prompts)
+    def collect_rollout(self, prompts: Prompts, *given: Any) -> Rollout:
+        self.rollout = super().collect_rollout(prompts, *given)
         return self.rollout
 
     def estimate_advantages(self, rollout: Rollout) -> Experience:
         self.experience = super().estimate_advantages(rollout)
         return self.experience
 
-    def update(self, model: torch.nn.Module, minibatch: Experience, statistics: Any) -> Any:
+    def optimizer_step(self, minibatch: Experience, statistics: Any) -> Any:
         self.micro_batches.append([])
-        return super().update(model, minibatch, statistics)
+        return super().optimizer_step(minibatch, statistics)
 
     def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
         loss, outputs = super().compute_loss(model, inputs, **kwargs)
@@ -236,13 +236,19 @@ def _settings(args: PPOConfig) -> Settings:
     return Settings(**{**values, "missing_eos_penalty": args.missing_eos_penalty or 0.0})
 
 
+def _functions(trainer: RecordingTrainer) -> list[Any]:
+    """The reward functions of a trainer, as they were given."""
+    given = trainer._reward_funcs
+    return [] if given is None else [given] if callable(given) else list(given)
+
+
 def _given(trainer: RecordingTrainer, llama: Llama, episodes: list[Episode]) -> dict[str, list[Any]]:
     """What each source gives each response: a number, or an array of one for each token of the policy."""
     given: dict[str, list[Any]] = {}
     if trainer.reward_model is not None:
         weights = oracles.weights_of(trainer.reward_model)
         given["reward_model"] = [llama.score(weights, episode.ids) for episode in episodes]
-    for function in trainer._run.reward_funcs:
+    for function in _functions(trainer):
         rewards = function(completion_ids=[episode.response for episode in episodes])
         given[function.__name__] = [
             np.array(reward)[episode.own] if isinstance(reward, list) else reward

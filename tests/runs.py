@@ -45,11 +45,11 @@ class SeenPrompts(PPOTrainer):
         self.columns: list[set[str]] = []
         super().__init__(*args, **kwargs)
 
-    def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
+    def collect_rollout(self, prompts: Prompts, *given: Any) -> Any:
         pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)
         self.seen.append([ids[mask].tolist() for ids, mask in pairs])
         self.columns.append(set(prompts.columns))
-        return super().collect_rollout(model, prompts)
+        return super().collect_rollout(prompts, *given)
 
 
 class RunDied(Exception):

@@ -150,7 +150,7 @@ def run_ours(directory: Any, name: str, script: Any, options: dict[str, Any] | N
         engine=ScriptedEngine(tokenizer, script),
         **given,
     )
-    play = trainer._rollouts.play
+    play = trainer._play
     assert play is not None
 
     def keep(*arguments: Any) -> Any:
@@ -161,7 +161,7 @@ def run_ours(directory: Any, name: str, script: Any, options: dict[str, Any] | N
             seen.rows.append((prompts.input_ids[row][real].tolist(), ids, written))
         return responses, prompts
 
-    trainer._rollouts.play = keep
+    trainer._play = keep
     trainer.train()
     seen.metrics = next(log for log in trainer.state.log_history if "objective/kl" in log)
     return seen

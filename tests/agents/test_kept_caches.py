@@ -54,7 +54,7 @@ def played(
         read[0] += kwargs["input_ids"].numel()
 
     rollouts = record_rollouts(trainer)
-    play = trainer._rollouts.play
+    play = trainer._play
     assert play is not None
 
     def watched(policy: Any, *given: Any) -> Any:
@@ -65,7 +65,7 @@ def played(
         hook.remove()
         return result
 
-    trainer._rollouts.play = watched
+    trainer._play = watched
     trainer.train()
     return rollouts[0], seen, read[0]
 

@@ -139,9 +139,10 @@ SHAPED: dict[str, Any] = {
 
 def estimated(trainer: Any, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
     """The experience of a rollout, as the first of a run, and the metrics of it."""
-    trainer._run.metrics = {}
-    trainer._run.stateful.start(None)
-    return trainer.estimate_advantages(rollout), dict(trainer._run.metrics)
+    trainer._stateful.start(None)
+    trainer._accept(rollout)
+    experience = trainer.estimate_advantages(rollout)
+    return experience, trainer._rollout_metrics.record(rollout, experience, trainer.kl_controller, trainer._score_unit)
 
 
 @pytest.mark.parametrize("value", [999.0, float("nan")])
@@ -238,13 +239,13 @@ def test_opponents_answer_with_whole_responses_and_win_by_what_they_wrote(make_t
     prompts = Prompts.from_collated(PromptCollator(0)(prompt_rows(8)), torch.device("cpu"))
     trainer: Any = make_trainer(RespondsInTurns)
     baselines = BaselineCompletions(("self",), trainer.processing_class, trainer.tokens.ended)
-    columns = baselines.respond(prompts, lambda _: trainer.generate_responses(None, prompts, None)).columns
+    columns = baselines.respond(prompts, lambda _: trainer.generate_responses(prompts)).columns
     episodes = trainer.episodes
     assert columns["opponent_self_ids"] == [episode.response for episode in episodes]
     assert columns["opponent_self_written"] == [episode.written for episode in episodes]
     assert columns["opponent_self_ended"] == [episode.ended for episode in episodes]
 
-    batch = trainer.generate_responses(None, prompts, None)
+    batch = trainer.generate_responses(prompts)
     ours = answers_of(ScoringBatch.of(batch, prompts, trainer.tokens.ended(batch)), trainer.processing_class)
     assert [answer.response_ids for answer in ours] == columns["opponent_self_ids"]
     assert [answer.written for answer in ours] == columns["opponent_self_written"]

@@ -85,17 +85,17 @@ class CuttingTrainer(PPOTrainer):
     budgets = (1, 17, 30)
     """Tokens: fewer than any row has, than two long rows have, and enough for several."""
 
-    def learn(self, model: torch.nn.Module, experience: Experience) -> float | torch.Tensor:
-        model.train()
+    def learn(self, experience: Experience) -> Any:
+        self.model.train()
         self.experience = experience
+        statistics = UpdateStatistics()
         for size in self.row_limits:
             self.args.per_device_train_batch_size = size
-            grad_norm = self.update(model, experience, UpdateStatistics())
+            statistics.grad_norm = self.optimizer_step(experience, UpdateStatistics())
         for budget in self.budgets:
             self.args.max_tokens_per_micro_batch = budget
-            self.update(model, experience, UpdateStatistics())
-        self._run.metrics |= {"placeholder": 0.0}
-        return grad_norm
+            self.optimizer_step(experience, UpdateStatistics())
+        return statistics
 
 
 class Gradients(TrainerCallback):
@@ -155,15 +155,15 @@ class OrderTrainer(PPOTrainer):
         self.orders: list[list[list[int]]] = []
         super().__init__(*args, **kwargs)
 
-    def learn(self, model: torch.nn.Module, experience: Experience) -> float | torch.Tensor:
+    def learn(self, experience: Experience) -> Any:
         self.rows = [row.tolist() for row in experience.returns]
         assert len({tuple(row) for row in self.rows}) == len(self.rows)
         self.orders.append([])
-        return super().learn(model, experience)
+        return super().learn(experience)
 
-    def update(self, model: torch.nn.Module, minibatch: Experience, statistics: Any) -> float | torch.Tensor:
+    def optimizer_step(self, minibatch: Experience, statistics: Any) -> float | torch.Tensor:
         self.orders[-1].append([self.rows.index(row.tolist()) for row in minibatch.returns])
-        return super().update(model, minibatch, statistics)
+        return super().optimizer_step(minibatch, statistics)
 
 
 def orders(make_trainer: Callable[..., PPOTrainer], **overrides: Any) -> list[list[list[int]]]:

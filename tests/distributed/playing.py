@@ -114,7 +114,7 @@ def answer_to(prompt: list[int], most: int) -> list[int]:
 
 def checked_answers(trainer: Any) -> None:
     """Check that each row gets the answer to its own context."""
-    sample = trainer._engine.sample
+    sample = trainer._sampler.engine.sample
 
     def checking(policy: Any, prompts: Any, config: Any) -> Sampled:
         sampled = sample(policy, prompts, config)
@@ -122,7 +122,7 @@ def checked_answers(trainer: Any) -> None:
             assert ids[: int(length)] == answer_to(prompt, config.max_new_tokens)
         return sampled
 
-    trainer._engine.sample = checking
+    trainer._sampler.engine.sample = checking
 
 
 def play_with_server(address: str, **arguments: Any) -> dict[str, Any]:

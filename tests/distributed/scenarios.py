@@ -52,7 +52,7 @@ def report(trainer: PPOTrainer, **more: Any) -> dict[str, Any]:
 class FixedResponses(PPOTrainer):
     """Answers each prompt with ids drawn from a generator that the prompt seeds, and which of its responses it is."""
 
-    def generate_responses(self, policy: Any, prompts: Prompts, config: Any) -> Responses:
+    def generate_responses(self, prompts: Prompts, *given: Any) -> Responses:
         rows, device = [], prompts.input_ids.device
         for row, (ids, real) in enumerate(zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), strict=True)):
             seed = int((ids[real] * torch.arange(1, int(real.sum()) + 1)).sum())
@@ -545,8 +545,8 @@ class SeenPrompts(PPOTrainer):
         self.answers: list[int] = []
         super().__init__(*args, **kwargs)
 
-    def collect_rollout(self, model: Any, prompts: Prompts) -> Any:
-        rollout = super().collect_rollout(model, prompts)
+    def collect_rollout(self, prompts: Prompts, *given: Any) -> Any:
+        rollout = super().collect_rollout(prompts, *given)
         self.seen += prompts.input_ids[:, -1].tolist()
         self.names += prompts.columns["name"]
         self.answers += rollout.query_responses[:, prompts.input_ids.shape[1]].tolist()

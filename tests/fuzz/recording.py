@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
@@ -196,23 +196,23 @@ def keys_of(rows: Any) -> list[Key]:
 class Recorder(PPOTrainer):
     """Keeps what flows between the public steps of an update."""
 
-    def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
+    def collect_rollout(self, prompts: Prompts, *given: Any) -> Rollout:
         real = [ids[mask].tolist() for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
-        weights = weights_of(self._run.unwrapped(model))
+        weights = weights_of(self._models)
         vars(self).setdefault("updates", []).append(SeenUpdate(real, weights))
-        engine: Any = self._engine
+        engine: Any = self._sampler.engine
         engine.is_kept = True
-        rollout = super().collect_rollout(model, prompts)
+        rollout = super().collect_rollout(prompts, *given)
         engine.is_kept = False
         seen: SeenUpdate = self.updates[-1]
         seen.rollout, seen.answers = rollout, engine.answers[-1] if engine.answers else None
         seen.episodes = list(getattr(self, "episodes", ()))
         return rollout
 
-    def update(self, model: nn.Module, minibatch: Experience, statistics: Any) -> Any:
+    def optimizer_step(self, minibatch: Experience, statistics: Any) -> Any:
         if "updates" in vars(self):
             self.updates[-1].steps.append(SeenStep(keys_of(minibatch)))
-        return super().update(model, minibatch, statistics)
+        return super().optimizer_step(minibatch, statistics)
 
     def value_loss(self, values: Tensor, experience: Experience) -> Any:
         if "updates" in vars(self):
@@ -310,8 +310,8 @@ def make(
         ptx_dataset=TEXTS if options.get("ptx_coef") else None,
         callbacks=list(callbacks),
     )
-    engine: Any = Engine(trainer._engine, objects["engine"] != "transformers", answers)
-    trainer._engine = engine
+    engine: Any = Engine(trainer._sampler.engine, objects["engine"] != "transformers", answers)
+    trainer._sampler.engine = engine
     _keep_texts(trainer)
     return trainer
 

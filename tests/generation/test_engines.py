@@ -18,11 +18,11 @@ from rlhf_ppo.generation import engine_factory
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.stopping import special_tokens
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
 from rlhf_ppo.rewards.judges import PreferenceReward
-from rlhf_ppo.training.run_state import special_tokens
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters, record, record_rollouts
 
@@ -52,7 +52,7 @@ class Talkative:
 
 
 def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
-    trainer._engine = Talkative(trainer, off)
+    trainer._sampler.engine = Talkative(trainer, off)
     return trainer
 
 
@@ -117,7 +117,7 @@ def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: Mak
             **QUICK, top_k=1, generation_engine=engine, eval_dataset=prompt_rows(5), num_sample_generations=1,
             importance_sampling_correction=False, eval_strategy="steps", eval_steps=2, bf16=False,
         )  # fmt: skip
-        assert isinstance(trainer._engine, ContinuousEngine) is (engine == "continuous")
+        assert isinstance(trainer._sampler.engine, ContinuousEngine) is (engine == "continuous")
         rollouts = record_rollouts(trainer)
         trainer.train()
         log = [{key: value for key, value in entry.items() if "sampling/" not in key} for entry in history(trainer)]
@@ -128,7 +128,7 @@ def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: Mak
 
 def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeTrainer) -> None:
     trainer = talkative(make_trainer(**QUICK, eval_dataset=prompt_rows(9), per_device_eval_batch_size=2), off=0.0)
-    engine: Any = trainer._engine
+    engine: Any = trainer._sampler.engine
     trainer.train()
     assert (engine.calls, engine.changes) == (3, 1 + 3), "at the start, and after each update"
     trainer.evaluate()

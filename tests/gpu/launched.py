@@ -43,7 +43,7 @@ def sampled_in_a_group(folder: str, device: str, model: str) -> dict[str, Any]:
         generation_engine="vllm", vllm_tensor_parallel_size=2, vllm_gpu_memory_utilization=0.2,
         vllm_max_model_length=64, ddp_backend=None,
     )  # fmt: skip
-    engine: Any = trainer._engine
+    engine: Any = trainer._sampler.engine
     generate, ids = engine.vllm.llm.generate, []
 
     def recording(*given: Any, **how: Any) -> Any:

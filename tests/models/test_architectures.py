@@ -132,7 +132,7 @@ def check_greedy_responses(trainer: PPOTrainer) -> None:
     """What is generated beside other prompts, of which some have ended, is the likeliest token of each row alone."""
     policy: Any = trainer.model.policy
     config = greedy_config(trainer.args, trainer.tokens.stop)
-    responses = trainer.generate_responses(policy, Prompts.of_rows(ROWS, 0, torch.device("cpu")), config)
+    responses = trainer.generate_responses(Prompts.of_rows(ROWS, 0, torch.device("cpu")), config)
     for row, real in enumerate(responses.attention_mask):
         tokens = responses.query_responses[row, real]
         length = int(responses.response_mask[row].sum())

@@ -67,8 +67,8 @@ BROKEN: dict[str, tuple[Callable[[Rollout], Tensor], str]] = {
 def make_audited(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTrainer]:
     def make(values: Callable[[Rollout], Tensor], **options: Any) -> PPOTrainer:
         class WithValues(PPOTrainer):
-            def _score_rollout(self, *given: Any) -> Rollout:
-                rollout = super()._score_rollout(*given)
+            def collect_rollout(self, *given: Any) -> Rollout:
+                rollout = super().collect_rollout(*given)
                 return dataclasses.replace(rollout, values=values(rollout))
 
         rows = {"model": uniform_policy(), "reward_funcs": count_of_w4, "value_model": None}

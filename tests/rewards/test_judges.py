@@ -103,7 +103,7 @@ def test_a_judge_reads_what_the_same_model_reads_in_training(
             trainer.score_responses(made, prompts)
         in_training = taken(read)
         trainer.scorer.sources, trainer.scorer.names = {"preference": sources["preference"]}, ["preference"]
-        trainer.score_responses(ours, trainer._rollouts.baselines.respond(prompts, lambda _, other=theirs: other))
+        trainer.score_responses(ours, trainer._baselines.respond(prompts, lambda _, other=theirs: other))
         judged = taken(read)
         assert judged.keys() == in_training.keys() and len(judged) == 2 * len(QUESTIONS)
         assert judged == pytest.approx(in_training, abs=1e-6)

@@ -138,7 +138,7 @@ def test_the_best_model_is_the_one_that_stops(
     class UnlearnsToStop(PPOTrainer):
         def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
             rollout = super().collect_rollout(*args, **kwargs)
-            if not self._run.is_evaluating:
+            if not self._run.streams.num_apart is not None:
                 return dataclasses.replace(rollout, scores=torch.tensor([0.0, 100.0]))
             stops = torch.full_like(rollout.ended, self.state.global_step < 2)
             return dataclasses.replace(rollout, ended=stops, scores=torch.where(stops, 50.0, 60.0))

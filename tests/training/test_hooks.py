@@ -68,11 +68,11 @@ class OnePassLosses(PPOTrainer):
         self.losses: dict[int, list[float]] = {}
         super().__init__(*args, **kwargs)
 
-    def update(self, model: Any, minibatch: Any, statistics: Any) -> Any:
+    def optimizer_step(self, minibatch: Any, statistics: Any) -> Any:
         with torch.no_grad():
-            loss = float(self.compute_loss(model, minibatch))
+            loss = float(self.compute_loss(self.model, minibatch))
         self.losses.setdefault(self.state.global_step + 1, []).append(loss)
-        return super().update(model, minibatch, statistics)
+        return super().optimizer_step(minibatch, statistics)
 
 
 SEVERAL_STEPS = {
@@ -127,9 +127,9 @@ def test_gradients_are_exchanged_with_the_last_micro_batch_only(
 
 def test_no_gradient_is_carried_into_the_next_optimizer_step(make_trainer: MakeTrainer) -> None:
     class Fresh(PPOTrainer):
-        def update(self, model: Any, *args: Any) -> Any:
-            assert all(value.grad is None or not value.grad.any() for value in model.parameters())
-            return super().update(model, *args)
+        def optimizer_step(self, *args: Any) -> Any:
+            assert all(value.grad is None or not value.grad.any() for value in self.model.parameters())
+            return super().optimizer_step(*args)
 
     make_trainer(Fresh, **{**SEVERAL_STEPS, "total_episodes": 12}).train()
 

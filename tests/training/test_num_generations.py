@@ -91,7 +91,7 @@ def test_it_resumes_bit_for_bit_and_another_number_begins_a_new_pass(
     other = make_trainer(**QUICK | sizes | rows | {"num_generations": 4, "output_dir": str(tmp_path / "other")})
     other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-1")
     assert "The prompts of an update have changed since" in caplog.text
-    assert len(history(other)) == 5 and other._run.progress.epoch == 1 and other._run.progress.batches_in_epoch == 3
+    assert len(history(other)) == 5 and other._progress.epoch == 1 and other._progress.batches_in_epoch == 3
 
 
 def test_what_is_no_whole_number_of_prompts_is_an_error(make_trainer: MakeTrainer) -> None:

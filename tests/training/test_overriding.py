@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaForCausalLM
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.scorer import Scores
 from tests.conftest import prompt_rows
 from tests.runs import QUICK, logged, parameters
@@ -31,11 +30,11 @@ def changed_parts(trainer: Any, before: dict[str, Tensor]) -> set[str]:
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        ("collect_rollout", {"model": nn.Module, "prompts": Prompts}),
-        ("generate_responses", {"policy": nn.Module, "prompts": Prompts, "config": GenerationConfig}),
+        ("collect_rollout", {"prompts": Prompts}),
+        ("generate_responses", {"prompts": Prompts}),
         ("score_responses", {"responses": Responses, "prompts": Prompts}),
         ("estimate_advantages", {"rollout": Rollout}),
-        ("learn", {"model": nn.Module, "experience": Experience}),
+        ("learn", {"experience": Experience}),
         ("compute_loss", {"model": nn.Module, "inputs": Experience}),
     ],
 )
@@ -65,9 +64,9 @@ def test_collect_rollout(make_trainer):
     class Shifted(PPOTrainer):
         """Scores every episode 7 more than its rewards say."""
 
-        def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
-            assert isinstance(model, PolicyAndValue) and len(prompts) == 2
-            rollout = super().collect_rollout(model, prompts)
+        def collect_rollout(self, prompts: Prompts, *given: Any) -> Rollout:
+            assert len(prompts) == 2
+            rollout = super().collect_rollout(prompts, *given)
             return dataclasses.replace(rollout, scores=rollout.scores + 7.0)
 
     trainer = make_trainer(Shifted, **QUICK)
@@ -82,8 +81,7 @@ def test_collect_rollout(make_trainer):
 class AlwaysSays(PPOTrainer):
     """Answers each prompt with `w4 w4 w5 <eos>`."""
 
-    def generate_responses(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Responses:
-        assert isinstance(policy, LlamaForCausalLM) and config.max_new_tokens == self.args.response_length
+    def generate_responses(self, prompts: Prompts, *given: Any) -> Responses:
         answer = torch.tensor([7, 7, 8, 1]).expand(len(prompts), -1)
         mask = torch.ones_like(answer, dtype=torch.bool)
         return Responses(
@@ -108,8 +106,8 @@ def test_score_responses(make_trainer):
     class Brief(AlwaysSays):
         """Takes a point for every token."""
 
-        def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
-            scores = super().score_responses(responses, prompts)
+        def score_responses(self, responses: Responses, *given: Any) -> Scores:
+            scores = super().score_responses(responses, *given)
             brevity = -responses.response_mask.sum(dim=1).float()
             by_source = {**scores.by_source, "brevity": brevity}
             return dataclasses.replace(scores, final=scores.final + brevity, by_source=by_source)
@@ -145,9 +143,9 @@ def test_learn(make_trainer):
     class Observer(PPOTrainer):
         """Only watches."""
 
-        def learn(self, model: nn.Module, experience: Experience) -> float:
+        def learn(self, experience: Experience) -> Any:
             assert len(experience) == self.args.local_batch_size
-            return 0.25
+            return UpdateStatistics(grad_norm=0.25)
 
     trainer = make_trainer(Observer, **QUICK)
     before = parameters(trainer)
@@ -179,9 +177,9 @@ def test_compute_loss_without_outputs_is_a_scalar(make_trainer):
     class Alone(PPOTrainer):
         losses: tuple[Any, ...] = ()
 
-        def learn(self, model: nn.Module, experience: Experience) -> Any:
-            self.losses += (self.compute_loss(model, experience),)
-            return super().learn(model, experience)
+        def learn(self, experience: Experience) -> Any:
+            self.losses += (self.compute_loss(self.model, experience),)
+            return super().learn(experience)
 
     trainer = make_trainer(Alone, **QUICK)
     trainer.train()

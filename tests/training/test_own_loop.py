@@ -34,8 +34,8 @@ Steps = Callable[..., PPOTrainer]
 class Keeping(PPOTrainer):
     """Keeps prompts, responses and scores of each update."""
 
-    def collect_rollout(self, model: nn.Module, prompts: Prompts) -> Rollout:
-        rollout = super().collect_rollout(model, prompts)
+    def collect_rollout(self, prompts: Prompts, *given: Any) -> Rollout:
+        rollout = super().collect_rollout(prompts, *given)
         vars(self).setdefault("rows", []).append(rows_of(rollout))
         if (logprobs := rollout.sampling_logprobs) is not None:
             of_tokens = [row[mask] for row, mask in zip(logprobs, rollout.response_mask, strict=True)]

@@ -77,9 +77,9 @@ class _Keeps(PPOTrainer):
         self.kept.experiences.append(super().estimate_advantages(rollout))
         return self.kept.experiences[-1]
 
-    def update(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self.kept.num_steps += 1
-        return super().update(*args, **kwargs)
+        return super().optimizer_step(*args, **kwargs)
 
 
 def run_of(folder: Path, **overrides: Any) -> Run:

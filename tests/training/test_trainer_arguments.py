@@ -389,15 +389,6 @@ def test_torch_compile_compiles_and_changes_little(make_trainer: MakeTrainer, mo
 # ---- Seeds ----
 
 
-def test_arguments_that_are_overridden_twice_are_saved_as_given(make_trainer: MakeTrainer) -> None:
-    run = make_trainer(**QUICK, save_total_limit=5)._run
-    with run.override_args(save_total_limit=None):
-        with run.override_args(save_total_limit=1):
-            assert run.args.save_total_limit == 1 and run.args_as_given().save_total_limit == 5
-        assert run.args.save_total_limit is None and run.args_as_given().save_total_limit == 5
-    assert run.args.save_total_limit == 5
-
-
 def test_seed_decides_everything(make_trainer: MakeTrainer) -> None:
     first, again, other = (_trained(make_trainer, seed=seed) for seed in (3, 3, 4))
     assert_identical(end_of_run(again), end_of_run(first))

@@ -31,8 +31,8 @@ def with_scores(rollout: Rollout, scores: torch.Tensor) -> Rollout:
 class Unscored(RecordingTrainer):
     """Takes the scores of some rows away."""
 
-    def collect_rollout(self, model: Any, prompts: Any) -> Rollout:
-        rollout = super().collect_rollout(model, prompts)
+    def collect_rollout(self, prompts: Any, *given: Any) -> Rollout:
+        rollout = super().collect_rollout(prompts, *given)
         lost = torch.tensor([row in UNSCORED for row in range(len(rollout))])
         self.rollout = with_scores(rollout, rollout.scores.masked_fill(lost, NAN))
         return self.rollout
@@ -41,8 +41,8 @@ class Unscored(RecordingTrainer):
 class Absent(RecordingTrainer):
     """Takes the rows themselves away."""
 
-    def collect_rollout(self, model: Any, prompts: Any) -> Rollout:
-        rollout = super().collect_rollout(model, prompts)
+    def collect_rollout(self, prompts: Any, *given: Any) -> Rollout:
+        rollout = super().collect_rollout(prompts, *given)
         self.rollout = with_scores(rollout[torch.tensor(KEPT)], rollout.scores[KEPT])
         return self.rollout
 
@@ -110,13 +110,14 @@ def test_advantages_by_hand(make_trainer: MakeTrainer, caplog: pytest.LogCapture
     )
     with caplog.at_level(logging.WARNING, logger="rlhf_ppo"):
         experience = trainer.estimate_advantages(rollout)
+        metrics = trainer._rollout_metrics.record(rollout, experience, trainer.kl_controller, None)
     assert experience.returns.tolist() == [[1, 1], [0, 0], [4, 0]]
     expected = torch.tensor([[-1, -1], [0, 0], [2, 0]]) / 3**0.5
     assert_allclose(experience.advantages, expected, rtol=1e-5)
     assert experience.loss_mask.tolist() == [[True, True], [False, False], [True, False]]
-    assert trainer._run.metrics["objective/scores"] == 2.5 and trainer._run.metrics["rewards/a/mean"] == 2.5
-    assert "rewards/b/mean" not in trainer._run.metrics and "rewards/b/std" not in trainer._run.metrics
-    assert trainer._run.metrics["response/length_mean"] == pytest.approx(4 / 3)
+    assert metrics["objective/scores"] == 2.5 and metrics["rewards/a/mean"] == 2.5
+    assert "rewards/b/mean" not in metrics and "rewards/b/std" not in metrics
+    assert metrics["response/length_mean"] == pytest.approx(4 / 3)
     assert "1 of 3 responses have no score" in caplog.text
 
 

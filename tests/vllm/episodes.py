@@ -94,8 +94,8 @@ def check_episodes(saved: Path, output_dir: Path, turns: int = 4, **given: Any) 
 
 def _recorded(trainer: PPOTrainer) -> tuple[list[Any], list[Any]]:
     """Record what vLLM was asked, and what was played with the policy's log-probabilities at that time."""
-    calls, played, vllm = [], [], trainer._engine.vllm  # type: ignore
-    generate, play = vllm.generate, trainer._rollouts.play
+    calls, played, vllm = [], [], trainer._sampler.engine.vllm  # type: ignore
+    generate, play = vllm.generate, trainer._play
 
     def asked(prompts: list[list[int]], **how: Any) -> Any:
         answer = generate(prompts, **how)
@@ -114,5 +114,5 @@ def _recorded(trainer: PPOTrainer) -> tuple[list[Any], list[Any]]:
         played.append((responses, own))
         return responses, prompts
 
-    vllm.generate, trainer._rollouts.play = asked, kept
+    vllm.generate, trainer._play = asked, kept
     return calls, played

@@ -53,7 +53,7 @@ def two(folder: Path, saved: Path, tensor_parallel: str) -> dict[str, Any]:
     trainer = make_vllm_trainer(
         saved, folder / "run", vllm_tensor_parallel_size=int(tensor_parallel), ddp_backend="gloo", total_episodes=32
     )
-    llm: Any = trainer._engine.vllm.llm  # type: ignore
+    llm: Any = trainer._sampler.engine.vllm.llm  # type: ignore
     generate, ids = llm.generate, []
 
     def recording(*given: Any, **how: Any) -> Any:

@@ -79,7 +79,7 @@ def some_prompts(count: int = 16) -> Prompts:
 def greedy_agreement(trainer: PPOTrainer, policy: Any) -> float:
     """Return the share of tokens in which vLLM's likeliest responses are those of a policy."""
     config, prompts = greedy_config(trainer.args, trainer.tokens.stop), some_prompts()
-    sampled = sample_with(trainer._engine, policy_of(trainer), prompts, config).ids
+    sampled = sample_with(trainer._sampler.engine, policy_of(trainer), prompts, config).ids
     own = TransformersEngine(8).sample(policy, prompts, config).ids
     width = min(sampled.shape[1], own.shape[1])
     mask = response_mask(own, trainer.tokens.stop)[:, :width]
@@ -93,7 +93,7 @@ def sample_as(trainer: PPOTrainer, suppressed: list[int] | None = None, **option
         setattr(args, name, value)
     prompts = some_prompts()
     config = sampling_config(args, trainer.tokens.stop, suppressed)
-    return sample_with(trainer._engine, policy_of(trainer), prompts, config), prompts
+    return sample_with(trainer._sampler.engine, policy_of(trainer), prompts, config), prompts
 
 
 @torch.no_grad()
