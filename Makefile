@@ -25,9 +25,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-one-process test-long test-learning test-distributed test-kills test-growth test-fuzz test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
+check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-growth test-fuzz test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -68,11 +68,8 @@ test-learning: install ## Training runs that must reach a reward, each with thre
 test-distributed: install ## Runs with several processes
 	$(PYTEST) -m distributed
 
-test-kills: install ## At random moments: 100 kills of one process, 20 of two, 20 with generation_overlap; all end as if left alone
+test-kills: install ## Kills at random moments, NUM_KILLS of them; all runs end as if left alone
 	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py
-
-test-growth: install ## 2,000 updates with everything on: memory, descriptors, threads, seconds and saves stay as they are
-	NUM_UPDATES=$(or $(NUM_UPDATES),2000) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_growth.py
 
 test-fuzz: install ## 200 random configurations (NUM_CONFIGURATIONS, SEED), each simulated in NumPy, cut otherwise, killed and called step by step
 	SEED=$(or $(SEED),1) NUM_CONFIGURATIONS=$(or $(NUM_CONFIGURATIONS),200) CONFIGURATION='$(CONFIGURATION)' \
