@@ -22,16 +22,16 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput, ResponseLogprobs
-from rlhf_ppo.processes.distributed import minibatch_generator, raise_on_all_ranks
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, shape_scores
+from rlhf_ppo.run import construction, learning
+from rlhf_ppo.run.construction import ModelOrPath
+from rlhf_ppo.run.distributed import minibatch_generator, raise_on_all_ranks
+from rlhf_ppo.run.learning import PolicyLossFunction
+from rlhf_ppo.run.optimization import Optimizers
+from rlhf_ppo.run.rollouts import policy_and_value_outputs, reference_logprobs
 from rlhf_ppo.trainer_base import TrainerBase
-from rlhf_ppo.training import construction, learning
-from rlhf_ppo.training.construction import ModelOrPath
-from rlhf_ppo.training.learning import PolicyLossFunction
-from rlhf_ppo.training.optimization import Optimizers
-from rlhf_ppo.training.rollouts import policy_and_value_outputs, reference_logprobs
 
 if TYPE_CHECKING:
     from peft import PeftConfig

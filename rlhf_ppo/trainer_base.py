@@ -29,8 +29,8 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
-from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import check_datasets, check_rows
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
 from rlhf_ppo.data.prompts import PromptCollator, Prompts, num_rows
@@ -43,15 +43,6 @@ from rlhf_ppo.models.unwrapping import (
     drop_foreign_padding,
     drop_ignored_generation_settings,
 )
-from rlhf_ppo.processes.distributed import (
-    get_logger,
-    is_sharding,
-    preserve_rng,
-    raise_on_all_ranks,
-    use_one_device,
-    use_stream_in_callbacks,
-)
-from rlhf_ppo.processes.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.reporting import evaluation as evaluations
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
 from rlhf_ppo.reporting.critic_audit import CriticAudit, audit, check_audit, prefixes_of
@@ -66,16 +57,25 @@ from rlhf_ppo.reporting.metrics import (
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.scorer import Scores, whole_scores
+from rlhf_ppo.run import construction, datasets, rollouts, saving
+from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
+from rlhf_ppo.run.construction import set_up_engine
+from rlhf_ppo.run.distributed import (
+    get_logger,
+    is_sharding,
+    preserve_rng,
+    raise_on_all_ranks,
+    use_one_device,
+    use_stream_in_callbacks,
+)
+from rlhf_ppo.run.external import given_responses
+from rlhf_ppo.run.guards import DivergenceGuard
+from rlhf_ppo.run.learning import CriticOnly, gradient_norms, monte_carlo_returns
+from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
+from rlhf_ppo.run.ptx import LanguageModeling
+from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts
+from rlhf_ppo.run.signals import RunStopped, StopOnSignal, say
 from rlhf_ppo.terminal import print_text
-from rlhf_ppo.training import construction, datasets, rollouts, saving
-from rlhf_ppo.training.checks import check_datasets, check_rows
-from rlhf_ppo.training.construction import set_up_engine
-from rlhf_ppo.training.external_loop import given_responses
-from rlhf_ppo.training.guards import DivergenceGuard
-from rlhf_ppo.training.learning import CriticOnly, gradient_norms, monte_carlo_returns
-from rlhf_ppo.training.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
-from rlhf_ppo.training.ptx import LanguageModeling
-from rlhf_ppo.training.run_state import LoopState, RunState, Stateful, StatefulParts
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -79,28 +79,28 @@ def pytest_collection_finish() -> None:
 WHOLE_RUNS = {
     "reporting/test_evaluation.py",
     "estimate/test_counting.py",
-    "training/test_evaluate.py",
+    "run/test_evaluate.py",
     "test_readme.py",
-    "training/test_samples_and_logging.py",
+    "run/test_samples_and_logging.py",
 }
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
     "data/test_train_data_forms.py",
     "models/test_peft.py",
     "reporting/test_hub.py",
-    "training/test_checkpoints.py",
-    "training/test_optimization.py",
+    "run/test_checkpoints.py",
+    "run/test_optimization.py",
     "cli/test_commands.py",
     "cli/test_jobs.py",
     "examples/test_ppo_example.py",
     "generation/test_continuous.py",
     "generation/test_baseline_completions.py",
     "rewards/test_in_training.py",
-    "training/test_callbacks.py",
+    "run/test_callbacks.py",
     "compat/test_drop_in.py",
     "models/test_one_base.py",
-    "training/test_search.py",
-    "training/test_trainer_arguments.py",
+    "run/test_search.py",
+    "run/test_trainer_arguments.py",
 }
 # The longest files, which a run begins with, so that no process is left with one at the end; beside one that starts
 # several processes there is one that does not.
@@ -113,7 +113,7 @@ LONGEST_FIRST = (
     "demo/test_demo.py",
     "examples/test_documented_commands.py",
     "learning/test_stories.py",
-    "training/test_trainer_arguments.py",
+    "run/test_trainer_arguments.py",
     "distributed/test_launchers.py",
     "examples/test_ppo_example.py",
     "models/test_peft.py",
@@ -133,12 +133,12 @@ CASES_IN_CHECK = {
     "test_first_update.py::test_samples_and_numbers_are_those_of_the_plain_setup": 2,
     "test_first_update.py::test_the_first_update_equals_numpy": 4,
     "data/test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 4,
-    "training/test_recipes.py::test_an_option_changes_the_update_the_same_however_it_is_cut_and_learned": 2,
+    "run/test_recipes.py::test_an_option_changes_the_update_the_same_however_it_is_cut_and_learned": 2,
 }
 # The same of those that run long: `make test` runs that many, `make test-long` the rest.
 CASES_IN_TEST = {
-    "training/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 3,
-    "training/test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
+    "run/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 3,
+    "run/test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
 }
 
 

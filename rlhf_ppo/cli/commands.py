@@ -19,9 +19,9 @@ from rlhf_ppo.cli.training import (
     train_and_save,
 )
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import check_output_dir
 from rlhf_ppo.terminal import print_text
 from rlhf_ppo.trainer import PPOTrainer
-from rlhf_ppo.training.checks import check_output_dir
 
 OPTIONS = {
     "sft": (DryRunScriptArguments, SFTArguments, ModelConfig),

@@ -16,11 +16,11 @@ import pandas as pd
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.cli.arguments import check_single_process, parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
+from rlhf_ppo.data.files import write_json
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.evaluation import print_table

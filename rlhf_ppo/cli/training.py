@@ -32,7 +32,6 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import get_peft_config, get_quantization_config
 
-from rlhf_ppo.checkpoints.directory import parse_resume
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
@@ -44,13 +43,15 @@ from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, load_value_model, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
-from rlhf_ppo.processes.signals import say
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.run_log import RunSettings, where_results_are
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
+from rlhf_ppo.run.checkpoints import parse_resume
+from rlhf_ppo.run.guards import DivergenceError
+from rlhf_ppo.run.signals import say
 from rlhf_ppo.terminal import (
     RedactsSecrets,
     print_text,
@@ -58,7 +59,6 @@ from rlhf_ppo.terminal import (
     visible_logger,
 )
 from rlhf_ppo.trainer import PPOTrainer
-from rlhf_ppo.training.guards import DivergenceError
 
 dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question on stdin about a model's code
 

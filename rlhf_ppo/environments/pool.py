@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhf_ppo.environments.tools import Kind, Tool, content_of, error_answer, kind_of_class, standalone
-from rlhf_ppo.processes.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop
+from rlhf_ppo.environments.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop
 
 T = TypeVar("T")
 

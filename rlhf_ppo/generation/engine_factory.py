@@ -21,9 +21,9 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampling import StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import start_vllm
-from rlhf_ppo.processes.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
 from rlhf_ppo.rewards.scorer import selected
+from rlhf_ppo.run.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
 
 ENGINE_NEEDS: dict[str, tuple[str, str]] = {
     "continuous": ("transformers", "5.11"),  # the first with a limit on the rows that run at a time

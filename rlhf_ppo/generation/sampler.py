@@ -19,7 +19,7 @@ from rlhf_ppo.generation.stopping import SpecialTokens
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
-from rlhf_ppo.processes.distributed import raise_on_all_ranks, zero_stage
+from rlhf_ppo.run.distributed import raise_on_all_ranks, zero_stage
 
 T = TypeVar("T")
 

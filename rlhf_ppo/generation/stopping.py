@@ -11,7 +11,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import eos_id, pad_id
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.sampling import StopStrings, ended
-from rlhf_ppo.processes.distributed import get_logger
+from rlhf_ppo.run.distributed import get_logger
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ from rlhf_ppo.data.prompts import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base
 from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
-from rlhf_ppo.processes.distributed import (
+from rlhf_ppo.run.distributed import (
     get_logger,
     isolated_rng,
     raise_on_all_ranks,

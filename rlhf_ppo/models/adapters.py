@@ -22,7 +22,7 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
     with_adapters,
 )
-from rlhf_ppo.processes.distributed import get_logger
+from rlhf_ppo.run.distributed import get_logger
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -15,7 +15,7 @@ from rlhf_ppo.data.prompts import PositionLimit, smallest
 from rlhf_ppo.models.packing import looked_at
 from rlhf_ppo.models.policy_and_value import logits
 from rlhf_ppo.models.unwrapping import is_sharded, own_share, text_config, transformers_model
-from rlhf_ppo.processes.distributed import get_logger
+from rlhf_ppo.run.distributed import get_logger
 
 
 def position_limit(model: nn.Module) -> PositionLimit | None:

@@ -29,7 +29,7 @@ from rlhf_ppo.models.unwrapping import (
     text_config,
     transformers_model,
 )
-from rlhf_ppo.processes.distributed import preserve_rng
+from rlhf_ppo.run.distributed import preserve_rng
 
 PACKS, LATER = "rows_are_packed", "packs_rows_later"
 """Attributes of a backbone: the attention with which it packs rows, and `pack_rows` until its first pass."""

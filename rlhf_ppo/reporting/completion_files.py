@@ -15,9 +15,9 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_ppo.checkpoints.files import replacing
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
+from rlhf_ppo.data.files import replacing
 from rlhf_ppo.data.rollout import Rollout
 
 COMPLETIONS_DIR = "_completions"

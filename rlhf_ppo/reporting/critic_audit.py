@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_ppo.checkpoints.files import write_json
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.files import write_json
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout, sent
 from rlhf_ppo.reporting.run_log import AUDIT_NAME

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
+from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered

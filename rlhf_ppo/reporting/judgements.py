@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlhf_ppo.checkpoints.files import read_object, write_json
+from rlhf_ppo.data.files import read_object, write_json
 from rlhf_ppo.rewards.builtin import prompt_text
 from rlhf_ppo.terminal import redacted
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from transformers import is_wandb_available
 
-from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.files import write_text
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log

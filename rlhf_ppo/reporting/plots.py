@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from rlhf_ppo.checkpoints.files import replacing
+from rlhf_ppo.data.files import replacing
 from rlhf_ppo.reporting.run_log import Log, Run, training_log
 from rlhf_ppo.terminal import visible
 

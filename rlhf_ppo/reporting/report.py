@@ -23,9 +23,9 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from transformers import TrainingArguments
 
-from rlhf_ppo.checkpoints.files import write_text
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import as_lines
+from rlhf_ppo.data.files import write_text
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile

@@ -17,7 +17,7 @@ import numpy as np
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.checkpoints.files import write_json
+from rlhf_ppo.data.files import write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, found_judgements
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_ppo.checkpoints.files import write_json
+from rlhf_ppo.data.files import write_json
 from rlhf_ppo.reporting.judgements import (
     Judgement,
     RewardAccuracy,

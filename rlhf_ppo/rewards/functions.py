@@ -1,7 +1,7 @@
 """Python reward functions with the calling convention of TRL's `GRPOTrainer`, and the rewards of environments.
 
 The file reads from a call to its details: the function as a reward source, its arguments, the metrics and columns that
-it logs, and the environments. `processes/waiting.py` has the event loop that async functions run in.
+it logs, and the environments. `environments/waiting.py` has the event loop that async functions run in.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.environments.pool import ask_rewards
 from rlhf_ppo.environments.tools import Kind
-from rlhf_ppo.processes.distributed import any_rank
-from rlhf_ppo.processes.waiting import run_on_event_loop
+from rlhf_ppo.environments.waiting import run_on_event_loop
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, check_scores
+from rlhf_ppo.run.distributed import any_rank
 
 LogMetric = Callable[[str, float, float], None]
 """Takes a metric's name, its value, and the weight of the value: the number of rows that it is about."""

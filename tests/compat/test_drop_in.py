@@ -90,7 +90,7 @@ def test_a_script_with_positional_arguments_in_trl_s_order(tmp_path, capsys):
 
 def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
     messages: list[str] = []
-    monkeypatch.setattr("rlhf_ppo.training.run_state.logger.warning_once", messages.append)
+    monkeypatch.setattr("rlhf_ppo.run.run_state.logger.warning_once", messages.append)
     make_trainer(stop_token="eos")
     assert messages == []
 

@@ -24,7 +24,7 @@ from rlhf_ppo.data.prompts import (
     check_lengths,
     prepare_prompts,
 )
-from rlhf_ppo.training.datasets import longest_prompt
+from rlhf_ppo.run.datasets import longest_prompt
 
 EOS = 1
 CONVERSATION = [{"role": "user", "content": "w1 w2"}]

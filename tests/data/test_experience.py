@@ -22,7 +22,7 @@ from rlhf_ppo.data.rollout import (
     sizes_within,
     split_until,
 )
-from rlhf_ppo.processes.distributed import minibatch_generator
+from rlhf_ppo.run.distributed import minibatch_generator
 
 CPU = torch.device("cpu")
 PAD = 99

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.training.datasets import logger
+from rlhf_ppo.run.datasets import logger
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.data.test_datasets import Stream
 from tests.runs import QUICK, assert_identical, end_of_run

@@ -26,7 +26,7 @@ from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.rewards.judges import PreferenceReward
-from rlhf_ppo.training.rollouts import on_whole_policy
+from rlhf_ppo.run.rollouts import on_whole_policy
 from tests import conftest
 from tests.distributed.processes import scenario_named
 from tests.episodes import RespondsInTurns

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 
 from examples.policy_losses import cispo, dual_clip, gspo
-from rlhf_ppo.training.learning import resolve_policy_loss
+from rlhf_ppo.run.learning import resolve_policy_loss
 
 
 def given(old: list[list[float]], advantages: list[list[float]], **how: Any) -> Any:

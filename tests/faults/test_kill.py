@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.checkpoints import last_complete_checkpoint
+from rlhf_ppo.run.checkpoints import last_complete_checkpoint
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import assert_identical, end_of_run
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from rlhf_ppo.models.frozen import Frozen, Offload
-from rlhf_ppo.training.construction import place_frozen
+from rlhf_ppo.run.construction import place_frozen
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import assert_identical, history, parameters
 
@@ -54,8 +54,8 @@ def test_weights_are_lent_for_the_time_of_a_context() -> None:
 
 @pytest.mark.parametrize(("device", "stays_home"), [("cuda", True), ("cpu", False)])
 def test_only_an_accelerator_borrows(device: str, stays_home: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_ppo.processes.distributed.zero_stage", lambda _: None)
-    monkeypatch.setattr("rlhf_ppo.processes.distributed.is_fsdp", lambda _: False)
+    monkeypatch.setattr("rlhf_ppo.run.distributed.zero_stage", lambda _: None)
+    monkeypatch.setattr("rlhf_ppo.run.distributed.is_fsdp", lambda _: False)
     accelerator: Any = SimpleNamespace(device=torch.device(device))
     placed = place_frozen(Frozen(tiny_scorer()), accelerator, offload=True)
     assert isinstance(placed.offload, Offload) == stays_home
@@ -99,7 +99,7 @@ def test_the_constructor_offloads_whole_models_but_no_adapter_over_the_policys_b
         asked[f"{type(model).__name__} {len(asked)}"] = offload
         return place_frozen(model, accelerator, offload)
 
-    monkeypatch.setattr("rlhf_ppo.training.construction.place_frozen", place)
+    monkeypatch.setattr("rlhf_ppo.run.construction.place_frozen", place)
     over_base = get_peft_model(scorer_over(tiny_policy()), LoraConfig(target_modules=["q_proj"]))
     make_trainer(
         peft_config=LoraConfig(target_modules=["q_proj"]), value_model=None, share_base_model=True,

@@ -123,7 +123,7 @@ def test_other_answers_are_errors_at_once(reply: Any, kind: type[Exception], wor
 
 def test_a_server_that_is_late_is_given_up(server: Any) -> None:
     server.replies = [delay]
-    with pytest.raises(ConnectionError, match="did not answer.*Timeout"):
+    with pytest.raises(ConnectionError, match=r"did not answer.*Timeout"):
         ask(endpoint(server, timeout=SHORT, retries=0), ["a"])
 
 

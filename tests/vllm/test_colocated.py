@@ -98,7 +98,7 @@ def test_a_prompt_that_just_fits_has_its_whole_response(trained: PPOTrainer) -> 
 def test_what_vllm_cuts_all_the_same_is_an_error(trained: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past every other check: a limit of vLLM's that nobody knows of."""
     monkeypatch.setattr("rlhf_ppo.trainer.check_lengths", lambda *given: None)
-    monkeypatch.setattr("rlhf_ppo.training.datasets.check_lengths", lambda *given: None)
+    monkeypatch.setattr("rlhf_ppo.run.datasets.check_lengths", lambda *given: None)
     rows = [{"input_ids": [4 + row] * 60} for row in range(6)]
     with pytest.raises(RuntimeError, match=r"'vllm' cut the response to row \d .*: 4 tokens after a prompt of 60, wh"):
         trained.evaluate(rows)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.capabilities import weights_not_finite
-from rlhf_ppo.processes.distributed import raise_on_all_ranks
 from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.run.distributed import raise_on_all_ranks
 
 if TYPE_CHECKING:
-    from rlhf_ppo.training.run_state import RunState
+    from rlhf_ppo.run.run_state import RunState
 
 _FIGURES = {
     "policy/approxkl_avg": "the policy's log-probabilities",

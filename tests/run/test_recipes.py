@@ -14,7 +14,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
 from rlhf_ppo.data.rollout import Experience
-from rlhf_ppo.training.learning import resolve_policy_loss
+from rlhf_ppo.run.learning import resolve_policy_loss
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, InOnePass, die_and_resume, history, parameters, record_rollouts
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.checkpoints import last_complete_checkpoint
+from rlhf_ppo.run.checkpoints import last_complete_checkpoint
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.runs import QUICK, Bomb, RunDied, assert_identical, parameters
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_ppo.checkpoints import last_complete_checkpoint
-from rlhf_ppo.checkpoints.directory import InUseError, find_start, in_use, locked
-from rlhf_ppo.checkpoints.files import read_object, replacing, write_json
+from rlhf_ppo.data.files import read_object, replacing, write_json
+from rlhf_ppo.run.checkpoints import InUseError, find_start, in_use, last_complete_checkpoint, locked
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def test_a_run_continues_in_another_directory(run: Path) -> None:
     assert find_start(run / "new", str(run / "checkpoint-2"), overwrite=False) == str(run / "checkpoint-2")
 
 
-TRIES = "import sys; from rlhf_ppo.checkpoints.directory import locked; locked(sys.argv[1]).__enter__()"
+TRIES = "import sys; from rlhf_ppo.run.checkpoints import locked; locked(sys.argv[1]).__enter__()"
 
 
 def test_a_directory_has_one_trainer(tmp_path: Path) -> None:

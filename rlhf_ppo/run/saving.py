@@ -19,16 +19,16 @@ from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_callback import ExportableState
 
-from rlhf_ppo.checkpoints import directory as directories
-from rlhf_ppo.checkpoints.state import PPOTrainerState, Progress, comparable_arguments, describe_changes
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.models.adapters import load_adapter_weights
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
-from rlhf_ppo.processes.distributed import get_logger, is_fsdp, preserve_rng, raise_on_all_ranks, zero_stage
-from rlhf_ppo.training.optimization import Optimization
-from rlhf_ppo.training.run_state import RunState, StatefulParts
+from rlhf_ppo.run import checkpoints as directories
+from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress, comparable_arguments, describe_changes
+from rlhf_ppo.run.distributed import get_logger, is_fsdp, preserve_rng, raise_on_all_ranks, zero_stage
+from rlhf_ppo.run.optimization import Optimization
+from rlhf_ppo.run.run_state import RunState, StatefulParts
 
 logger = get_logger(__name__)
 

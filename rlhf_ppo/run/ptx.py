@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.prompts import PositionLimit, as_the_template_reads, template_settings
 from rlhf_ppo.data.rollout import Responses, micro_batches
-from rlhf_ppo.processes.distributed import derive_seed, get_logger
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.training.external_loop import padded_responses
-from rlhf_ppo.training.learning import CriticOnly, accumulate, backward
-from rlhf_ppo.training.run_state import RunState
+from rlhf_ppo.run.distributed import derive_seed, get_logger
+from rlhf_ppo.run.external import padded_responses
+from rlhf_ppo.run.learning import CriticOnly, accumulate, backward
+from rlhf_ppo.run.run_state import RunState
 
 logger = get_logger(__name__)
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import check_datasets
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
@@ -36,13 +37,12 @@ from rlhf_ppo.data.prompts import (
     turn_end,
 )
 from rlhf_ppo.data.sources import load_named
+from rlhf_ppo.environments.rollouts import EpisodeRollouts
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
-from rlhf_ppo.processes.distributed import get_logger, isolated_rng
-from rlhf_ppo.processes.signals import leave_signals_to_parent
-from rlhf_ppo.training.checks import check_datasets
-from rlhf_ppo.training.episodes import EpisodeRollouts
+from rlhf_ppo.run.distributed import get_logger, isolated_rng
+from rlhf_ppo.run.signals import leave_signals_to_parent
 
 logger = get_logger(__name__)
 

@@ -17,8 +17,8 @@ from transformers.trainer_utils import IntervalStrategy
 from rlhf_ppo.algorithm.advantages import check_coefficient
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import NoPrompts, columns_of, prompt_column
-from rlhf_ppo.processes.distributed import get_logger, num_processes
-from rlhf_ppo.training.optimization import check_pair
+from rlhf_ppo.run.distributed import get_logger, num_processes
+from rlhf_ppo.run.optimization import check_pair
 
 logger = get_logger(__name__)
 
@@ -143,7 +143,7 @@ def check_others(args: PPOConfig, optimizers: Any, kl_controller: Any, ptx_datas
 
     Args:
         args: The arguments.
-        optimizers: See `rlhf_ppo.training.optimization.Optimizers`.
+        optimizers: See `rlhf_ppo.run.optimization.Optimizers`.
         kl_controller: A `KLController`, or None.
         ptx_dataset: Texts, if `args.ptx_coef` is above 0.
 

@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController
-from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config import PPOConfig, checks
+from rlhf_ppo.config.checks import check_critic_alone
 from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.prompts import NoPrompts, PositionLimit, num_rows, smallest
+from rlhf_ppo.environments.rollouts import EpisodeRollouts
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampler import Sampler
@@ -30,20 +32,17 @@ from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
 from rlhf_ppo.models.unwrapping import is_peft_model
-from rlhf_ppo.processes import distributed
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models, tokenizer_beside
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
-from rlhf_ppo.training import checks
-from rlhf_ppo.training.checks import check_critic_alone
-from rlhf_ppo.training.datasets import PromptPreparation, load_data
-from rlhf_ppo.training.episodes import EpisodeRollouts
-from rlhf_ppo.training.external_loop import ExternalScores
-from rlhf_ppo.training.optimization import Optimizers
-from rlhf_ppo.training.rollouts import Play
-from rlhf_ppo.training.run_state import RunState
+from rlhf_ppo.run import distributed
+from rlhf_ppo.run.datasets import PromptPreparation, load_data
+from rlhf_ppo.run.external import ExternalScores
+from rlhf_ppo.run.optimization import Optimizers
+from rlhf_ppo.run.rollouts import Play
+from rlhf_ppo.run.run_state import RunState
 
 logger = distributed.get_logger(__name__)
 

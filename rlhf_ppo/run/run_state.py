@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
-from rlhf_ppo.checkpoints.state import PPOTrainerState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.generation.stopping import SpecialTokens
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.processes.distributed import RngStreams, get_logger
 from rlhf_ppo.reporting.metrics import PhaseTimer
 from rlhf_ppo.rewards.functions import LoggedByFunctions
+from rlhf_ppo.run.checkpoints import PPOTrainerState
+from rlhf_ppo.run.distributed import RngStreams, get_logger
 
 if TYPE_CHECKING:
-    from rlhf_ppo.training.datasets import Passes
+    from rlhf_ppo.run.datasets import Passes
 
 logger = get_logger(__name__)
 

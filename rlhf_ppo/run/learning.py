@@ -18,9 +18,9 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.inherited import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
-from rlhf_ppo.processes.distributed import get_logger
 from rlhf_ppo.rewards.resolve import load_object
-from rlhf_ppo.training.run_state import RunState
+from rlhf_ppo.run.distributed import get_logger
+from rlhf_ppo.run.run_state import RunState
 
 logger = get_logger(__name__)
 

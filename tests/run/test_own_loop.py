@@ -16,13 +16,12 @@ from torch import nn
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.checkpoints import last_complete_checkpoint
-from rlhf_ppo.checkpoints.directory import InUseError, in_use
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.processes.signals import RunStopped
-from rlhf_ppo.training.guards import DivergenceError
+from rlhf_ppo.run.checkpoints import InUseError, in_use, last_complete_checkpoint
+from rlhf_ppo.run.guards import DivergenceError
+from rlhf_ppo.run.signals import RunStopped
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, assert_identical, history, parameters
 

@@ -29,10 +29,10 @@ from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, p
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
-from rlhf_ppo.processes.distributed import derive_seed, num_processes, raise_on_all_ranks
 from rlhf_ppo.rewards.functions import rewards_of
-from rlhf_ppo.training.rollouts import Play
-from rlhf_ppo.training.run_state import RunState
+from rlhf_ppo.run.distributed import derive_seed, num_processes, raise_on_all_ranks
+from rlhf_ppo.run.rollouts import Play
+from rlhf_ppo.run.run_state import RunState
 
 
 class EpisodeRollouts:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
 from rlhf_ppo.data.rollout import Experience
-from rlhf_ppo.training.optimization import Optimization
+from rlhf_ppo.run.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
 from tests.runs import (

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.training.guards import DivergenceError
+from rlhf_ppo.run.guards import DivergenceError
 from tests.conftest import count_w4
 from tests.runs import QUICK
 

@@ -15,8 +15,8 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.processes.signals import RunStopped
 from rlhf_ppo.reporting.health import CHECKS
+from rlhf_ppo.run.signals import RunStopped
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history
 

@@ -18,11 +18,11 @@ from transformers import (
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
-from rlhf_ppo.checkpoints import last_complete_checkpoint
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
+from rlhf_ppo.run.checkpoints import last_complete_checkpoint
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, history, logged, parameters
 

@@ -16,8 +16,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.processes import distributed
-from rlhf_ppo.processes.distributed import (
+from rlhf_ppo.run import distributed
+from rlhf_ppo.run.distributed import (
     RngStream,
     isolated_rng,
     raise_on_all_ranks,

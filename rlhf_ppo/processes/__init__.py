@@ -1,1 +1,0 @@
-"""Signals, random numbers, and the collective operations of several processes."""

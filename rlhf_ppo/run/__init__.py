@@ -1,0 +1,1 @@
+"""A run: its construction, its checkpoints, signals, ranks, optimizer steps, and `step`."""
