@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     """Import torch and transformers with the first name that needs them: `rlhf-ppo --help` needs none."""
     if name not in _MODULES:
         message = f"module 'rlhf_ppo' has no attribute {name!r}"
-        if name[:1] != "_" and name in (hints := import_module("rlhf_ppo.config.validation").IMPORT_HINTS):
+        if name[:1] != "_" and name in (hints := import_module("rlhf_ppo.config.checks").IMPORT_HINTS):
             raise ImportError(f"{message}: {hints[name]}")  # `from rlhf_ppo import` hides an AttributeError's message
         raise AttributeError(message)
     return getattr(import_module(_MODULES[name]), name)

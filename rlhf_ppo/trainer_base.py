@@ -30,9 +30,8 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import check_datasets, check_rows
+from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
-from rlhf_ppo.config.validation import METHOD_HINTS, reject_call
 from rlhf_ppo.data.prompts import PromptCollator, Prompts, num_rows
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
@@ -899,7 +898,7 @@ class TrainerBase(Trainer):
 
     def _prepared_eval(self, eval_dataset: Any) -> Any:
         """Check and tokenize held-out prompts that a call passes."""
-        check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
+        datasets.check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
         return self._preparation.prepared(eval_dataset, "eval_dataset")
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -914,7 +913,7 @@ class TrainerBase(Trainer):
             The metrics of `evaluate`, as `metrics`; `predictions` and `label_ids` are None. `generate_completions`
             returns responses.
         """
-        check_rows(test_dataset, "test_dataset", list)
+        datasets.check_rows(test_dataset, "test_dataset", list)
         test_dataset = self._preparation.prepared(test_dataset, "test_dataset")
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 

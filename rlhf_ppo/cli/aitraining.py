@@ -25,7 +25,7 @@ from rlhf_ppo.cli.training import (
 from rlhf_ppo.compat.environments import REWARD_MODEL, json_object, make_environment
 from rlhf_ppo.compat.params import LLMTrainingParams, arguments_of, model_arguments
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.validation import option
+from rlhf_ppo.config.checks import option
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.resolve import resolve_reward

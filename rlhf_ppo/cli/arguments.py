@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,9 +13,8 @@ from transformers import TrainingArguments
 from trl.scripts.utils import ScriptArguments, TrlParser
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
-from rlhf_ppo.config.inherited import is_logged_in_to_wandb
+from rlhf_ppo.config.checks import CONFIG_HINTS, hint_for, option, reject_removed
 from rlhf_ppo.config.presets import PRESETS
-from rlhf_ppo.config.validation import CONFIG_HINTS, hint_for, option, reject_removed
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
 from rlhf_ppo.terminal import visible_logger
 
@@ -180,3 +180,19 @@ def prepare_trackers(args: TrainingArguments) -> None:
             "report_to=['wandb'], but nobody is logged in to W&B: the run is recorded in ./wandb, not uploaded. Log "
             "in with `wandb login`, upload it later with `wandb sync`, or report to none."
         )
+
+
+_WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
+
+
+def is_logged_in_to_wandb() -> bool:
+    """Return whether W&B has a key or needs none, without asking the user or the network."""
+    if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
+        return True
+    import wandb
+
+    if wandb.run is not None or wandb.setup().settings.mode in _WITHOUT_LOGIN:
+        return True
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return wandb.api.api_key is not None  # before W&B 0.28

@@ -17,7 +17,7 @@ from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.training import has_reward_model
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.validation import AtLeastOne, Interval, option
+from rlhf_ppo.config.checks import AtLeastOne, Interval, option
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.reference import asks_for_reference

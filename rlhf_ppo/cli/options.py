@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rlhf_ppo.config.validation import (
+from rlhf_ppo.config.checks import (
     AtLeastOne,
     Count,
     PositiveShare,
@@ -13,7 +13,7 @@ from rlhf_ppo.config.validation import (
     Temperature,
     check_ranges,
     option,
-    parse_template_kwargs,
+    parse_object,
     ranges_of,
 )
 
@@ -93,7 +93,7 @@ class JudgeArguments:
         if self.temperature == 0:
             del ranges["temperature"]
         check_ranges(self, ranges)
-        parse_template_kwargs(self.chat_template_kwargs)
+        parse_object("chat_template_kwargs", self.chat_template_kwargs, '{"enable_thinking": false}')
         for one, other in ONE_OF:
             if (getattr(self, one) is None) == (getattr(self, other) is None):
                 raise ValueError(

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.config.validation import PlainWords
+from rlhf_ppo.config.checks import PlainWords
 from rlhf_ppo.data.files import write_json
 from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of

@@ -35,9 +35,8 @@ from trl.trainer.utils import get_peft_config, get_quantization_config
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.arguments import logging_interval
-from rlhf_ppo.config.inherited import resolved_bf16
-from rlhf_ppo.config.validation import ExplainsUnknown, parse_template_kwargs
+from rlhf_ppo.config.checks import ExplainsUnknown, parse_object
+from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, load_value_model, wants_code
@@ -69,9 +68,9 @@ class DefaultBf16(ExplainsUnknown, RedactsSecrets):
     """Base of TRL's configurations with the default of `bf16` of `PPOConfig`: on if the device supports it."""
 
     def __post_init__(self) -> None:
-        """Set `bf16`, which TRL switches on everywhere, or check it."""
+        """Set `bf16`, which TRL switches on everywhere."""
         args: Any = self
-        args.bf16 = resolved_bf16(args)
+        args.bf16 = default_bf16(args) if args.bf16 is None else args.bf16
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # torch warns otherwise
 
@@ -132,7 +131,7 @@ def template_kwargs(model: str, given: str | None) -> dict[str, Any] | None:
         given: JSON, or None.
     """
     recorded = RunSettings.load(model).arguments.get("chat_template_kwargs") if given is None else given
-    return parse_template_kwargs(recorded)
+    return parse_object("chat_template_kwargs", recorded, '{"enable_thinking": false}')
 
 
 # ---- PPO ----

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ppo.config.validation import parse_object, parse_weights, suggestion
+from rlhf_ppo.config.checks import parse_object, parse_weights, suggestion
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.config.validation import AtLeastOne, ShareBelowOne, check_ranges, ranges_of
-from rlhf_ppo.config.validation import option as _option
+from rlhf_ppo.config.checks import AtLeastOne, ShareBelowOne, check_ranges, ranges_of
+from rlhf_ppo.config.checks import option as _option
 from rlhf_ppo.terminal import redacted, visible_logger
 
 TRAINERS = ("ppo", "reward", "sft")

@@ -5,34 +5,63 @@ import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
-from rlhf_ppo.config import arguments, inherited
-from rlhf_ppo.config.validation import (
+from rlhf_ppo.config.checks import (
+    INHERITED_RANGES,
+    LONGEST_WAIT,
     AtLeastOne,
+    AtLeastOneFloat,
     Count,
     ExplainsUnknown,
     Finite,
     Interval,
     NotNegative,
+    Port,
     Positive,
     PositiveShare,
     Share,
     ShareBelowOne,
     Temperature,
+    check_divides,
+    check_kl,
+    check_num_prompts,
     check_ranges,
+    check_total_episodes,
     check_type,
+    check_warmup_length,
+    made_of,
+    parse_object,
     parse_strings,
-    parse_template_kwargs,
     parse_weights,
     python_number,
     ranges_of,
+    reject_unsupported,
 )
-from rlhf_ppo.config.validation import option as _option
-from rlhf_ppo.terminal import RedactsSecrets
+from rlhf_ppo.config.checks import option as _option
+from rlhf_ppo.terminal import RedactsSecrets, visible_logger
+
+logger = visible_logger(__name__)
+
+
+def default_bf16(args: TrainingArguments) -> bool:
+    """Return whether a run without a given `bf16` uses bf16; rank 0 warns once if its GPU does not support it.
+
+    Args:
+        args: Gives `fp16` and `use_cpu`; devices need not be set up yet.
+    """
+    if args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
+        return False
+    on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
+    if not on_cpu and (is_torch_bf16_gpu_available() or is_torch_xla_available()):
+        return True
+    if torch.cuda.is_available() and not on_cpu and os.environ.get("RANK", "0") == "0":  # no processes yet
+        logger.warning_once("bf16 is off, because this GPU does not support it; fp16=True saves as much memory")
+    return False
 
 
 @dataclass(frozen=True)
@@ -63,55 +92,6 @@ class Sizes:
     mini_batch_size: int
     num_total_batches: int
     total_episodes: int
-
-
-def check_num_prompts(
-    num_prompts: int, batch_size: int, num_generations: int, factors: str, max_prompt_length: int | None
-) -> None:
-    """Raise a `ValueError` if the training set has fewer prompts than one update.
-
-    Args:
-        num_prompts: Prompts of the training set.
-        batch_size: Episodes of an update.
-        num_generations: Responses to each prompt of an update.
-        factors: The factors of the batch size, for the message.
-        max_prompt_length: Longer prompts were dropped; None if none were.
-    """
-    if num_prompts * num_generations < batch_size:
-        shared = "" if num_generations == 1 else f" / num_generations={num_generations}"
-        dropping = f", or raise max_prompt_length={max_prompt_length}, which drops longer ones"
-        raise ValueError(
-            f"the training set has {num_prompts} prompts, fewer than the {batch_size // num_generations} of one batch "
-            f"({factors}{shared}); lower per_device_train_batch_size or gradient_accumulation_steps, or add prompts"
-            f"{'' if max_prompt_length is None else dropping}"
-        )
-
-
-def check_divides(argument: str, number: int, per_device: int, accumulation: int) -> None:
-    """Raise a `ValueError` if a process's episodes of an update cannot be split into `number` equal parts."""
-    local = per_device * accumulation
-    if local % number:
-        divisors = [divisor for divisor in range(1, local + 1) if local % divisor == 0]
-        raise ValueError(
-            f"{argument}={number} does not divide the {local} episodes of a process "
-            f"({made_of(per_device, accumulation)}); use one of {divisors}, or change the other two"
-        )
-
-
-def check_total_episodes(total_episodes: int | None, per_device: int, accumulation: int, num_processes: int) -> None:
-    """Raise a `ValueError` if a run has fewer episodes than one update."""
-    batch_size = per_device * accumulation * num_processes
-    if total_episodes is not None and total_episodes < batch_size:
-        several = "" if num_processes == 1 else f" x {num_processes} processes"
-        raise ValueError(
-            f"total_episodes={total_episodes} is less than the {batch_size} episodes of one update "
-            f"({made_of(per_device, accumulation)}{several}); raise it, or lower the other two"
-        )
-
-
-def made_of(per_device: int, accumulation: int) -> str:
-    """Return the factors of a process's episodes, for messages."""
-    return f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
 
 
 def run_length(
@@ -156,17 +136,216 @@ def run_length(
 
 
 def output_directory(args: TrainingArguments) -> str:
-    """Return `output_dir`; raise a `ValueError` if it was set to None."""
-    if args.output_dir is None:
-        raise ValueError("output_dir=None: set output_dir to the directory of the run")
-    return os.fspath(args.output_dir)
+    """Return `output_dir` as a text."""
+    return os.fspath(cast(str, args.output_dir))
 
 
 def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """Return an argument that TrainingArguments has parsed to a dict or None; raise a `TypeError` for a string."""
-    if isinstance(value, str):
-        raise TypeError(f"{value!r} is a string; pass a dict")
-    return value
+    """Return an argument that was parsed to a dict or None."""
+    return cast(dict[str, Any] | None, value)
+
+
+def is_vllm_available() -> bool:
+    """Return whether TRL finds an installed vLLM that it supports."""
+    from trl.import_utils import is_vllm_available
+
+    return is_vllm_available()
+
+
+@dataclass(repr=False)
+class EngineArguments:
+    """Arguments of the generation engine; the `vllm_*` fields have the names and meanings of TRL's `GRPOConfig`.
+
+    The `vllm_*` fields have an effect with `generation_engine="vllm"` only.
+    """
+
+    generation_engine: Literal["transformers", "continuous", "vllm"] = _option(
+        "transformers",
+        "Engine that generates responses: 'transformers' (`generate`), 'continuous' (transformers' continuous "
+        "batching: a new prompt replaces each response that ends) or 'vllm' (through TRL).",
+    )
+    importance_sampling_correction: bool = _option(
+        True,
+        "Weight each token's policy loss by the ratio of its probabilities in training and in the engine (truncated "
+        "importance sampling). Needs log-probabilities of the sampler: generation_engine 'continuous' or 'vllm'.",
+    )
+    importance_sampling_clip_max: Positive = _option(
+        2.0, "Largest weight of importance_sampling_correction; larger weights are clipped."
+    )
+    vllm_mode: Literal["colocate", "server"] = _option(
+        "colocate", "'colocate': vLLM runs in the training processes; 'server': it runs in a separate server."
+    )
+    vllm_server_base_url: str | None = _option(
+        None, "URL of the vLLM server, such as http://localhost:8000; replaces vllm_server_host and vllm_server_port."
+    )
+    vllm_server_host: str = _option("0.0.0.0", "Host of the vLLM server.")
+    vllm_server_port: Port = _option(8000, "Port of the vLLM server.")
+    vllm_server_timeout: Annotated[float, Interval(0, LONGEST_WAIT)] = _option(
+        240.0,
+        "Seconds to wait for the vLLM server's health check: at the start, and while it generates or loads weights. "
+        "One request may take ddp_timeout seconds.",
+    )
+    vllm_group_port: Port = _option(51216, "Port through which the vLLM server receives the policy's weights.")
+    vllm_gpu_memory_utilization: PositiveShare = _option(
+        0.3, "Share of the device's memory for the weights and cache of a colocated vLLM."
+    )
+    vllm_max_model_length: AtLeastOne | None = _option(
+        None, "Maximum length of prompt and response in a colocated vLLM, in tokens; None: the model's own limit."
+    )
+    vllm_tensor_parallel_size: AtLeastOne = _option(
+        1, "Processes over which a colocated vLLM splits the model; must divide the number of processes."
+    )
+    vllm_enable_sleep_mode: bool = _option(
+        False, "Free a colocated vLLM's memory during learning; its weights are sent again before each use."
+    )
+    vllm_model_impl: Literal["auto", "vllm", "transformers"] = _option(
+        "vllm", "Library whose implementation of the model a colocated vLLM runs."
+    )
+
+    def check_engine(self) -> None:
+        """Raise a `ValueError` if the selected engine is not installed."""
+        if self.generation_engine == "vllm" and not is_vllm_available():
+            raise ValueError(
+                "generation_engine='vllm' needs vLLM, which is not installed; `pip install \"rlhf-ppo[vllm]\"`, or "
+                "set generation_engine to 'continuous' or 'transformers'"
+            )
+
+
+def logging_interval(num_updates: int) -> int:
+    """Return the default of `logging_steps`: 10, or less where a run would have fewer than 20 logs."""
+    return min(10, max(1, num_updates // 20))
+
+
+@dataclass(repr=False)
+class LoggingArguments:
+    """Arguments of the terminal output and the health checks.
+
+    Trackers and `trainer_state.json` always get every metric, whatever `log_console` is.
+    """
+
+    log_console: Literal["line", "full", "none"] = _option(
+        "line",
+        "Terminal output of a log: 'line', the most important metrics, with a table at the end of the run; 'full', "
+        "all metrics as a dict, as Trainer prints them; 'none', nothing.",
+    )
+    health_checks: bool = _option(
+        True,
+        "Check the logs for signs of failing training, warn once of each with the option to change, and log "
+        "health/<check> (0 or 1).",
+    )
+
+
+@dataclass(repr=False)
+class RecipeArguments:
+    """Options of published recipes; all are off by default and then do not change any number."""
+
+    num_generations: AtLeastOne = _option(
+        1,
+        "Responses to each prompt of an update, such as 16. An update then has batch_size / num_generations prompts, "
+        "and a pass over the data num_generations times as many episodes.",
+    )
+
+    kl_target: Positive | None = _option(
+        None,
+        "Target KL of a response, in nats. After each update kl_coef changes towards it, by at most a fifth times the "
+        "update's share of kl_horizon (arXiv 1909.08593, section 2.2). None: kl_coef is constant.",
+    )
+    kl_horizon: AtLeastOneFloat = _option(
+        10_000,
+        "Episodes over which kl_coef adapts to kl_target; fewer episodes adapt faster. An update counts as at most "
+        "one horizon, so values below batch_size have the same effect.",
+    )
+    kl_stop: Positive | None = _option(
+        None,
+        "End an update's epochs once the KL to the sampling policy, in nats per token, exceeds this value: the mean "
+        "of k3 over an epoch (http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
+    )
+
+    # --- Scores and values ---
+    score_scaling: bool = _option(
+        False, "Divide scores by the standard deviation of all scores of the run so far, over all processes."
+    )
+
+    critic_learning_rate: NotNegative | None = _option(
+        None,
+        "Learning rate of the value model, with the schedule of learning_rate, such as 1e-5 with learning_rate 1e-6. "
+        "None: learning_rate.",
+    )
+    critic_warmup_steps: Count = _option(
+        0,
+        "PPO updates at the start of a run that train only the value model, on returns with lambda 1, such as 10; "
+        "the policy does not change (arXiv 2503.01491, 2504.05118).",
+    )
+
+    save_critic: bool = _option(
+        False,
+        "Save the value model too, in the directory critic beside the policy, to load it with "
+        "AutoModelForSequenceClassification.",
+    )
+
+    # --- Advantages ---
+    lam_policy: Share | None = _option(None, "Lambda of the advantages only, such as 0.95. None: lam.")
+    lam_critic: Share | None = _option(
+        None, "Lambda of the value model's returns, such as 1 (arXiv 2504.05118). None: lam."
+    )
+
+    gae_level: Literal["token", "turn"] = _option(
+        "token",
+        "Action of GAE: a 'token', or a 'turn', the policy's tokens between two answers of a tool or an environment; "
+        "gamma and the lambdas are then per turn (arXiv 2512.17008).",
+    )
+
+    # --- Arithmetic ---
+    lm_head_float32: bool = _option(
+        False,
+        "With bf16 or fp16: multiply hidden states by the language-model head in float32, in sampling, "
+        "log-probabilities and learning (arXiv 2506.13585, 2510.13786). Not inside vLLM. No effect in float32 runs.",
+    )
+
+    # --- Losses ---
+    policy_loss: str = _option(
+        "ppo",
+        "Policy loss per token: 'ppo', or a function (logprobs, experience, args), as 'path/file.py:function' or "
+        "'package.module.function'. examples/policy_losses.py has GSPO, CISPO and a dual clip.",
+    )
+    cliprange: Positive = _option(0.2, "Clip range of the importance ratio: [1 - cliprange, 1 + cliprange].")
+    cliprange_value: Positive | None = _option(
+        0.2, "Clip range of a value around the rollout's estimate; None or inf: no clipping."
+    )
+    cliprange_high: Positive | None = _option(
+        None,
+        "Upper clip range of the importance ratio, such as 0.28; cliprange is then the lower one (arXiv 2503.14476). "
+        "None: cliprange.",
+    )
+    entropy_coef: NotNegative = _option(0.0, "Weight of the entropy bonus: the policy's mean entropy per token.")
+    ptx_coef: NotNegative = _option(
+        0.0,
+        "Weight of a pretraining loss: the mean negative log-likelihood of tokens of ptx_dataset. Each optimizer step "
+        "uses as many rows as the mini-batch has episodes (arXiv 2203.02155). 0: no such loss.",
+    )
+    loss_aggregation: Literal["token", "sequence"] = _option(
+        "token",
+        "Aggregation of the policy's token losses in a mini-batch: 'token', the mean over all tokens; 'sequence', "
+        "the mean within each response, then over responses.",
+    )
+
+
+@dataclass(repr=False)
+class AgentArguments:
+    """Arguments of `tools` and `environment_factory`; TRL's names where TRL has them."""
+
+    max_tool_calling_iterations: Count | None = _option(
+        None,
+        "Maximum number of rounds of tool calls in an episode. A later turn with calls cuts the episode; its calls do "
+        "not run. None: no limit.",
+    )
+    tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
+        60.0, "Seconds that a call of a tool or an environment may take; then its answer is an error. None: no limit."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = _option(
+        None,
+        "Further arguments of the chat template, a dict or its JSON text, such as '{\"enable_thinking\": false}'.",
+    )
 
 
 # Some fields intentionally replace those of TrainingArguments (a property, or types without None).
@@ -177,10 +356,10 @@ def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
 class PPOConfig(
     RedactsSecrets,
     ExplainsUnknown,
-    arguments.LoggingArguments,
-    arguments.RecipeArguments,
-    arguments.AgentArguments,
-    arguments.EngineArguments,
+    LoggingArguments,
+    RecipeArguments,
+    AgentArguments,
+    EngineArguments,
     TrainingArguments,
 ):
     """Arguments of `PPOTrainer`: those of `transformers.TrainingArguments` and PPO's own.
@@ -194,7 +373,7 @@ class PPOConfig(
     the trainer's `sizes`, and are None until a trainer exists; `world_size` is a property in TrainingArguments.
 
     Inherited arguments that PPO does not support, or that `TrainingArguments` no longer has, are errors: see
-    `rlhf_ppo.config.inherited`.
+    `rlhf_ppo.config.checks`.
 
     Raises:
         TypeError: An argument has the wrong type, or is one that `TrainingArguments` no longer has.
@@ -340,7 +519,7 @@ class PPOConfig(
     def __post_init__(self) -> None:
         """Resolve defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self.derived_values: dict[str, Any] = {}
-        self.bf16 = inherited.resolved_bf16(self)
+        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
         self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value
@@ -387,13 +566,15 @@ class PPOConfig(
         """
         self.reward_weights = parse_weights("reward_weights", self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
-        self.chat_template_kwargs = parse_template_kwargs(self.chat_template_kwargs)
+        self.chat_template_kwargs = parse_object(
+            "chat_template_kwargs", self.chat_template_kwargs, '{"enable_thinking": false}'
+        )
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name in RANGES:
             setattr(self, name, python_number(getattr(self, name)))
         for name, annotation in _own_annotations().items():
             check_type(name, getattr(self, name), annotation, helps[name])
-        inherited.reject_unsupported(self)
+        reject_unsupported(self)
         check_ranges(self, RANGES)
         for names in EXCLUSIVE:
             values = {name: getattr(self, name) for name in names}
@@ -406,7 +587,7 @@ class PPOConfig(
                 "warmup_steps alone, which is a share of the run below 1"
             )
         self.check_engine()
-        arguments.check_recipes(self, self.kl_coef)
+        check_kl(self)
         of_process = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         for name in ("num_mini_batches", "num_generations"):
             check_divides(name, getattr(self, name), *of_process)
@@ -444,7 +625,7 @@ class PPOConfig(
             num_total_batches=num_updates,
             total_episodes=num_episodes,
         )
-        arguments.check_warmup_length(self, num_updates)
+        check_warmup_length(self, num_updates)
         for name, size in asdict(sizes).items():
             if self.user_value(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(
@@ -470,7 +651,7 @@ class PPOConfig(
         shown = {
             "max_steps": num_updates,
             "run_name": f"{self.exp_name}__{self.seed}",
-            "logging_steps": arguments.logging_interval(num_updates),
+            "logging_steps": logging_interval(num_updates),
         } | asdict(sizes)
         self.derived_values = {name: value for name, value in shown.items() if self.user_value(name) is None}
         for name, value in self.derived_values.items():
@@ -490,7 +671,7 @@ class PPOConfig(
         return super().main_process_first(local, desc)
 
 
-RANGES = ranges_of(PPOConfig) | inherited.INHERITED_RANGES
+RANGES = ranges_of(PPOConfig) | INHERITED_RANGES
 """Range of each numeric argument."""
 
 EXCLUSIVE = (

@@ -90,10 +90,10 @@ class Conversations:
         if not is_chat_template_prefix_preserving(tokenizer):
             self.template = get_training_chat_template(tokenizer)
 
-    def of_row(self, row: Mapping[str, Any], which: str) -> Conversations:
+    def of_row(self, row: Mapping[str, Any]) -> Conversations:
         """Return the same for a row, whose own arguments of the chat template win; see `template_settings`."""
         same = copy.copy(self)
-        same.settings = template_settings(row, self.settings, which)
+        same.settings = template_settings(row, self.settings)
         return same
 
     def default_prompt(self) -> Prompt:
@@ -290,7 +290,7 @@ class EpisodeEncoder(PromptEncoder):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"
             self._fail(index, f"has a prompt that is not a conversation ({prompt!r:.60}), which tools need", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
-        conversations = self.conversations.of_row(row, f"row {index} of {self.name}")
+        conversations = self.conversations.of_row(row)
         ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
         self._check_vocabulary(ids, index)
         return {"input_ids": ids}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.config.validation import Interval, check_range, check_type
+from rlhf_ppo.config.checks import Interval, check_range, check_type
 
 
 @contextmanager

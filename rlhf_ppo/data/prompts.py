@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
-from rlhf_ppo.config.validation import NOT_OF_TEMPLATES
 from rlhf_ppo.data.rollout import Responses, check_shape
 from rlhf_ppo.terminal import visible_logger
 
@@ -129,7 +128,7 @@ class PromptEncoder:
             ids = _as_list(self.tokenizer(prompt)["input_ids"]) if prompt.strip() else []
             return ids[:-1] if self._appends_eos else ids
         if is_conversation(prompt):
-            settings = template_settings(row, self.template_kwargs, f"row {index} of {self.name}")
+            settings = template_settings(row, self.template_kwargs)
             return self._templated(prompt, index, settings)
         fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
@@ -219,22 +218,15 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
-def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None, which: str) -> dict[str, Any]:
+def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return further arguments of the chat template for a row: those of the row, in TRL's column, win.
 
     Args:
         row: The row.
         given: The arguments for all rows, or None.
-        which: The row's name in errors.
-
-    Raises:
-        ValueError: A key is one of `NOT_OF_TEMPLATES`.
     """
     own = row.get("chat_template_kwargs") or {}
-    settings = {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
-    if wrong := NOT_OF_TEMPLATES.intersection(settings):
-        raise ValueError(f"{which} has chat_template_kwargs with {min(wrong)!r}, which the trainer sets: leave it out")
-    return settings
+    return {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
 
 
 def as_the_template_reads(

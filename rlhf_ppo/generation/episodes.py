@@ -191,7 +191,7 @@ class EpisodePlayer:
     _knows_logprobs: bool = True
 
     def _begun(self, episode: Episode, row: Mapping[str, Any]) -> EpisodeRecord:
-        conversations = self.conversations.of_row(row, f"row {episode.row} of the batch")
+        conversations = self.conversations.of_row(row)
         prompt: Prompt = conversations.default_prompt() if row.get("prompt") is None else row["prompt"]
         whole = with_observation(prompt, episode.observation)
         if isinstance(prompt, str):  # tokenized separately, or a token could span both texts

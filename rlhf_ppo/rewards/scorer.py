@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
-from rlhf_ppo.config.validation import WEIGHTS, check_range, suggestion
+from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses, Rollout
 
@@ -198,7 +198,7 @@ class Scorer:
         weights: One weight per source, in their order or by name; None: all 1.
 
     Raises:
-        ValueError: There is no source, `weights` does not have one weight per source, or a weight is not finite.
+        ValueError: `weights` does not have one weight per source, or a weight is not finite.
     """
 
     def __init__(
@@ -206,8 +206,6 @@ class Scorer:
         sources: Sequence[RewardSource],
         weights: Sequence[float] | Mapping[str, float] | None = None,
     ) -> None:
-        if not sources:
-            raise ValueError("no reward: pass a reward_model, reward_funcs, or both")
         self.names = _unique([source.name for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)

@@ -17,11 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController
-from rlhf_ppo.config import PPOConfig, checks
-from rlhf_ppo.config.checks import check_critic_alone
+from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController, check_coefficient
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import check_critic_alone, check_optimization, check_output_dir, check_ptx, parse_weights
 from rlhf_ppo.config.ppo_config import Sizes
-from rlhf_ppo.config.validation import parse_weights
 from rlhf_ppo.data.prompts import NoPrompts, PositionLimit, num_rows, smallest
 from rlhf_ppo.environments.rollouts import EpisodeRollouts
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
@@ -40,7 +39,7 @@ from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
 from rlhf_ppo.run import distributed
 from rlhf_ppo.run.datasets import PromptPreparation, load_data
 from rlhf_ppo.run.external import ExternalScores
-from rlhf_ppo.run.optimization import Optimizers
+from rlhf_ppo.run.optimization import Optimizers, check_pair
 from rlhf_ppo.run.rollouts import Play
 from rlhf_ppo.run.run_state import RunState
 
@@ -254,17 +253,22 @@ def prepare(
 ) -> Prepared:
     """Check the arguments, load the models, and tokenize the prompts; the arguments are those of `PPOTrainer`."""
     # What needs no weights.
-    checks.check_arguments(args)
+    if not isinstance(args, PPOConfig):
+        raise TypeError(f"args must be a PPOConfig, got {type(args).__name__}")
+    check_output_dir(args.output_dir)
     episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
     is_stepped = all(given is None for given in (episodes, reward_funcs, reward_model, train_dataset, eval_dataset))
     functions = reward_functions(reward_funcs, reward_model, episodes, is_stepped)
-    checks.check_has_reward(reward_model, bool(functions))
     tokenizer = load_tokenizer(model) if processing_class is None else processing_class
     train_dataset = NoPrompts() if is_stepped else train_dataset
     train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
-    checks.check_others(args, optimizers, kl_controller, ptx_dataset)
+    check_ptx(args, ptx_dataset)
+    check_pair(optimizers)
+    if kl_controller is not None:
+        check_coefficient(kl_controller)
     tokens = special_tokens(args, tokenizer)
-    checks.check_optimization(args, optimizers, num_rows(train_dataset))
+    check_optimization(args, optimizers)
+    args.count_sizes(distributed.num_processes(args), num_rows(train_dataset))  # checks them
     # The models.
     models = assemble_models(
         args,
@@ -474,8 +478,8 @@ def reward_functions(
     """
     functions = [ExternalScores()] if is_stepped else resolve_rewards(reward_funcs)
     own = [] if episodes is None else episodes.rewards
-    if episodes is not None and not (functions or reward_model or own):
-        raise ValueError("No reward source: pass reward_funcs, a reward_model, or an environment with get_reward")
+    if not (functions or reward_model or own):
+        raise ValueError("no reward: pass reward_funcs, a reward_model, or an environment with get_reward")
     return functions + own
 
 

@@ -17,17 +17,18 @@ from accelerate import skip_first_batches
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import IntervalStrategy, has_length
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import check_datasets
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
+    NoPrompts,
     PositionLimit,
     PromptEncoder,
     check_lengths,
     collated_tensors,
+    columns_of,
     eos_id,
     may_hold_chats,
     num_rows,
@@ -174,6 +175,64 @@ def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
         raise TypeError("the longest prompt of a stream is not known before its end; check each batch instead")
     rows = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
     return max(len(row["input_ids"]) for row in rows)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
+    """Check the type of a data set and its first row; streams are not read.
+
+    Args:
+        dataset: The user's data set.
+        name: Its name in errors.
+        check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
+
+    Raises:
+        TypeError: It is no data set, or its first row is not a dict.
+        ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
+    """
+    if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
+        return
+    columns = columns_of(dataset, name)
+    if isinstance(dataset, datasets.Dataset):
+        (check_columns or partial(prompt_column, name=name))(columns)
+    for column in ("image", "images"):  # TRL's names
+        if column in columns:
+            logger.warning(f"{name} has the column {column!r}: the policy reads text only, and never sees it.")
+
+
+def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:
+    """Check the types of the data sets, their first rows, and that evaluation has prompts.
+
+    Args:
+        args: The arguments.
+        train_dataset: The training set.
+        eval_dataset: The evaluation set, several by name, or None.
+        needs_prompts: Whether a column holds prompts; environments need none.
+
+    Raises:
+        TypeError: A value is not a data set, or its rows are no dicts.
+        ValueError: Prompts are missing.
+    """
+    if train_dataset is None:
+        raise ValueError("train_dataset=None: pass the prompts to train on")
+    if isinstance(train_dataset, NoPrompts) and args.num_generations > 1:
+        raise ValueError(
+            f"num_generations={args.num_generations} repeats the prompts of train_dataset, but there is none; leave "
+            "it 1, and pass a query to step() as often as it has responses"
+        )
+    columns: Any = None if needs_prompts else list
+    check_rows(train_dataset, "train_dataset", columns)
+    if eval_dataset is None:
+        evaluating = {
+            f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}": args.eval_strategy != "no",
+            "eval_on_start=True": args.eval_on_start,
+        }
+        if option := next((option for option, is_set in evaluating.items() if is_set), None):
+            raise ValueError(f"{option} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
+    elif isinstance(eval_dataset, Mapping):
+        for name, dataset in eval_dataset.items():
+            check_rows(dataset, f"eval_dataset[{name!r}]", columns)
+    else:
+        check_rows(eval_dataset, "eval_dataset", columns)
 
 
 def load_data(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rlhf_ppo.algorithm.advantages import gae, turn_gae, turn_starts
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, sequence_weights, token_mean
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited import reduces_once
+from rlhf_ppo.config.checks import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.rewards.resolve import load_object

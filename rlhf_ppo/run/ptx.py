@@ -99,7 +99,7 @@ def _encoded(
     example: Any = {column: row[column] for column in form}
     is_chat = is_conversational(example)
     if is_chat:
-        settings = template_settings(row, template_kwargs, f"row {index} of ptx_dataset")
+        settings = template_settings(row, template_kwargs)
         example = {column: as_the_template_reads(example[column], tokenizer, None, settings) for column in form}
         tools: Any = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools

@@ -9,7 +9,7 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.validation import REMOVED
+from rlhf_ppo.config.checks import REMOVED
 
 
 def parse(*arguments: str) -> PPOConfig:

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.arguments import PPOArgumentParser
-from rlhf_ppo.config.validation import CONFIG_HINTS, REMOVED, TRAINER_ARGUMENTS, TRAINER_HINTS
+from rlhf_ppo.config.checks import CONFIG_HINTS, REMOVED, TRAINER_ARGUMENTS, TRAINER_HINTS
 
 trl: Any = importlib.import_module("trl")
 

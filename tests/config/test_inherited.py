@@ -8,8 +8,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.inherited import REJECTED, REJECTED_VALUES, reduces_once
-from rlhf_ppo.config.validation import REMOVED
+from rlhf_ppo.config.checks import REJECTED, REJECTED_VALUES, REMOVED, reduces_once
 
 HONOURED = """
 use_cpu tf32 ddp_backend ddp_timeout local_rank accelerator_config log_level log_level_replica log_on_each_node

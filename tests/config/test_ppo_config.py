@@ -16,8 +16,8 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments, training_args
 from trl.scripts.utils import TrlParser
 
-from rlhf_ppo.config import RANGES, PPOConfig, inherited
-from rlhf_ppo.config.arguments import AgentArguments, EngineArguments, LoggingArguments, RecipeArguments
+from rlhf_ppo.config import RANGES, PPOConfig, ppo_config
+from rlhf_ppo.config.ppo_config import AgentArguments, EngineArguments, LoggingArguments, RecipeArguments
 
 NAN, INF = math.nan, math.inf
 FIELDS = {field.name: field for field in dataclasses.fields(PPOConfig)}
@@ -89,7 +89,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_accelerator(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
-    for module in (inherited, training_args):
+    for module in (ppo_config, training_args):
         monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: present)
 
 
@@ -158,10 +158,13 @@ def test_an_extreme_number_is_refused_by_name_or_is_one_in_float32(name: str):
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio=0.1 and warmup_steps=5 contradict"),
         ({"kl_target": 6.0, "kl_coef": 0}, "kl_target=6.0 multiplies kl_coef=0, which stays 0"),
         ({"kl_estimator": "k2"}, "kl_estimator='k2' must be one of ['k1', 'k3']"),
-        ({"reward_weights": "{length: 1}"}, "reward_weights='{length: 1}' cannot be read; write numbers, a JSON list"),
+        (
+            {"reward_weights": "{length: 1}"},
+            "reward_weights='{length: 1}' cannot be read; write one number for each reward",
+        ),
         (
             {"bf16": True},
-            "bf16=True needs a GPU that computes in bf16, and there is none; leave it out, or add use_cpu",
+            "Your setup doesn't support bf16",
         ),
     ],
 )
@@ -249,12 +252,12 @@ def test_bf16_is_on_where_an_accelerator_can_do_it_and_gives_way(
 def test_the_main_process_says_once_that_bf16_stays_off(rank: str, times: int, monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inherited, "is_torch_bf16_gpu_available", lambda: False)
-    monkeypatch.setattr(inherited.logger, "warning", said.append)
-    type(inherited.logger).warning_once.cache_clear()  # pyright: ignore
+    monkeypatch.setattr(ppo_config, "is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr(ppo_config.logger, "warning", said.append)
+    type(ppo_config.logger).warning_once.cache_clear()  # pyright: ignore
     monkeypatch.setenv("RANK", rank)
     for _ in range(2):
-        assert inherited.default_bf16(SimpleNamespace(fp16=False, use_cpu=False)) is False  # pyright: ignore
+        assert ppo_config.default_bf16(SimpleNamespace(fp16=False, use_cpu=False)) is False  # pyright: ignore
     assert len(said) == times and all("bf16" in text for text in said)
 
 

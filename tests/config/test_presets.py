@@ -39,11 +39,6 @@ def test_a_path_is_a_file_and_the_command_line_wins(tmp_path: Path) -> None:
     assert (args.learning_rate, args.kl_coef) == (2e-6, 0.05)
 
 
-def test_there_is_no_other_preset() -> None:
-    with pytest.raises(ValueError, match="there is no preset 'best'; use one of aitraining, nplus, recommended, trl"):
-        preset("best")
-
-
 def test_trl_is_a_script_of_trl_without_options() -> None:
     assert options_of(PPOConfig("out", **CPU), preset("trl")) == preset("trl")
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from rlhf_ppo.config.validation import Interval, check_range, check_type, parse_template_kwargs
+from rlhf_ppo.config.checks import Interval, check_range, check_type
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,3 @@ def test_ranges(interval: Interval, inside: tuple[float, ...], outside: tuple[fl
     for value in (*outside, math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match=f"argument={value} {message}. argument: Why."):
             check_range("argument", value, interval, "Why.")
-
-
-@pytest.mark.parametrize("given", [{"add_generation_prompt": False}, '{"tokenize": false}'])
-def test_what_the_trainer_sets_is_no_argument_of_a_template(given: Any):
-    with pytest.raises(ValueError, match=r"chat_template_kwargs=.* holds '.*', which the trainer sets: leave it out"):
-        parse_template_kwargs(given)

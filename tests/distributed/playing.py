@@ -129,7 +129,7 @@ def play_with_server(address: str, **arguments: Any) -> dict[str, Any]:
     """Play with vLLM's answers from a server; the NCCL group through which weights would go is not made."""
     from trl.generation import vllm_client, vllm_generation
 
-    from rlhf_ppo.config import arguments as engine_arguments
+    from rlhf_ppo.config import ppo_config as engine_arguments
 
     for module in (vllm_generation, vllm_client, engine_arguments):
         module.is_vllm_available = lambda: True  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.config import inherited, validation
+from rlhf_ppo.config import checks
 
 DOCS = Path(__file__).parents[2] / "docs"
 spec = importlib.util.spec_from_file_location("options_hook", DOCS / "hooks" / "options.py")
@@ -30,7 +30,7 @@ def test_every_option_has_one_row() -> None:
 
 
 def test_every_refused_argument_has_a_row() -> None:
-    for table in (inherited.REJECTED, inherited.REJECTED_VALUES, validation.REMOVED):
+    for table in (checks.REJECTED, checks.REJECTED_VALUES, checks.REMOVED):
         assert all(f"| `{name}` | " in PAGE for name in table)
 
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.config import arguments as engine_arguments
+from rlhf_ppo.config import ppo_config as engine_arguments
 from rlhf_ppo.generation import engine_factory
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine

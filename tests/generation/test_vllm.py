@@ -21,7 +21,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.config import arguments as engine_arguments
+from rlhf_ppo.config import ppo_config as engine_arguments
 from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config

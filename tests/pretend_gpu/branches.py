@@ -15,7 +15,7 @@ from coverage import CoverageData
 PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
 NOT_EXECUTED: dict[str, str] = {
     "cli/arguments.py: not torch.cuda.is_available()": "bitsandbytes has kernels of its own",
-    "config/inherited.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
+    "config/ppo_config.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
         "for a GPU without bfloat16; tests/config/test_ppo_config.py"
     ),
     "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
