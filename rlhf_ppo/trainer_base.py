@@ -858,7 +858,8 @@ class TrainerBase(Trainer):
             loading = saving.loading_without_policy_state(checkpoint, self._models.policy)
         with loading:
             super()._load_optimizer_and_scheduler(checkpoint)
-        saving.apply_own_optimization(self._run, self._optimization, self.optimizer, self._get_learning_rate)
+        given = self._optimization, self.optimizer, self._get_learning_rate
+        saving.apply_own_optimization(self._run, self._progress, *given)
 
     def _load_best_model(self) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:

@@ -45,7 +45,7 @@ def per_token(offset: float = 0.0) -> Tensor:
 
 
 def experience() -> Experience:
-    names = ("logprobs", "values", "advantages", "returns")
+    names = ("logprobs", "values", "rewards", "advantages", "returns")
     fields = {name: per_token(100 * index) for index, name in enumerate(names)}
     return responses(**fields, loss_mask=per_token() % 7 < 5, importance_weights=per_token(400))
 
@@ -194,7 +194,7 @@ def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int =
 def wide_experience(rows: int) -> Experience:
     ids = 10 * torch.arange(rows)[:, None] + torch.arange(10)
     masks = torch.ones(rows, 10, dtype=torch.bool), torch.ones(rows, 6, dtype=torch.bool)
-    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(4)), masks[1])  # pyright: ignore[reportCallIssue]
+    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(5)), masks[1])  # pyright: ignore[reportCallIssue]
 
 
 def test_the_longest_rows_of_a_mini_batch_come_first() -> None:

@@ -82,17 +82,6 @@ def test_the_policys_run_is_the_same_with_opponents(make_trainer: Any) -> None:
         assert_identical(end_of_run(watched)[key], end_of_run(alone)[key], key)
 
 
-def test_opponents_draw_other_numbers_than_the_policy_and_in_each_update(make_trainer: Any) -> None:
-    reward = Watching("self")
-    same = [{"input_ids": [5, 9]}] * 32
-    run(make_trainer, reward, train_dataset=same, response_length=12, learning_rate=1e-12)
-    answers = [tuple(seen[side]) for seen in reward.seen for side in ("ours", "theirs")]
-    assert len(answers) == 6 and len(set(answers)) == 6
-    reward_again = Watching("self")
-    run(make_trainer, reward_again, train_dataset=same, response_length=12, learning_rate=1e-12)
-    assert reward_again.seen[2]["theirs"] == reward.seen[2]["theirs"]
-
-
 @pytest.mark.parametrize("opponent", ["reference", "self"])
 def test_a_resumed_run_is_the_same(make_trainer: Any, tmp_path: Any, opponent: str) -> None:
     arguments = QUICK | {

@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.generation.transformers_engine import call_sizes, greedy_config, sample_responses
+from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
 from rlhf_ppo.models.packing import hidden_states, looked_at
 from rlhf_ppo.models.policy_and_value import logits
 from tests.models.architectures import tiny_model
@@ -46,8 +46,3 @@ def test_a_prompt_alone_and_beside_longer_ones_gets_the_same_greedy_response(fam
         assert torch.equal(best[len(row) - 1 : -1][real], alone[real])
     assert looked_at(model).pads_left == (family not in PADDING_COUNTS)
     assert len({len(set(row)) for row in together.tolist()}) > 1
-
-
-def test_only_prompts_of_one_length_share_a_call() -> None:
-    assert call_sizes([9, 9, 9, 4, 4, 2], 5, 8, equal_lengths=True) == [3, 2, 1]
-    assert call_sizes([9, 9, 9, 4], 5, 2, equal_lengths=True) == [2, 1, 1]

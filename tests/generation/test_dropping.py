@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from rlhf_ppo.generation.sampling import response_mask
-from rlhf_ppo.generation.transformers_engine import CompactionCriterion, generate_compacting
+from rlhf_ppo.generation.transformers_engine import generate_compacting
 from tests.conftest import tiny_policy
-from tests.generation.test_transformers_engine import prompts, scripted_policy
+from tests.generation.test_transformers_engine import prompts
 
 STOP, NUM_TOKENS = 1, 24
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -75,21 +75,6 @@ def test_the_rows_are_those_of_generate(name: str, parted: bool, monkeypatch: py
     assert all((width == 1) is parted for width in again)
 
 
-def test_what_runs_in_each_step_by_hand() -> None:
-    """Stops after 2, 3, 5 and 9 tokens: rows leave at the end of steps 2, 3 and 5."""
-    policy = scripted_policy({})
-    shapes = batches_of(policy)
-    given = prompts([10], [9], [7], [3])
-    ours = generate_compacting(policy, given.input_ids, given.attention_mask.long(), greedy(stop=12))
-    assert [rows for rows, _ in shapes] == [4, 4, 3, 2, 2, 1, 1, 1, 1]
-    assert ours.tolist() == [
-        [11, 12, 12, 12, 12, 12, 12, 12, 12],
-        [10, 11, 12, 12, 12, 12, 12, 12, 12],
-        [8, 9, 10, 11, 12, 12, 12, 12, 12],
-        [4, 5, 6, 7, 8, 9, 10, 11, 12],
-    ]
-
-
 def test_sampling_is_from_the_same_distribution() -> None:
     """Each response of 4096 to one prompt, many of which leave early, is as frequent as its probability says."""
     policy = tiny_policy(vocab_size=4, initializer_range=0.4).eval()
@@ -110,10 +95,3 @@ def test_sampling_is_from_the_same_distribution() -> None:
         probability = torch.tensor(expected(list(response[:ended]))).exp().item()
         spread = (4096 * probability * (1 - probability)) ** 0.5
         assert abs(count - 4096 * probability) < 4.5 * spread, response
-
-
-def test_each_of_several_end_tokens_ends_a_row() -> None:
-    criterion = CompactionCriterion(torch.zeros(3, dtype=torch.bool), [1, 2], None, most_left=0)
-
-    assert criterion(torch.tensor([[5, 1], [5, 2], [5, 3]])).tolist() == [True, True, False]
-    assert criterion(torch.tensor([[5, 1, 0], [5, 2, 0], [5, 3, 2]])).tolist() == [True, True, True]

@@ -13,16 +13,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.config import ppo_config as engine_arguments
-from rlhf_ppo.generation import engine_factory
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.stopping import special_tokens
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
-from rlhf_ppo.generation.vllm import VLLMEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
-from rlhf_ppo.rewards.judges import PreferenceReward
+from rlhf_ppo.reporting.metrics import UpdateStatistics
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters, record, record_rollouts
 
@@ -80,12 +77,12 @@ def test_the_loss_is_weighted(make_trainer: MakeTrainer) -> None:
     """Token by token, against the loss that the same experience has without weights."""
     trainer = talkative(make_trainer(**QUICK), off=0.5)
     experiences = []
-    trainer.learn = lambda model, experience: experiences.append((model, experience)) or 0.0  # type: ignore
+    trainer.learn = lambda experience: experiences.append(experience) or UpdateStatistics()  # type: ignore
     trainer.train()
-    model, experience = experiences[0]
+    experience = experiences[0]
     plain = dataclasses.replace(experience, importance_weights=None)
-    loss, (_, policy_loss, _) = trainer.compute_loss(model, experience, return_outputs=True)
-    unweighted, (_, expected, _) = trainer.compute_loss(model, plain, return_outputs=True)
+    loss, (_, policy_loss, _) = trainer.compute_loss(trainer._prepared, experience, return_outputs=True)
+    unweighted, (_, expected, _) = trainer.compute_loss(trainer._prepared, plain, return_outputs=True)
     mask = experience.loss_mask
     assert torch.allclose(policy_loss.loss, expected.loss * experience.importance_weights)
     difference = (expected.loss * (experience.importance_weights - 1))[mask].sum() / mask.sum()
@@ -151,22 +148,6 @@ def make(
     return make_engine(args, tiny_policy(), accelerator, tokenizer, *how)
 
 
-@pytest.fixture
-def vllm_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_arguments, "is_vllm_available", lambda: True)
-    monkeypatch.setattr(engine_factory, "start_vllm", lambda *given: VLLMEngine(given))
-    monkeypatch.setitem(engine_factory.ENGINE_NEEDS, "vllm", ("trl", "1"))
-
-
-def test_each_engine_gets_what_it_needs(make_args: Any, vllm_installed: None) -> None:
-    given = {"local_rollout_forward_batch_size": 7, "stop_strings": ["w3"]}
-    engine = make(make_args, **given)
-    assert engine.rows_per_call == 7 and engine.stop_strings.strings == ("w3",)
-    vllm = {"generation_engine": "vllm", **given}
-    assert make(make_args, **vllm).vllm[-1] == 7  # rows at once
-    assert make(make_args, **vllm, local_batch_size=12).vllm[-1] == 12
-
-
 @needs_continuous
 def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
     def sharded(**state: Any) -> Any:
@@ -193,12 +174,3 @@ def test_continuous_batching_computes_as_the_run_does(make_args: Any) -> None:
         return make(make_args, accelerator=accelerator, generation_engine="continuous").dtype
 
     assert (dtype("no"), dtype("bf16"), dtype("fp16")) == (None, torch.bfloat16, torch.float16)
-
-
-def test_vllm_can_be_no_reference_to_compare_with(make_args: Any, vllm_installed: None) -> None:
-    def judge(prompts: Any, pairs: Any) -> list[float]:
-        return [0.0] * len(pairs)
-
-    make(make_args, [PreferenceReward(judge, "self")], generation_engine="vllm")
-    with pytest.raises(ValueError, match=r"'vllm' has the policy's weights only, .* with \['reference'\]; set gen"):
-        make(make_args, [PreferenceReward(judge, "reference")], generation_engine="vllm")

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
-from rlhf_ppo.generation.sampling import NonFiniteLogitsError, StopStrings
+from rlhf_ppo.generation.sampling import StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.runs import QUICK
@@ -86,32 +86,6 @@ def test_a_row_that_was_cut_is_an_error(
     )
     with pytest.raises(RuntimeError, match=expected + r", where 4 were asked for, and no stop token at its end; give"):
         ask(answer, **given)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_log_probability_of_a_real_token_that_is_not_finite(value: float) -> None:
-    answer = Sampled(torch.tensor([[7, STOP], [7, STOP]]), torch.tensor([[-1.0, -1.0], [-1.0, value]]))
-    with pytest.raises(
-        NonFiniteLogitsError, match="engine=Answers gave no finite log-probability for token 1 of row 1"
-    ):
-        ask(answer)
-
-
-@pytest.mark.parametrize(("token", "given"), [(-1, {}), (30, {"suppress_tokens": [30, 31]})])
-def test_an_id_that_no_model_embeds(token: int, given: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=rf"engine=Answers sampled the id {token} in row 0 .* suppress_tokens"):
-        ask(Sampled(torch.tensor([[token, STOP], [7, STOP]])), **given)
-
-
-IDS = torch.tensor([[7, STOP], [7, STOP]])
-
-
-@pytest.mark.parametrize(
-    "answer", [Sampled(IDS.float()), Sampled(IDS[:1]), Sampled(IDS.repeat(1, 3)), Sampled(IDS, torch.zeros(2, 3))]
-)
-def test_an_answer_of_another_shape(answer: Any) -> None:
-    with pytest.raises(ValueError, match=r"engine=Answers gave ids .* of \(2, T\) with T <= 4"):
-        ask(answer)
 
 
 def test_a_run_does_not_learn_from_a_cut_row(make_trainer: Callable[..., PPOTrainer]) -> None:

@@ -67,13 +67,6 @@ def first_end(tokenizer: Any, ids: list[int], strings: tuple[str, ...]) -> int |
     )
 
 
-def test_a_stop_string_may_be_as_many_tokens_as_it_has_bytes() -> None:
-    text, tokenizer = "nobody knows", byte_level()
-    ids = [token for character in text for token in tokenizer(character)["input_ids"]]
-    assert len(ids) == len(text)
-    assert StopStrings(tokenizer, (text,)).end([*ids, 5]) == len(text)
-
-
 # ---- The property, over tokenizers, responses and stop strings ----
 
 
@@ -118,13 +111,6 @@ def test_generation_and_truncation_end_each_row_at_the_same_token(case: Any) -> 
 # ---- By hand ----
 
 
-def test_half_a_character_ends_nothing() -> None:
-    tokenizer = byte_level()
-    ids = tokenizer("a日b", add_special_tokens=False)["input_ids"]
-    assert len(ids) >= 4, "日 must be several tokens for this test"
-    assert StopStrings(tokenizer, ("日",)).end(ids) == len(ids) - 1
-
-
 def test_the_space_that_the_first_token_loses() -> None:
     """' END' inside a response, at whose start the same token reads 'END'; also far behind the start."""
     tokenizer = metaspace()
@@ -135,14 +121,6 @@ def test_the_space_that_the_first_token_loses() -> None:
         assert stop.end([other] * length + [end]) == length + 1
         row = torch.tensor([[other] * length + [end]])
         assert StopsAtStrings(stop, 0)(row).tolist() == [True]
-
-
-def test_special_tokens_are_part_of_the_text() -> None:
-    tokenizer = metaspace()
-    ids = tokenizer.convert_tokens_to_ids(["END", "</s>", "EN", "</s>", "D"])
-    assert StopStrings(tokenizer, ("</s>",)).end(ids) == 2
-    assert StopStrings(tokenizer, ("D</s>E",)).end(ids) == 3
-    assert StopStrings(tokenizer, ("ENDEND",)).end(ids) is None
 
 
 def test_stop_token_and_stop_string_whichever_comes_first() -> None:

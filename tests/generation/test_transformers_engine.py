@@ -18,7 +18,6 @@ from transformers import GenerationConfig
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.generation import transformers_engine as engine
 from rlhf_ppo.generation.transformers_engine import (
     call_sizes,
     greedy_config,
@@ -242,22 +241,3 @@ def test_at_most_half_of_the_positions_of_a_call_are_padding(
     assert start == len(lengths)
     num_full = sum(size == max_rows for size in sizes)
     assert len(sizes) - num_full <= 1 + math.log2(widths[0] / widths[-1])
-
-
-def test_calls_are_as_many_on_every_rank_where_passes_are_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank needs three calls: this one, which needs one, makes three too."""
-    sizes: list[int] = []
-    monkeypatch.setattr(engine, "gathers_in_passes", lambda policy: True)
-
-    def generated(model: Any, ids: Tensor, mask: Tensor, *how: Any, **options: Any) -> Tensor:
-        sizes.append(len(ids))
-        return ids.new_zeros(len(ids), 1)
-
-    monkeypatch.setattr(engine, "generate_compacting", generated)
-    given = prompts(*[[5, 6]] * 7)
-    sample_responses(tiny_policy(), given, sampling_config_of(4), 64, gather=lambda own: torch.tensor([3, int(own)]))
-    assert sizes == [2, 2, 3]
-
-
-def sampling_config_of(max_new_tokens: int) -> GenerationConfig:
-    return GenerationConfig(max_new_tokens=max_new_tokens, do_sample=True, top_k=0, pad_token_id=0, use_cache=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,12 +22,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.config import ppo_config as engine_arguments
 from rlhf_ppo.generation.protocol import sample_with
-from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
-from tests.ports import free_port
 
 pytestmark = needs_vllm_of_trl
 
@@ -76,16 +73,6 @@ def test_ids_that_are_never_sampled_have_a_bias_in_that_call_only(make_vllm_args
     assert fake.generation_kwargs["logit_bias"] == {30: -100.0, 31: -100.0}
     engine.sample(policy, prompts([4]), sampling_config(make_vllm_args(), 1))
     assert "logit_bias" not in fake.generation_kwargs
-
-
-@pytest.mark.parametrize(("ends", "stops"), [(1, [1]), ([1, 5], [1, 5]), (None, [])])
-def test_each_call_has_its_own_stop_tokens_and_length(make_vllm_args: MakeArgs, ends: Any, stops: list[int]) -> None:
-    fake = fake_generation([[7]], [[[-0.5]]])
-    engine, config = VLLMEngine(fake), sampling_config(make_vllm_args(), 1)
-    for length in (9, 4):
-        engine.sample(tiny_policy(), prompts([4]), changed(config, max_new_tokens=length, eos_token_id=ends))
-        assert fake.max_completion_length == length
-        assert fake.generation_kwargs == {"ignore_eos": True, "stop_token_ids": stops}
 
 
 def test_greedy_is_temperature_0_for_that_call_only(make_vllm_args: MakeArgs) -> None:
@@ -187,15 +174,6 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
 # ---- How long a prompt may be ----
 
 
-@pytest.fixture
-def colocated(make_vllm_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A colocated vLLM that answers nothing; the number of tokens for which it says that it has room can be set."""
-    made = create_autospec(VLLMGeneration)
-    made.return_value.llm = with_model_config(dtype=torch.float32, max_model_len=64)
-    monkeypatch.setattr(vllm_generation, "VLLMGeneration", made)
-    return made
-
-
 def make_long(make_trainer: Any, longest: int, response_length: int, **given: Any) -> Any:
     policy = tiny_policy()
     policy.name_or_path = "somewhere"
@@ -203,19 +181,6 @@ def make_long(make_trainer: Any, longest: int, response_length: int, **given: An
     return make_trainer(
         model=policy, train_dataset=rows, generation_engine="vllm", response_length=response_length, **given
     )
-
-
-def test_a_prompt_that_vllm_would_leave_no_room_for_is_an_error_before_it_starts(
-    make_trainer: Any, colocated: Any
-) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"prompt \(36 tokens\) and response_length=12 take 48 .* but vllm_max_model_length=47: set "
-        "max_prompt_length=35, or raise vllm_max_model_length",
-    ):
-        make_long(make_trainer, 36, 12, vllm_max_model_length=47)
-    assert not colocated.called
-    assert make_long(make_trainer, 36, 12, vllm_max_model_length=48)
 
 
 def test_a_server_s_own_limit_is_read_when_it_is_connected_to(
@@ -234,25 +199,6 @@ def test_a_server_s_own_limit_is_read_when_it_is_connected_to(
 
 
 # ---- Precision ----
-
-
-@pytest.mark.parametrize(
-    ("sampled", "given", "expected"),
-    [
-        (torch.float32, {}, None),
-        (torch.bfloat16, {"bf16": True}, None),
-        (torch.bfloat16, {}, "samples in bfloat16, but the policy is trained in float32; .*=True corrects for"),
-        (torch.float16, {"bf16": True, "importance_sampling_correction": False}, "in float16, .*=False does not corr"),
-    ],
-)
-def test_sampling_in_another_precision_is_said(
-    sampled: torch.dtype, given: Any, expected: str | None, make_trainer: Any, colocated: Any, caplog: Any
-) -> None:
-    """vLLM's `dtype="auto"` makes 16 bits of a float32 checkpoint."""
-    colocated.return_value.llm = with_model_config(dtype=sampled, max_model_len=64)
-    make_long(make_trainer, 20, 12, **given)
-    lines = [record.getMessage() for record in caplog.records if "vLLM samples" in record.getMessage()]
-    assert len(lines) == (expected is not None) and all(re.search(str(expected), line) for line in lines)
 
 
 # ---- Server mode: TRL's own adapter and client, over HTTP ----
@@ -392,11 +338,3 @@ def test_a_server_that_does_not_generate_is_one_clear_error(make_vllm_args: Make
     ) as raised:
         engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
     assert "secret" not in str(raised.value)
-
-
-def test_no_server_is_an_error_after_vllm_server_timeout(make_vllm_args: MakeArgs, server: Any) -> None:
-    args = make_vllm_args(
-        vllm_mode="server", vllm_server_base_url=f"http://127.0.0.1:{free_port()}", vllm_server_timeout=0.1
-    )
-    with pytest.raises(ConnectionError, match=r"server at http://127\S+ cannot be used: .* after 0\.1 seconds"):
-        start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), rows=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,22 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from rlhf_ppo.models.frozen import Frozen, Offload
+from rlhf_ppo.models.frozen import Offload
 from rlhf_ppo.run.construction import place_frozen
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import assert_identical, history, parameters
-
-
-def test_nothing_random_and_nothing_trained_is_left() -> None:
-    model = tiny_scorer(attention_dropout=0.5).train()
-    frozen = Frozen(model)
-    assert frozen.model is model
-    assert not any(module.training for module in frozen.modules())
-    assert not any(parameter.requires_grad for parameter in frozen.parameters())
-    ids = torch.tensor([[1, 2, 3]])
-    outputs = [frozen.train().model(input_ids=ids).logits for _ in range(2)]
-    assert torch.equal(*outputs), "dropout is still on"
-
 
 # ---- Weights that stay on the CPU ----
 
@@ -50,18 +37,6 @@ def test_weights_are_lent_for_the_time_of_a_context() -> None:
     with pytest.raises(RuntimeError, match="inside"), offload():
         raise RuntimeError("inside")
     assert addresses(model) == home
-
-
-@pytest.mark.parametrize(("device", "stays_home"), [("cuda", True), ("cpu", False)])
-def test_only_an_accelerator_borrows(device: str, stays_home: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_ppo.run.distributed.zero_stage", lambda _: None)
-    monkeypatch.setattr("rlhf_ppo.run.distributed.is_fsdp", lambda _: False)
-    accelerator: Any = SimpleNamespace(device=torch.device(device))
-    placed = place_frozen(Frozen(tiny_scorer()), accelerator, offload=True)
-    assert isinstance(placed.offload, Offload) == stays_home
-    assert {value.device.type for value in placed.parameters()} == {"cpu"}
-    with Frozen(tiny_scorer()).offload():  # one that was not offloaded
-        pass
 
 
 class NothingStays(Offload):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,16 +106,6 @@ def test_values_and_gradients_are_those_of_whole_logits_in_float64(
         assert_allclose(ours[key].grad, value.grad, rtol=0, atol=1e-5 * scale, err_msg=key)
 
 
-@pytest.mark.parametrize("tokens_per_chunk", [4, TOKENS])
-def test_the_graph_may_be_walked_twice(tokens_per_chunk: int) -> None:
-    tensors, targets = inputs(True, False)
-    ours = leaves(tensors, torch.float32)
-    total = fused(ours, targets, LogitScaling(), tokens_per_chunk)[0].sum()
-    first = torch.autograd.grad(total, list(ours.values()), retain_graph=True)
-    for once, again in zip(first, torch.autograd.grad(total, list(ours.values())), strict=True):
-        assert torch.equal(once, again)
-
-
 def test_gradients_of_a_bfloat16_head_are_summed_in_float32() -> None:
     """`V` equal rows summed over 1024 tokens one by one: in bfloat16 the sum would stop growing at 128."""
     states = torch.ones(1024, 1, dtype=torch.bfloat16)
@@ -193,107 +182,3 @@ def test_an_adapted_head_is_taken_apart(config: dict[str, Any], num_layers: int)
     if num_layers == 2:
         head.merge()
         check(1)
-
-
-class PutTogetherAgain(torch.autograd.Function):
-    """Calls a function before the backward pass of what made its output."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, function: Callable[[], None]) -> Tensor:
-        ctx.function = function
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.function()
-        return *gradients, None
-
-
-class Gathering:
-    """ZeRO-3's manner in one process: a layer's weight is empty but in the layer's own forward and backward pass."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.weight, self.whole, self.num_gathers = layer.weight, layer.weight.data, 0
-        self.release()
-
-        def before(layer: nn.Module, inputs: Any) -> None:
-            self.gather()
-
-        def after(layer: nn.Module, inputs: Any, output: Any) -> Any:
-            self.release()
-            outputs = output if isinstance(output, tuple) else (output,)
-            outputs = tuple(PutTogetherAgain.apply(each, self.gather) for each in outputs)
-            return outputs if isinstance(output, tuple) else outputs[0]
-
-        before.__module__ = after.__module__ = "deepspeed.runtime.zero.parameter_offload"
-        layer.register_forward_pre_hook(before)
-        layer.register_forward_hook(after)
-
-    def gather(self) -> None:
-        self.num_gathers += self.weight.numel() == 0
-        self.weight.data = self.whole
-
-    def release(self) -> None:
-        self.weight.data = self.whole.new_empty(0)
-
-
-@pytest.mark.parametrize("on_head", [False, True], ids=["plain", "LoRA"])
-def test_a_weight_that_hooks_gather_is_gathered_once_for_each_pass(
-    on_head: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In three chunks, with the values and gradients of the whole head."""
-    monkeypatch.setattr(policy_and_value, "MAX_CHUNK_ELEMENTS", 4 * 32)
-    states, targets = torch.randn(11, 32), torch.randint(32, (11,))
-    model = adapted()[0] if on_head else tiny_policy()
-    layers = [layer for name, layer in model.named_modules() if "lm_head" in name and type(layer) is nn.Linear]
-
-    def passes() -> tuple[list[Tensor], list[Tensor]]:
-        ours = states.clone().requires_grad_()
-        model.zero_grad()
-        values, entropy = token_logprobs(model, ours, targets, 0.7)
-        emptied = [layer.weight.numel() for layer in layers]
-        (values.sum() + (entropy * torch.arange(11)).sum()).backward()
-        gradients = [layer.weight.grad for layer in layers if layer.weight.requires_grad]
-        return [values, entropy, ours.grad, *gradients], emptied
-
-    expected, _ = passes()
-    gathering = [Gathering(layer) for layer in layers]
-    found, emptied = passes()
-    assert emptied == [0] * len(layers) and len(found) == len(expected) == (5 if on_head else 4)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
-    assert [gathered.num_gathers for gathered in gathering] == [2] * len(layers)  # forward and backward
-    assert not any("forward" in vars(layer) for layer in layers)
-
-
-def test_heads_that_are_called() -> None:
-    states = torch.randn(5, 32)
-    hooked, patched, own = nn.Linear(32, 8), nn.Linear(32, 8), type("Own", (nn.Linear,), {})(32, 8)
-    Gathering(hooked)
-    hooked.register_forward_hook(lambda *_: None)
-    patched.forward = lambda states: states  # as accelerate's offloading does
-    heads = [hooked, patched, own, adapted(use_dora=True)[1], adapted(lora_bias=True)[1]]
-    assert [head_layers(head, states) for head in heads] == [None] * 5
-    assert head_layers(nn.Linear(32, 8), states) is not None
-
-
-def test_products_are_not_rounded_where_a_device_can_give_them_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in of CUDA's `torch.mm(..., out_dtype=torch.float32, out=...)`; a CPU rounds products of 16 bits."""
-    tensors, targets = inputs(has_bias=False, has_adapter=False)
-    states, weight = (tensors[name].bfloat16() for name in ("states", "weight"))
-    exactly = exact({"states": states.double(), "weight": weight.double()}, targets, LogitScaling())[0]
-
-    def error(elements: int) -> float:
-        ours = fused_logprobs(HeadFactors((states,), (weight,), None), targets, LogitScaling(), elements)[0]
-        return float((ours - exactly).abs().max())
-
-    rounded, product, outs = error(4 * VOCABULARY), torch.mm, []
-
-    def mm(left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
-        outs.append(out.data_ptr())
-        return out.copy_(product(left.to(out_dtype), right.to(out_dtype)))
-
-    monkeypatch.setattr(fused_module, "multiplies_into_float32", lambda device, dtype: True)
-    monkeypatch.setattr(torch, "mm", mm)
-    assert rounded > 1e-3 and error(4 * VOCABULARY) < 1e-5
-    assert len(outs) == 4 and len(set(outs)) == 1, "every chunk is in the memory of the first"

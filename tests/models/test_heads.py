@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,33 +10,27 @@ import torch
 from numpy.testing import assert_allclose
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models import policy_and_value as logprobs_module
 from rlhf_ppo.models.heads import (
-    check_one_label,
-    is_in_float32,
     last_token_score,
     multiply_head_in_float32,
     reads_last_token,
     scalar_head,
     token_values,
 )
-from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import token_logprobs
 from rlhf_ppo.models.unwrapping import output_layer
 from tests.conftest import needs_continuous, tiny_policy, tiny_scorer
 from tests.generation.test_dropping import greedy
 from tests.models.architectures import tiny_model
-from tests.runs import QUICK, history, parameters, record_rollouts
 
 CAUSAL = ["llama", "gpt2", "gpt_neox", "opt", "bloom", "gemma2", "qwen2", "mistral", "phi3"]
-POOLING = ["bert", "roberta", "distilbert"]
 
 
 def tiny_classifier(family: str, kind: Any = AutoModelForSequenceClassification, **changes: Any) -> Any:
@@ -88,11 +81,6 @@ def test_the_head_computes_in_float32_whatever_the_layers_below_compute_in() -> 
     torch.testing.assert_close(scores, torch.stack([expected[0, 5], expected[1, 5], expected[2, 4]]))
 
 
-@pytest.mark.parametrize("model_type", POOLING)
-def test_models_that_pool_do_not_read_the_last_token(model_type: str) -> None:
-    assert not reads_last_token(tiny_classifier(model_type))
-
-
 def test_a_head_that_says_something_else_is_not_trusted() -> None:
     """Its name and shape are right, but the model itself adds to what the head says."""
 
@@ -107,45 +95,9 @@ def test_a_head_that_says_something_else_is_not_trusted() -> None:
     assert not reads_last_token(model)
 
 
-@pytest.mark.parametrize("pad_token_id", [None, 0, 1, 3])
-def test_probing_depends_on_no_padding_id_and_leaves_the_model_as_it_was(pad_token_id: int | None) -> None:
-    model = tiny_scorer(pad_token_id=pad_token_id).train()
-    assert reads_last_token(model)
-    assert model.training and model.config.pad_token_id == pad_token_id
-
-
-def test_models_without_a_one_number_head() -> None:
-    assert scalar_head(tiny_classifier("llama")) is not None
-    backbone = tiny_classifier("llama", AutoModel)
-    assert not reads_last_token(backbone)
-    with pytest.raises(ValueError, match="LlamaModel has no linear head with one output"):
-        last_token_score(backbone, *ragged_batch())
-
-
-def test_a_head_under_another_name_is_found() -> None:
-    """Some classes call it neither `score` nor `classifier`."""
-    model = tiny_scorer()
-    expected = last_token_score(model, *ragged_batch())
-    model.value_head = model.score
-    del model.score
-    assert_allclose(last_token_score(model, *ragged_batch()).detach(), expected.detach())
-    model.another = nn.Linear(32, 1)
-    assert scalar_head(model) is None
-
-
-@pytest.mark.parametrize("argument", ["value_model", "reward_model"])
-def test_two_labels_are_an_error_that_names_argument_and_number(argument: str) -> None:
-    with pytest.raises(ValueError, match=f"{argument} is a .* with num_labels=2, .* num_labels=1"):
-        check_one_label(tiny_scorer(num_labels=2), argument)
-    with pytest.raises(ValueError, match=f"{argument} is a .* with num_labels=2"):
-        load_reward_model(tiny_scorer(num_labels=2), argument)
-    check_one_label(tiny_scorer(), argument)
-
-
 # ---- Products in float32 ----
 
 
-MakeTrainer = Callable[..., PPOTrainer]
 TARGETS, TEMPERATURE = torch.arange(3, 32), 0.7
 TO_FLOAT32, BEYOND_BF16 = 3e-6, 3e-4
 """Relative differences: what float32 may be off by, and what 16 bits are off by at least."""
@@ -243,28 +195,3 @@ def test_tokens_are_sampled_from_logits_in_float32(head: str, engine: str, store
             expected += adapted.scaling["default"] * inner @ adapted.lora_B["default"].weight.double().T
         assert logits.dtype == torch.float32 and off_by(logits, expected) < TO_FLOAT32
     assert seen
-
-
-def test_a_run_in_float32_is_the_same_to_the_bit(make_trainer: MakeTrainer) -> None:
-    plain, option = (make_trainer(**QUICK, lm_head_float32=chosen) for chosen in (False, True))
-    for trainer in (plain, option):
-        trainer.train()
-    assert history(plain) == history(option)
-    weights = parameters(plain)
-    assert all(torch.equal(value, weights[name]) for name, value in parameters(option).items())
-
-
-def test_all_models_of_a_bf16_run_have_it_and_without_it_none(make_trainer: MakeTrainer) -> None:
-    """The policy that has not learned is its reference; the policy's model, given again, is as it was."""
-    policy, rollouts = tiny_policy(), []
-    for chosen in (True, False):
-        trainer = make_trainer(**QUICK, model=policy, bf16=True, lm_head_float32=chosen, learning_rate=0.0)
-        rollouts.append(record_rollouts(trainer))
-        trainer.train()
-        assert trainer.reference is not None and trainer.reference.own_policy is not None
-        for model in (policy, trainer.reference.own_policy):
-            assert is_in_float32(output_layer(model)) == chosen
-        first = rollouts[-1][0]
-        assert torch.equal(first.logprobs, first.ref_logprobs)
-        assert trainer.state.log_history[0]["val/first_logratio"] == pytest.approx(0, abs=1e-6)
-    assert not torch.equal(*(each[0].logprobs for each in rollouts))

@@ -10,11 +10,6 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 
 from rlhf_ppo.models.packing import hidden_states
-from rlhf_ppo.models.unwrapping import (
-    gathers_in_passes,
-    is_managed,
-    is_sharded,
-)
 from tests.conftest import tiny_policy
 from tests.models.architectures import tiny_model
 
@@ -63,27 +58,3 @@ def test_rows_are_no_longer_than_their_real_tokens_wherever_the_padding_is() -> 
     states = hidden_states(model, ids, mask)
     assert seen[0].tolist() == [[10, 11, 12, 13, 14], [22, 23, 24, 25, 0]]
     assert states.shape == (2, 8, 32) and not states[~mask].any() and states[mask].all()
-
-
-# ---- Small things ----
-
-
-def test_what_zero_3_manages_may_be_whole_at_the_moment() -> None:
-    model = tiny_policy()
-    assert not is_managed(model) and not is_sharded(model)
-    for parameter in model.parameters():
-        parameter.ds_id = 0
-    assert is_managed(model) and not is_sharded(model)
-
-
-def test_zero_3_gathers_where_its_hooks_are() -> None:
-    """Parameters that it manages are not enough: while the policy is whole for generation there are no hooks."""
-    model = tiny_policy()
-
-    def hook(*_: object) -> None: ...
-
-    hook.__module__ = "tests"
-    model.model.norm.register_forward_pre_hook(hook)
-    assert not gathers_in_passes(model)
-    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
-    assert gathers_in_passes(model)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from rlhf_ppo import PPOTrainer
@@ -93,16 +93,6 @@ def test_a_reference_that_would_be_trained_along_is_an_error() -> None:
         make_reference(policy, policy.get_base_model(), None, adapter_is_new=False, temperature=1.0)
 
 
-def test_the_policy_is_itself_again_after_an_error_inside() -> None:
-    policy = trained_adapter()
-    before = logprobs(policy)
-    for reference in (Reference(None), make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)):
-        both = PolicyAndValue(policy, tiny_scorer(), 1.0)
-        with pytest.raises(RuntimeError, match="inside"), reference.forward(both, policy):
-            raise RuntimeError("inside")
-        assert torch.equal(logprobs(policy), before)
-
-
 # ---- In training ----
 
 
@@ -144,55 +134,14 @@ def test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves(
 NEW_ADAPTERS: dict[str, tuple[Any, bool]] = {
     "LoRA": (lora(), True),
     "LoRA on embeddings and head": (lora(target_modules=["embed_tokens", "q_proj", "lm_head"]), True),
-    "LoRA with biases of its own": (lora(lora_bias=True), True),
     "LoRA that does something": (lora(init_lora_weights=False), False),
-    "LoRA that splits the base": (lora(init_lora_weights="pissa"), False),
     "DoRA": (lora(use_dora=True), False),
     "a whole module": (lora(modules_to_save=["lm_head"]), False),
-    "some tokens": (lora(trainable_token_indices=[3]), False),
-    "another kind": (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), False),
 }
 
 
 @pytest.mark.parametrize("name", NEW_ADAPTERS)
-def test_an_adapter_adds_nothing_where_a_factor_of_all_its_products_is_0(name: str) -> None:
+def test_which_adapters_add_nothing(name: str) -> None:
     config, expected = NEW_ADAPTERS[name]
     policy = get_peft_model(tiny_policy(), copy.deepcopy(config))
     assert adds_nothing(policy) is expected
-    if not expected:
-        return
-    with cast(Any, policy).disable_adapter():
-        base = logprobs(policy)
-    assert torch.equal(logprobs(policy), base)
-    factors = [weight for name, weight in policy.named_parameters() if weight.requires_grad and not weight.any()]
-    assert factors
-    for factor in factors:
-        factor.data.view(-1)[-1] = 1e-30
-        assert not adds_nothing(policy)
-        factor.data.zero_()
-    assert adds_nothing(policy)
-
-
-def test_what_is_not_trained_now_is_not_taken_for_new() -> None:
-    policy = trained_adapter()
-    with policy.disable_adapter():
-        assert not adds_nothing(policy)
-
-
-def test_several_active_adapters_may_add_something() -> None:
-    policy: Any = get_peft_model(tiny_policy(), lora())
-    policy.add_adapter("other", lora(init_lora_weights=False))
-    assert adds_nothing(policy)
-    policy.base_model.set_adapter(["default", "other"])
-    assert not adds_nothing(policy)
-
-
-def test_copies_are_run_though_they_are_equal() -> None:
-    """That their KL is 0 is seen, not taken for granted: other types and kernels show there."""
-    policy = tiny_policy()
-    assert not make_reference(policy, None, None, False, 1.0).is_policy(policy)
-    adapted = trained_adapter()
-    assert not make_reference(adapted, None, None, False, 1.0).is_policy(adapted)
-    new = get_peft_model(tiny_policy(), lora())
-    assert make_reference(new, None, None, True, 1.0).is_policy(new)
-    assert not make_reference(new, tiny_policy(), None, True, 1.0).is_policy(new)
