@@ -22,7 +22,6 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_critic_alone, check_optimization, check_output_dir, check_ptx, parse_weights
 from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.data.prompts import NoPrompts, PositionLimit, num_rows, smallest
-from rlhf_ppo.environments.rollouts import EpisodeRollouts
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampler import Sampler
@@ -38,6 +37,7 @@ from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_r
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
 from rlhf_ppo.run import distributed
 from rlhf_ppo.run.datasets import PromptPreparation, load_data
+from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
 from rlhf_ppo.run.optimization import Optimizers, check_pair
 from rlhf_ppo.run.rollouts import Play

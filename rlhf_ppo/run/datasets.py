@@ -38,11 +38,11 @@ from rlhf_ppo.data.prompts import (
     turn_end,
 )
 from rlhf_ppo.data.sources import load_named
-from rlhf_ppo.environments.rollouts import EpisodeRollouts
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.run.distributed import get_logger, isolated_rng
+from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.signals import leave_signals_to_parent
 
 logger = get_logger(__name__)
