@@ -182,7 +182,8 @@ class PPOTrainer(TrainerBase):
             The rollout. Its `logprobs` come from the forward function that learning uses, so before the first
             optimizer step the importance ratio is 1.
         """
-        run, model = self._run, self._prepared.eval()
+        run, model = self._run, self._prepared
+        model.eval()  # which returns None under DeepSpeed
         if responses is None:
             with run.timer.phase("generate"):
                 responses, prompts = self._respond(prompts)

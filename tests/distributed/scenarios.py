@@ -23,10 +23,10 @@ from rlhf_ppo import trainer as trainers
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation import transformers_engine
+from rlhf_ppo.generation.sampler import on_whole_policy
 from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.rewards.judges import PreferenceReward
-from rlhf_ppo.run.rollouts import on_whole_policy
 from tests import conftest
 from tests.distributed.processes import scenario_named
 from tests.episodes import RespondsInTurns
