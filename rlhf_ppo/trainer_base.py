@@ -5,75 +5,51 @@ The algorithm is in `trainer.py`.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
-import numpy as np
 import torch
-from accelerate.utils import gather_object, set_seed
-from accelerate.utils.memory import clear_device_cache
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, Trainer, TrainerCallback, TrainerControl
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
 from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.prompts import PromptCollator, Prompts, num_rows
-from rlhf_ppo.data.rollout import Experience, Responses, Rollout
+from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import (
-    as_module,
-    configuration_kept,
-    drop_foreign_padding,
-    drop_ignored_generation_settings,
-)
+from rlhf_ppo.models.unwrapping import as_module, configuration_kept
 from rlhf_ppo.reporting import evaluation as evaluations
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
-from rlhf_ppo.reporting.critic_audit import CriticAudit, audit, check_audit, prefixes_of
+from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
-from rlhf_ppo.reporting.metrics import (
-    MetricWindow,
-    UpdateStatistics,
-    evaluation_columns,
-    noting_out_of_memory,
-    rate,
-)
+from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluation_columns, noting_out_of_memory
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.scorer import Scores, whole_scores
-from rlhf_ppo.run import construction, datasets, rollouts, saving
+from rlhf_ppo.run import construction, datasets, distributed, rollouts, saving
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
-from rlhf_ppo.run.construction import set_up_engine
-from rlhf_ppo.run.distributed import (
-    get_logger,
-    is_sharding,
-    preserve_rng,
-    raise_on_all_ranks,
-    use_one_device,
-    use_stream_in_callbacks,
-)
+from rlhf_ppo.run.distributed import get_logger, preserve_rng, raise_on_all_ranks
 from rlhf_ppo.run.external import given_responses
 from rlhf_ppo.run.guards import DivergenceGuard
 from rlhf_ppo.run.learning import CriticOnly, gradient_norms, monte_carlo_returns
 from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.ptx import LanguageModeling
-from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts
-from rlhf_ppo.run.signals import RunStopped, StopOnSignal, say
+from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts, count_update
+from rlhf_ppo.run.signals import StopOnSignal, stopped
+from rlhf_ppo.run.steps import ExplainsTrainer, Steps
 from rlhf_ppo.terminal import print_text
 
 if TYPE_CHECKING:
@@ -82,18 +58,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-@contextmanager
-def _overridden(args: PPOConfig, **values: Any) -> Iterator[None]:
-    """Override arguments in the block."""
-    given = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(given)
-
-
-class TrainerBase(Trainer):
+class TrainerBase(ExplainsTrainer, Steps, Trainer):
     """Trainer whose step is a PPO update.
 
     Attributes:
@@ -105,56 +70,6 @@ class TrainerBase(Trainer):
     model: PolicyAndValue
     optimizer: Any
     lr_scheduler: Any
-
-    # The steps of PPOTrainer that the run calls
-
-    def collect_rollout(
-        self, prompts: Prompts, responses: Responses | None = None, scores: Scores | None = None
-    ) -> Rollout:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def generate_responses(
-        self, prompts: Prompts, config: GenerationConfig | None = None, policy: nn.Module | None = None
-    ) -> Responses:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def estimate_advantages(self, rollout: Rollout) -> Experience:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def shape_rewards(self, rollout: Rollout) -> Tensor:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def learn(self, experience: Experience) -> UpdateStatistics:
-        """See `PPOTrainer`."""
-        raise NotImplementedError
-
-    def _end_update(self, rollout: Rollout, experience: Experience, statistics: UpdateStatistics) -> dict[str, float]:
-        raise NotImplementedError
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Explain unknown arguments."""
-        known = inspect.signature(cls).parameters
-        if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
-            reject_call(cls.__name__, args, kwargs, known, own)
-        return super().__new__(cls)
-
-    if not TYPE_CHECKING:  # type checkers know the attributes
-
-        def __getattr__(self, name: str) -> Any:
-            """Explain missing attributes that older trainers have; raise the error of a property that lacks one."""
-            if isinstance(inspect.getattr_static(type(self), name, None), property):
-                return object.__getattribute__(self, name)
-            hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __init__(
         self,
@@ -182,7 +97,7 @@ class TrainerBase(Trainer):
 
         # Call Trainer's constructor, which makes the accelerator.
         self._optimization = Optimization(optimizers)
-        use_one_device(args)
+        distributed.use_one_device(args)
         with configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
@@ -199,9 +114,8 @@ class TrainerBase(Trainer):
 
         # Make the parts that need it.
         run.connect(self.accelerator, self.callback_handler, uses_functions=bool(prepared.functions))
-        use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
-        reduce_sum: Any = partial(self.accelerator.reduce, reduction="sum")
-        self._signals = StopOnSignal(reduce_sum, self.accelerator.num_processes)
+        distributed.use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
+        self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
         self._guard = DivergenceGuard(run, self._models)
         self._window, self._progress = MetricWindow(), Progress()
         self._rollout_metrics = rollouts.RolloutMetrics(run)
@@ -212,7 +126,7 @@ class TrainerBase(Trainer):
         self._printed = ""  # the latest sample table
         add_console_and_health(self, args, self.sizes, self.reward_models)
         self.add_callback(self._signals)
-        set_up_engine(self.accelerator, self._models)
+        construction.set_up_engine(self.accelerator, self._models)
         parts = construction.make_parts(self, run, prepared, engine)
         self._sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
         self._baselines, self._play = parts.baselines, parts.play
@@ -295,12 +209,7 @@ class TrainerBase(Trainer):
     def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> None:
         """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""
         run, args = self._run, self.args
-        set_seed(args.seed, device_specific=True)
-        run.streams.seed(args.seed)
-        drop_foreign_padding(self.policy_model)
-        drop_ignored_generation_settings(self.policy_model)
-        self._sampler.engine.policy_changed()
-        self.accelerator.free_memory()
+        construction.start_afresh(run, self.policy_model, self._sampler.engine)
         self.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
@@ -424,27 +333,11 @@ class TrainerBase(Trainer):
 
     def _count_update(self, metrics: dict[str, float], grad_norm: float | Tensor) -> None:
         """Count an update, step the schedule, and keep the metrics for the next log."""
-        args, state, loop = self.args, self.state, self._loop
+        loop, num_tokens = self._loop, self._rollout_metrics.num_response_tokens
         loop.grad_norm, loop.learning_rate = grad_norm, self._get_learning_rate()
         if not loop.schedule_follows_metric:
             self.lr_scheduler.step()
-        state.global_step += 1
-        state.epoch = state.global_step / loop.updates_per_epoch
-        self._progress.batches_in_epoch += 1
-        self._progress.episode += self.sizes.batch_size
-        state.episode = self._progress.episode
-        seconds = self._run.timer.drain()
-        num_episodes, elapsed = state.episode - loop.num_episodes_before, time.monotonic() - loop.began
-        num_tokens = self._rollout_metrics.num_response_tokens
-        self._window.add(
-            metrics
-            | seconds
-            | rate("time/tokens_per_second", num_tokens, sum(seconds.values()))
-            | rate("eps", num_episodes, elapsed)
-            | {"lr": loop.learning_rate, "episode": state.episode}
-        )
-        if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
-            clear_device_cache()
+        self._window.add(metrics | count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens))
 
     def _end_epoch(self, epoch: int) -> None:
         """Count a pass over the data, and report."""
@@ -486,13 +379,7 @@ class TrainerBase(Trainer):
         self._run.fire("on_train_end")
         self._finish_current_push()
         self.is_in_train = False
-        checkpoint, done, of = str(self._guard.last_checkpoint), self.state.global_step, self.state.max_steps
-        if self.args.process_index == 0:
-            say(
-                f"{signal.Signals(number).name}: the run has ended after update {done} of {of}, with the checkpoint "
-                f"{checkpoint}; resume_from_checkpoint=True (--resume_from_checkpoint True) continues from it."
-            )
-        raise RunStopped(number, checkpoint)
+        raise stopped(number, str(self._guard.last_checkpoint), self.state, self.args.process_index)
 
     def _save_last(self) -> None:
         """Write a checkpoint of the latest update, unless it has one."""
@@ -558,20 +445,9 @@ class TrainerBase(Trainer):
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """
-        preparation = self._preparation
-        rows, given = given_responses(
-            self.sizes.local_batch_size,
-            self.tokens.pad,
-            self.args.device,
-            preparation.vocabulary,
-            preparation.longest_sequence,
-            queries,
-            responses,
-            scores,
-            response_masks,
-            sampling_logprobs,
-            ended,
-        )
+        texts = (queries, responses, scores, response_masks, sampling_logprobs, ended)
+        num_rows, pad = self.sizes.local_batch_size, self.tokens.pad
+        rows, given = given_responses(num_rows, pad, self.args.device, self._preparation, *texts)
         with self._step_of_run():
             self._run.fire("on_step_begin")
             rollout = self.collect_rollout(Prompts.of_responses(rows), rows, given)
@@ -725,7 +601,7 @@ class TrainerBase(Trainer):
         pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
         dataset = datasets.read_by_each_rank(dataset, batch_size * self.sizes.world_size, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
-        with _overridden(self.args, dataloader_drop_last=is_training, dataloader_pin_memory=pins):
+        with datasets.overridden(self.args, dataloader_drop_last=is_training, dataloader_pin_memory=pins):
             made = super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
             return datasets.leaving_signals(made)
 
@@ -779,8 +655,6 @@ class TrainerBase(Trainer):
         progress.losses = run.gather(self._tr_loss.reshape(1)).tolist()
         progress.last_logged_step = self._globalstep_last_logged
         progress.pending_metrics = self._window.updates
-        progress.batch_size, progress.num_generations = self.sizes.batch_size, args.num_generations
-        progress.num_processes = self.accelerator.num_processes
         self.store_flos()
         with saving.writing_checkpoint(run, progress, self._stateful) as (directory, final):
             self.save_model(directory, _internal_call=True)
@@ -817,7 +691,7 @@ class TrainerBase(Trainer):
         """
         args, accelerator = self.args, self.accelerator
         if not self._is_saving:
-            self._guard.check_weights(together=is_sharding(accelerator))
+            self._guard.check_weights(together=distributed.is_sharding(accelerator))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Trainer writes nothing here for sharded checkpoints
@@ -828,17 +702,9 @@ class TrainerBase(Trainer):
             print_text(where_results_are(output_dir or own, own))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        args, directory = self.args, output_dir or output_directory(self.args)
-        if not args.should_save:
-            return
-        critic = saving.CRITIC_DIR if args.save_critic else None
-        value_directory = saving.VALUE_MODEL_DIR if self._is_saving else critic
-        saving.save_models(self._models, directory, state_dict, value_directory)
-        tokenizer: Any = self.processing_class
-        tokenizer.save_pretrained(directory)
-        if value_directory == saving.CRITIC_DIR:
-            tokenizer.save_pretrained(os.path.join(directory, value_directory))
-        torch.save(args, os.path.join(directory, TRAINING_ARGS_NAME))
+        if self.args.should_save:
+            directory = output_dir or output_directory(self.args)
+            saving.save_all(self._run, self._models, directory, state_dict, is_checkpoint=self._is_saving)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
@@ -886,14 +752,7 @@ class TrainerBase(Trainer):
             `rlhf_ppo.rewards.scorer.scores_in_reward_unit`), `eval_kl` and `eval_entropy` (nats per response),
             `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
-        if isinstance(eval_dataset, str):
-            names = list(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else []
-            if eval_dataset not in names:
-                raise ValueError(
-                    f"eval_dataset={eval_dataset!r} is none of {names}, the names of this trainer's evaluation sets: "
-                    "pass one of them, or rows"
-                )
-        elif eval_dataset is not None:
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared_eval(eval_dataset)
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
 
@@ -1020,23 +879,14 @@ class TrainerBase(Trainer):
         Raises:
             ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
         """
-        check_audit(self.args, num_prefixes, num_continuations, self._play is not None)
         sets: Any = self.eval_dataset if eval_dataset is None else self._prepared_eval(eval_dataset)
-        if sets is None:
-            raise ValueError("eval_dataset=None: an audit needs held-out prompts; pass eval_dataset")
-        run, gather = self._run, cast(Callable[..., Any], self.accelerator.gather_for_metrics)
-        generator = np.random.default_rng((self.args.seed, self.args.process_index))
+        check_audit(self.args, sets, num_prefixes, num_continuations, self._play is not None)
         with self._apart_from_training():
             batches = evaluations.held_out_prompts(
                 sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
             )
-            audited = partial(
-                rollouts.audit_columns, run, self._sampler, self._respond, self.generate_responses, self._returns_of
-            )
-            rows = [gather(audited(batch, num_prefixes, num_continuations, generator)) for batch in batches]
-        run.timer.drain()
-        run.logged.drain()
-        result = audit(prefixes_of(torch.cat(rows)), self.args.seed)
+            steps = (self._respond, self.generate_responses, self._returns_of)
+            result = rollouts.audited(self._run, self._sampler, batches, *steps, num_prefixes, num_continuations)
         if self.is_in_train:
             self._window.add(result.metrics)  # in the next log
         if self.is_world_process_zero():
@@ -1048,19 +898,11 @@ class TrainerBase(Trainer):
         return rollout, monte_carlo_returns(rollout, self.shape_rewards(rollout), self.args)
 
     def _sample_prompts(self) -> Iterator[Prompts]:
-        """Yield all held-out prompts in batches; without them, one batch of training prompts.
-
-        These are the first rows, or a stream's latest prompts, since a stream cannot be read twice at a time.
-        """
-        latest, args = self._latest_prompts, self.args
+        """Yield all held-out prompts in batches; without them, one batch of training prompts."""
         if self.eval_dataset is not None:
-            yield from evaluations.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, args.device)
-        elif num_rows(self.train_dataset) is not None:
-            collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
-            rows: Any = self.train_dataset
-            yield evaluations.first_prompts(rows, args.eval_batch_size, collate, self.accelerator, args.device)
-        elif latest is not None:
-            yield latest.take(range(len(latest))[: args.eval_batch_size])
+            return evaluations.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, self.args.device)
+        collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
+        return rollouts.training_prompts(self._run, self.train_dataset, collate, self._latest_prompts)
 
     # ---- The hub ----
 
@@ -1090,9 +932,9 @@ class TrainerBase(Trainer):
                 self.state.log_history,
                 model_name=model_name,
                 dataset_name=dataset_name or self.dataset_name,
-                tags=[tags] if isinstance(tags, str) else list(tags or []),
+                tags=tags,
                 with_curves=not self.is_in_train,
-                **{name: more[name] for name in ("language", "license", "finetuned_from") if name in more},
+                **more,
             )
 
     # ---- Counting: one step is one PPO update ----

@@ -327,11 +327,14 @@ def prefixes_of(columns: Tensor) -> AuditedPrefixes:
     return AuditedPrefixes(prompts, rows[:, 1], rows[:, 2], rows[:, 3:])
 
 
-def check_audit(args: PPOConfig, num_prefixes: int, num_continuations: int, has_episodes: bool) -> None:
-    """Raise a `ValueError` if a number is too small, the unit of values is not the reward's, or environments play."""
-    if has_episodes:
-        raise ValueError("An audit continues prefixes of responses, which tools and environments cannot.")
-    if num_prefixes < 2 or num_continuations < 4:
-        raise ValueError(f"num_prefixes={num_prefixes} must be at least 2, num_continuations={num_continuations} 4.")
-    if args.whiten_rewards:
-        raise ValueError("whiten_rewards=True: values in the unit of each batch cannot be compared with returns.")
+def check_audit(args: PPOConfig, prompts: Any, num_prefixes: int, num_continuations: int, has_episodes: bool) -> None:
+    """Raise a `ValueError` for an audit without prompts, with too small numbers, other units, or environments."""
+    problems = {
+        "eval_dataset=None: an audit needs held-out prompts": prompts is None,
+        "an audit continues prefixes of responses, which tools and environments cannot": has_episodes,
+        f"num_prefixes={num_prefixes} must be at least 2": num_prefixes < 2,
+        f"num_continuations={num_continuations} must be at least 4": num_continuations < 4,
+        "whiten_rewards=True: values in the unit of each batch cannot be compared with returns": args.whiten_rewards,
+    }
+    if found := [problem for problem, is_one in problems.items() if is_one]:
+        raise ValueError(found[0])

@@ -54,10 +54,10 @@ def save_run_card(
     *,
     model_name: str | None,
     dataset_name: str | None,
-    tags: Sequence[str],
+    tags: str | Sequence[str] | None,
     with_curves: bool,
     finetuned_from: str | None = None,
-    **metadata: str | None,
+    **others: str | None,
 ) -> None:
     """Write a run's card to `output_dir`.
 
@@ -71,7 +71,7 @@ def save_run_card(
         tags: Additional tags.
         with_curves: Whether to draw the curves again, which takes half a second.
         finetuned_from: Hub name or path of the model that training started from; None takes the policy's origin.
-        **metadata: `license` and `language` of the card.
+        **others: Trainer's other arguments; the card has their `license` and `language`.
     """
     from trl.trainer.utils import generate_model_card, get_comet_experiment_url, get_trackio_space_url
 
@@ -82,7 +82,7 @@ def save_run_card(
         model_name=model_name or hub_id.split("/")[-1],
         hub_model_id=hub_id,
         dataset_name=_if_on_hub(dataset_name),
-        tags=[*TAGS, *tags],
+        tags=[*TAGS, *([tags] if isinstance(tags, str) else tags or [])],
         wandb_url=_wandb_url(),
         trackio_url=get_trackio_space_url(),
         comet_url=get_comet_experiment_url(),
@@ -91,6 +91,7 @@ def save_run_card(
         paper_title="Proximal Policy Optimization Algorithms",
         paper_id="1707.06347",
     )
+    metadata = {name: others[name] for name in ("language", "license") if name in others}
     found: dict[str, Any] = {"pipeline_tag": "text-generation", **metadata}
     for name, value in found.items():
         setattr(card.data, name, value)

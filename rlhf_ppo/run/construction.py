@@ -29,7 +29,7 @@ from rlhf_ppo.generation.stopping import SpecialTokens, special_tokens
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
-from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.unwrapping import drop_foreign_padding, drop_ignored_generation_settings, is_peft_model
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
@@ -58,6 +58,16 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
         zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True
         _give_trained_one_type(model, accelerator)
+
+
+def start_afresh(run: RunState, policy: nn.Module, engine: GenerationEngine) -> None:
+    """Seed the random numbers and drop what an earlier run has left, at the start of a run."""
+    set_seed(run.args.seed, device_specific=True)
+    run.streams.seed(run.args.seed)
+    drop_foreign_padding(policy)
+    drop_ignored_generation_settings(policy)
+    engine.policy_changed()
+    run.accelerator.free_memory()
 
 
 def early_accelerator(trainer: Trainer, args: PPOConfig) -> Accelerator | None:

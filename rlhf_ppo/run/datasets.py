@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -101,6 +101,17 @@ def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOC
     if rows := list(dataset):
         return rows
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
+
+
+@contextmanager
+def overridden(args: PPOConfig, **values: Any) -> Iterator[None]:
+    """Override arguments in the block."""
+    given = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(given)
 
 
 def leaving_signals(loader: Any) -> Any:

@@ -10,10 +10,11 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from rlhf_ppo.data.prompts import PositionLimit, check_lengths
+from rlhf_ppo.data.prompts import check_lengths
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
+from rlhf_ppo.run.datasets import PromptPreparation
 
 MAX_ROUNDING = 1e-3
 """Largest log-probability in nats: engines that compute in 16 bits may round to a little above 0."""
@@ -38,8 +39,7 @@ def given_responses(
     num_rows: int,
     pad_token_id: int,
     device: torch.device,
-    vocabulary: Vocabulary,
-    longest_sequence: PositionLimit | None,
+    preparation: PromptPreparation,
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
     scores: Sequence[float] | Sequence[Tensor] | Tensor,
@@ -63,9 +63,9 @@ def given_responses(
                 "per_device_train_batch_size x gradient_accumulation_steps"
             )
     for name, rows in {"queries": queries, "responses": responses}.items():
-        _check_ids(name, rows, vocabulary)
+        _check_ids(name, rows, preparation.vocabulary)
     padded = padded_responses(queries, responses, response_masks, num_rows, pad_token_id, device)
-    check_lengths(padded.context_length, padded.responses.shape[1], longest_sequence)
+    check_lengths(padded.context_length, padded.responses.shape[1], preparation.longest_sequence)
     if sampling_logprobs is not None:
         padded = replace(padded, sampling_logprobs=_logprobs(sampling_logprobs, padded))
     if ended is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.prompts import Prompts, num_rows
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, forward_in_batches
 from rlhf_ppo.generation.sampler import Sampler
 from rlhf_ppo.generation.sampling import join_responses
@@ -23,7 +23,7 @@ from rlhf_ppo.models.unwrapping import as_module
 from rlhf_ppo.reporting import critic_audit as audits
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import KeptCompletions
-from rlhf_ppo.reporting.evaluation import runnable, sample_rows
+from rlhf_ppo.reporting.evaluation import first_prompts, runnable, sample_rows
 from rlhf_ppo.rewards.scorer import Scores, scores_in_reward_unit
 from rlhf_ppo.run.distributed import isolated_rng
 from rlhf_ppo.run.learning import valued_tokens
@@ -173,6 +173,24 @@ def metrics_of_evaluation(
     return metrics.evaluation_metrics(columns, prefix) | extra
 
 
+def training_prompts(
+    run: RunState, dataset: Any, collate: Callable[[list[Any]], Mapping[str, Any]], latest: Prompts | None
+) -> Iterator[Prompts]:
+    """Yield one batch of training prompts: the first rows, or a stream's latest, as it cannot be read twice at a time.
+
+    Args:
+        run: The run.
+        dataset: The training set.
+        collate: Makes a batch.
+        latest: The prompts of the latest update, or None.
+    """
+    args = run.args
+    if num_rows(dataset) is not None:
+        yield first_prompts(dataset, args.eval_batch_size, collate, run.accelerator, args.device)
+    elif latest is not None:
+        yield latest.take(range(len(latest))[: args.eval_batch_size])
+
+
 def rows_of_samples(
     run: RunState,
     batches: Iterable[Prompts],
@@ -248,3 +266,27 @@ def audit_columns(
         for each, of_tokens in zip(batch, returns_of(batch).cpu().numpy(), strict=True):
             returns[each.place] = of_tokens[each.cut]
     return audits.columns_of(rollout, cuts, returns)
+
+
+def audited(
+    run: RunState,
+    sampler: Sampler,
+    batches: Iterable[Prompts],
+    respond: Callable[[Prompts], tuple[Responses, Prompts]],
+    generate: Callable[[Prompts, Any], Responses],
+    evaluate: Callable[[Responses, Prompts], tuple[Rollout, Tensor]],
+    num_prefixes: int,
+    num_continuations: int,
+) -> audits.CriticAudit:
+    """Audit the value model over held-out prompts of all ranks; see `audit_columns`."""
+    args, gather = run.args, cast(Callable[..., Any], run.accelerator.gather_for_metrics)
+    generator = np.random.default_rng((args.seed, args.process_index))
+    rows: list[Tensor] = []
+    for prompts in batches:
+        own = audit_columns(
+            run, sampler, respond, generate, evaluate, prompts, num_prefixes, num_continuations, generator
+        )
+        rows.append(gather(own))
+    run.timer.drain()
+    run.logged.drain()
+    return audits.audit(audits.prefixes_of(torch.cat(rows)), args.seed)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerControl
 from transformers.trainer_callback import CallbackHandler
@@ -20,9 +21,9 @@ from transformers.trainer_callback import CallbackHandler
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.generation.stopping import SpecialTokens
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.reporting.metrics import PhaseTimer
+from rlhf_ppo.reporting.metrics import PhaseTimer, rate
 from rlhf_ppo.rewards.functions import LoggedByFunctions
-from rlhf_ppo.run.checkpoints import PPOTrainerState
+from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
 from rlhf_ppo.run.distributed import RngStreams, get_logger
 
 if TYPE_CHECKING:
@@ -123,6 +124,36 @@ class RunState:
         """Return the current position for errors: `update 3`, or `evaluation after update 3`."""
         done = self.state.global_step
         return f"update {done + 1}" if self.streams.num_apart is None else f"evaluation after update {done}"
+
+
+def count_update(
+    run: RunState, loop: LoopState, progress: Progress, batch_size: int, num_tokens: int
+) -> dict[str, float]:
+    """Count an update in Trainer's state and in `progress`; return its times, rates and position.
+
+    Args:
+        run: The run.
+        loop: The loop, with the learning rate of the update.
+        progress: The progress that checkpoints save.
+        batch_size: Episodes of an update.
+        num_tokens: Response tokens of this one.
+    """
+    args, state = run.args, run.state
+    state.global_step += 1
+    state.epoch = state.global_step / loop.updates_per_epoch
+    progress.batches_in_epoch += 1
+    progress.episode += batch_size
+    state.episode = progress.episode
+    seconds = run.timer.drain()
+    num_episodes, elapsed = state.episode - loop.num_episodes_before, time.monotonic() - loop.began
+    if args.torch_empty_cache_steps is not None and state.global_step % args.torch_empty_cache_steps == 0:
+        clear_device_cache()
+    return (
+        seconds
+        | rate("time/tokens_per_second", num_tokens, sum(seconds.values()))
+        | rate("eps", num_episodes, elapsed)
+        | {"lr": cast(float, loop.learning_rate), "episode": state.episode}
+    )
 
 
 STATEFUL_NAME = "stateful.pt"

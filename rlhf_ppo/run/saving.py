@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import TrainerState
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from rlhf_ppo.config import PPOConfig
@@ -60,6 +61,27 @@ def save_models(
         part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
         adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
         cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
+
+
+def save_all(
+    run: RunState, models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, is_checkpoint: bool
+) -> None:
+    """Write the models, the tokenizer and the arguments; see `save_models`.
+
+    Args:
+        run: The run.
+        models: Both models.
+        directory: The policy's directory.
+        state_dict: Weights of both models, or None.
+        is_checkpoint: Whether the value model is written in any case; else it is with `save_critic`.
+    """
+    critic = CRITIC_DIR if run.args.save_critic else None
+    value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
+    save_models(models, directory, state_dict, value_directory)
+    run.tokenizer.save_pretrained(directory)
+    if value_directory == CRITIC_DIR:
+        run.tokenizer.save_pretrained(os.path.join(directory, value_directory))
+    torch.save(run.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
 
 def _with_prefix(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -177,6 +199,7 @@ def writing_checkpoint(run: RunState, progress: Progress, stateful: StatefulPart
         if args.should_save:
             shutil.rmtree(os.path.dirname(directory), ignore_errors=True)  # of a killed process
             os.makedirs(directory)
+            progress.num_processes = accelerator.num_processes
             progress.save(directory)
             stateful.save(directory)
     with failing_together(accelerator):
@@ -295,6 +318,7 @@ def resume(
                 "pass begins. The run differs from an uninterrupted run."
             )
     progress.num_prompts, progress.arguments = num_prompts, arguments
+    progress.batch_size, progress.num_generations = sizes.batch_size, args.num_generations
     run.state = PPOTrainerState.of(run.state, progress.episode)
     return progress
 

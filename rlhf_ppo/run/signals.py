@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from rlhf_ppo.terminal import visible
 
@@ -170,6 +170,17 @@ def say(text: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(OSError):  # the terminal is closed
             os.write(2, f"\n{visible(text)}\n".encode())
+
+
+def stopped(number: int, checkpoint: str, state: TrainerState, rank: int) -> RunStopped:
+    """Say that a signal has ended the run, and return the exception to raise."""
+    if rank == 0:
+        say(
+            f"{signal.Signals(number).name}: the run has ended after update {state.global_step} of {state.max_steps}, "
+            f"with the checkpoint {checkpoint}; resume_from_checkpoint=True (--resume_from_checkpoint True) continues "
+            "from it."
+        )
+    return RunStopped(number, checkpoint)
 
 
 def discard_closed_terminal() -> None:
