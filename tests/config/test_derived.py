@@ -1,8 +1,6 @@
 """PPOConfig.fill_derived: the numbers that follow from others, filled once or several times."""
 
-import copy
 import dataclasses
-import pickle
 from typing import Any
 
 import pytest
@@ -55,30 +53,6 @@ def test_what_was_set_stays_whatever_the_number_of_processes(num_examples: int |
         assert by_episodes.num_total_batches == by_episodes.max_steps == {1: 13, 2: 7}[num_processes]
 
 
-def test_what_was_not_set_is_computed_anew():
-    args = PPOConfig(num_train_epochs=1)
-    args.fill_derived(1, 80)
-    assert (args.total_episodes, args.num_total_batches) == (80, 10)
-    args.num_train_epochs, args.per_device_train_batch_size, args.seed = 2, 16, 1
-    args.fill_derived(2, 96)
-    assert (args.total_episodes, args.num_total_batches, args.max_steps, args.batch_size) == (192, 6, 6, 32)
-    assert args.run_name == "ppo_config__1"
-    args.max_steps = 3
-    args.fill_derived(2, 96)
-    assert (args.total_episodes, args.num_total_batches) == (96, 3)
-
-
-def test_a_filled_config_can_be_copied():
-    args = PPOConfig(num_train_epochs=1)
-    args.fill_derived(1, 80)
-    for copied in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
-        copied.fill_derived(1, 160)
-        assert copied.num_total_batches == 20
-    replaced = dataclasses.replace(args, learning_rate=1e-4)
-    replaced.fill_derived(1, 80)
-    assert (replaced.num_total_batches, replaced.learning_rate) == (10, 1e-4)
-
-
 @pytest.mark.parametrize("name", DERIVED)
 def test_a_derived_field_that_contradicts_the_others(name: str):
     args = make(**{name: 999})
@@ -104,11 +78,3 @@ def test_deepspeed_reads_the_real_world_size_and_afterwards_it_is_none(monkeypat
     unset_hf_deepspeed_config()
     assert seen == [12]
     assert args.world_size is None
-
-
-def test_main_process_first_works_before_the_trainer_exists():
-    args = PPOConfig()
-    with args.main_process_first(desc="tokenizing"):
-        pass
-    args.fill_derived(2, 100)
-    assert args.world_size == 2

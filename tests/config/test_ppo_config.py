@@ -5,9 +5,8 @@ import inspect
 import json
 import math
 import re
-import warnings
 from pathlib import Path
-from types import SimpleNamespace, UnionType
+from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import pytest
@@ -32,7 +31,6 @@ VALUES: dict[str, Any] = {
     "logging_steps": 0.5,
     "total_episodes": 10_000,
     "stop_strings": ["END", "###"],
-    "hub_files": ["completions/*", "*.html"],
     "reward_weights": [1.0, -0.5],
     "chat_template_kwargs": {"enable_thinking": False},
 }
@@ -40,7 +38,6 @@ VALUES: dict[str, Any] = {
 
 WRONG: dict[str, tuple[Any, ...]] = {
     "stop_strings": ([], [""], ["a", ""], "", ["\ufffd"], ["a", None], {"a": "b"}, "[]", '[""]', ["[]"]),
-    "hub_files": ([1], "completions/*"),
     "reward_weights": ([], {}, [NAN], {"a": NAN}, ["a"], [True], {"a": "1"}, {1: 1.0}, 1.0, "", "1.0", '{"a": 1'),
     "num_mini_batches": (3,),  # does not divide 8
     "num_generations": (3,),
@@ -117,19 +114,6 @@ def test_a_value_of_another_type_is_an_error_that_names_field_and_value(name: st
         assert any(text in str(error.value) for text in told), error.value
 
 
-def test_every_field_has_a_help_that_argparse_can_print():
-    assert [name for name, field in FIELDS.items() if not field.metadata.get("help")] == []
-    assert "--kl_estimator" in HfArgumentParser(cast(Any, PPOConfig)).format_help()
-
-
-def test_signature_and_order_of_arguments_are_those_of_training_arguments():
-    names = list(inspect.signature(PPOConfig).parameters)
-    assert names[: len(dataclasses.fields(TrainingArguments))] == [
-        field.name for field in dataclasses.fields(TrainingArguments)
-    ]
-    assert PPOConfig("somewhere").output_dir == "somewhere"
-
-
 # ---- Numbers at the ends of what Python and float32 can hold ----
 
 NUMBERS = [name for name in OWN if name not in INHERITED and {int, float} & {*kinds(HINTS[name])}]
@@ -155,17 +139,8 @@ def test_an_extreme_number_is_refused_by_name_or_is_one_in_float32(name: str):
     [
         ({"stop_token": "eos", "stop_token_id": 0}, "stop_token='eos' and stop_token_id=0 exclude each other"),
         ({"missing_eos_penalty": 1.0, "missing_eos_score": 0.0}, "missing_eos_penalty=1.0 and missing_eos_score=0.0"),
-        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "warmup_ratio=0.1 and warmup_steps=5 contradict"),
         ({"kl_target": 6.0, "kl_coef": 0}, "kl_target=6.0 multiplies kl_coef=0, which stays 0"),
-        ({"kl_estimator": "k2"}, "kl_estimator='k2' must be one of ['k1', 'k3']"),
-        (
-            {"reward_weights": "{length: 1}"},
-            "reward_weights='{length: 1}' cannot be read; write one number for each reward",
-        ),
-        (
-            {"bf16": True},
-            "Your setup doesn't support bf16",
-        ),
+        ({"reward_weights": "{length: 1}"}, "reward_weights='{length: 1}' cannot be read"),
     ],
 )
 def test_what_contradicts_each_other_is_named(given: dict[str, Any], message: str):
@@ -173,22 +148,10 @@ def test_what_contradicts_each_other_is_named(given: dict[str, Any], message: st
         make(**given)
 
 
-@pytest.mark.parametrize(
-    "name", ["per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"]
-)
-def test_inherited_sizes_are_checked(name: str):
-    with pytest.raises(ValueError, match=f"{name}=0 must be finite and at least 1"):
-        make(**{name: 0})
-
-
 def test_values_assigned_later_are_checked_when_the_trainer_starts():
     args = PPOConfig()
     args.temperature = 0.0
     with pytest.raises(ValueError, match=r"temperature=0\.0"):
-        args.fill_derived(1, 100)
-    args = PPOConfig()
-    args.label_smoothing_factor = 0.1
-    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
         args.fill_derived(1, 100)
 
 
@@ -200,14 +163,10 @@ def test_values_assigned_later_are_checked_when_the_trainer_starts():
     [
         ("reward_weights", {"a": 1.0, "b": -2}, {"a": 1.0, "b": -2}),
         ("reward_weights", "[1.0, 0.5]", [1.0, 0.5]),
-        ("reward_weights", ["1", "-0.5"], [1.0, -0.5]),
         ("reward_weights", ['{"a": 1.0}'], {"a": 1.0}),
         ("stop_strings", "END", ["END"]),
         ("stop_strings", r'["\n\n", "é"]', ["\n\n", "é"]),
-        ("stop_strings", [r'["\n"]'], ["\n"]),
-        ("stop_strings", ["[", "]"], ["[", "]"]),
         ("stop_strings", "[/INST]", ["[/INST]"]),
-        ("stop_strings", ["null"], ["null"]),
     ],
 )
 def test_a_list_may_be_given_as_text(name: str, given: Any, value: Any, tmp_path: Path):
@@ -248,19 +207,6 @@ def test_bf16_is_on_where_an_accelerator_can_do_it_and_gives_way(
     assert from_command_line(*words).bf16 is expected
 
 
-@pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
-def test_the_main_process_says_once_that_bf16_stays_off(rank: str, times: int, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ppo_config, "is_torch_bf16_gpu_available", lambda: False)
-    monkeypatch.setattr(ppo_config.logger, "warning", said.append)
-    type(ppo_config.logger).warning_once.cache_clear()  # pyright: ignore
-    monkeypatch.setenv("RANK", rank)
-    for _ in range(2):
-        assert ppo_config.default_bf16(SimpleNamespace(fp16=False, use_cpu=False)) is False  # pyright: ignore
-    assert len(said) == times and all("bf16" in text for text in said)
-
-
 # ---- Gradient checkpointing, under its old and its new name ----
 
 HAS_NEW_NAME = "activation_checkpointing" in INHERITED
@@ -269,22 +215,6 @@ new_name = pytest.mark.skipif(not HAS_NEW_NAME, reason="this transformers has no
 
 def checkpointing(args: PPOConfig) -> set[Any]:
     return {args.gradient_checkpointing, getattr(args, "activation_checkpointing", args.gradient_checkpointing)}
-
-
-def test_checkpointing_is_on_without_a_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert checkpointing(PPOConfig()) == {True}
-        assert checkpointing(PPOConfig(gradient_checkpointing=False)) == {False}
-
-
-def test_checkpointing_arguments_reach_both_names():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        args = PPOConfig(gradient_checkpointing_kwargs='{"use_reentrant": false}')
-    expected = {"use_reentrant": False}
-    assert args.gradient_checkpointing_kwargs == expected
-    assert getattr(args, "activation_checkpointing_kwargs", expected) == expected
 
 
 @new_name
@@ -317,15 +247,3 @@ def test_warmup_ratio_is_a_share_of_the_updates():
 def test_models_are_compared_by_score(asked: dict[str, Any]):
     args = make(**asked)
     assert (args.metric_for_best_model, args.greater_is_better) == ("score", True)
-
-
-def test_no_metric_where_nothing_is_compared_and_the_users_own_is_kept():
-    assert PPOConfig().metric_for_best_model is None
-    args = PPOConfig(save_strategy="best", eval_strategy="steps", metric_for_best_model="kl", greater_is_better=False)
-    assert (args.metric_for_best_model, args.greater_is_better) == ("kl", False)
-
-
-def test_values_are_not_clipped_with_none_nor_inf(tmp_path: Path):
-    assert make(cliprange_value=None).cliprange_value is None
-    assert from_command_line("--cliprange_value", "inf").cliprange_value is None
-    assert from_yaml(tmp_path / "config.yaml", "cliprange_value: null").cliprange_value is None

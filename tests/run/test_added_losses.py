@@ -105,39 +105,3 @@ def test_conversations_are_read_with_the_chat_template(make_trainer: MakeTrainer
     assert tuple(trainer._ptx.texts[0]) == ([4], [1, 5, 6, 1])
     assert trainer._ptx.texts[1].learned[-3:] == [5, 6, 1]
     assert trainer._ptx.texts[2] == trainer._ptx.texts[0]
-
-
-def test_the_template_of_texts_gets_tools_and_further_arguments(
-    make_trainer: MakeTrainer,
-) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for tool in tools or [] %}{{ tool.name + ' ' }}{% endfor %}"
-        "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}{{ last }}"
-    )
-    said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-    own = {"chat_template_kwargs": {"last": "w8", "other": None}}
-    rows = [
-        {"messages": said}, {"messages": said} | own, {"prompt": said[:1], "completion": said[1:]} | own,
-        {"messages": said, "tools": [{"name": "w7"}]}, {"messages": said, "tools": '[{"name": "w7"}]'},
-    ]  # fmt: skip
-    given: dict[str, Any] = {"processing_class": tokenizer, "chat_template_kwargs": {"last": "w9"}}
-    trainer = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=rows, **given)
-    ids = [text.context + text.learned for text in trainer._ptx.texts]
-    assert ids == [[4, 5, 12], [4, 5, 11], [4, 5, 11], [10, 4, 5, 12], [10, 4, 5, 12]]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"ptx_coef": 0.5}, r"ptx_coef=0\.5 weighs a loss on ptx_dataset: set both"),
-        ({"ptx_dataset": TEXTS}, r"ptx_coef=0\.0 weighs a loss on ptx_dataset: set both"),
-        ({"ptx_coef": 0.5, "ptx_dataset": []}, "ptx_dataset has no row of which anything"),
-        ({"ptx_coef": 0.5, "ptx_dataset": [{"a": 1}]}, r"columns \['a'\]; it needs 'text'"),
-    ],
-)
-def test_what_cannot_be_learned_from_is_an_error(
-    make_trainer: MakeTrainer, given: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_trainer(**QUICK, **given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,39 +200,6 @@ def test_construction_fails_with_the_reason(case: str, make_trainer: MakeTrainer
         make_trainer(**QUICK | make())
 
 
-@pytest.mark.parametrize("form", [list, Dataset.from_list])
-def test_who_passes_images_hears_that_the_policy_sees_none(
-    form: Callable[[Any], Any], make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"prompt": "w4 w5", "images": ["cat.png"]}] * 4
-    make_trainer(**QUICK, train_dataset=form(rows))
-    assert caplog.text.count("train_dataset has the column 'images': the policy reads text only") == 1
-
-
-@pytest.mark.parametrize("lasts", [None, 1])
-@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-def test_a_stream_without_a_prompt_is_named(name: str, lasts: int | None, make_trainer: MakeTrainer) -> None:
-    stream = ids([5, 6]).to_iterable_dataset().skip(0 if lasts else 1)
-    prompts = dict.fromkeys(("train_dataset", "eval_dataset"), ids(*[[5]] * 8)) | {name: stream}
-    what = "the prompts of one update, 2 for each process" if name == "train_dataset" else "a prompt"
-    expected = f"{name}, a stream, has ended without {what}" + (" of at most max_prompt_length=1" if lasts else "")
-    trainer = make_trainer(**QUICK, **prompts, max_prompt_length=lasts, eval_strategy="steps", eval_steps=1)
-    with pytest.raises(ValueError, match=expected):
-        trainer.train()
-
-
-@pytest.mark.usefixtures("nothing_generated")
-@pytest.mark.parametrize("argument", ["model", "ref_model", "value_model", "reward_model"])
-def test_directory_without_a_model_and_name_of_nothing(
-    argument: str, make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"{argument}='.*empty' is a directory without a model"):
-        make_trainer(**QUICK, **{argument: str(tmp_path / "empty")})
-    with pytest.raises(ValueError, match=f"{argument}='.*nowhere' (could not|cannot) be loaded"):
-        make_trainer(**QUICK, **{argument: str(tmp_path / "nowhere")})
-
-
 def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None:
     stream = Dataset.from_dict({"prompt": [*["w1 w2"] * 4, "w1 <eos>"]}).to_iterable_dataset()
     trainer = make_trainer(**QUICK, train_dataset=stream)
@@ -242,29 +208,6 @@ def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None
     long_stream = Dataset.from_list([{"input_ids": [5] * 61}] * 2).to_iterable_dataset()
     with pytest.raises(ValueError, match="take 65 positions, but the model has 64"):
         make_trainer(**QUICK, train_dataset=long_stream).train()
-
-
-def test_a_stream_shorter_than_a_batch_is_an_error(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, train_dataset=Dataset.from_list(prompt_rows(1)).to_iterable_dataset())
-    with pytest.raises(ValueError, match="has ended without the prompts of one update, 2 for each process"):
-        trainer.train()
-
-
-class ReadOnce(torch.utils.data.IterableDataset[Any]):
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = iter(rows)
-
-    def __iter__(self) -> Any:
-        return self.rows
-
-
-def test_a_stream_that_can_be_read_once_ends_the_run_with_a_warning(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = make_trainer(**QUICK | {"max_steps": 3}, train_dataset=ReadOnce(prompt_rows(3)))
-    with caplog.at_level("WARNING"):
-        assert trainer.train().global_step == 1
-    assert "no full batch in pass 1" in caplog.text
 
 
 def test_a_collator_that_loses_rows_during_the_run_does_not_end_it_silently(make_trainer: MakeTrainer) -> None:
@@ -277,26 +220,3 @@ def test_a_collator_that_loses_rows_during_the_run_does_not_end_it_silently(make
     trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=losing)
     with pytest.raises(ValueError, match="data_collator returned 1 prompts of train_dataset, not the 2 of an update"):
         trainer.train()
-
-
-@pytest.mark.parametrize("batch", [None, ["w1"]], ids=["nothing", "a list"])
-def test_a_collator_that_returns_something_else_during_the_run_is_named(batch: Any, make_trainer: MakeTrainer) -> None:
-    num_calls = 0
-
-    def changing(rows: list[Any]) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return PromptCollator(0)(rows) if num_calls < 3 else batch
-
-    trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=changing)
-    with pytest.raises(TypeError, match=f"data_collator returned {type(batch).__name__}; it must return a dict"):
-        trainer.train()
-
-
-def test_a_collators_ids_may_have_32_bits(make_trainer: MakeTrainer) -> None:
-    def collate(rows: list[Any]) -> Any:
-        return {name: values.int() for name, values in PromptCollator(0)(rows).items()}
-
-    trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=collate)
-    trainer.train()
-    assert trainer.state.global_step == 3

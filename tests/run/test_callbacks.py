@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -149,13 +149,3 @@ def test_should_log_evaluate_and_save_are_obeyed_once(flag: str, answer: str, ma
     answers = [event[1] for event in recorder.events if event[0] == answer]
     summary = [4] if answer == "on_log" else []  # Trainer logs how long the run took
     assert answers == [3, *summary]
-
-
-def test_training_twice_starts_counting_anew(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK)
-    first = trainer.train()
-    history = len(trainer.state.log_history)
-    second = trainer.train()
-    assert first.global_step == second.global_step == 3
-    assert cast(int, trainer.state.episode) == 6
-    assert len(trainer.state.log_history) == history

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,37 +75,6 @@ def test_a_save_that_died_leaves_the_checkpoint_before_as_the_newest(
     assert [path.name for path in run.glob("*checkpoint*")] == ["checkpoint-2"] and not (run / "_unfinished").exists()
 
 
-def test_the_best_checkpoint_is_kept_and_loaded(make_trainer: MakeTrainer) -> None:
-    scores = iter([1.0, 3.0, 2.0])
-
-    class Judged(PPOTrainer):
-        def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-            return super().evaluate(*args, **kwargs) | {"eval_score": next(scores)}
-
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "score",
-    }
-    run = {
-        **QUICK,
-        **best,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 1,
-        "greater_is_better": True,
-    }
-    trainer = make_trainer(Judged, eval_dataset=[{"prompt": "w1"}], **run)
-    trainer.train()
-    kept = Path(str(trainer.args.output_dir), "checkpoint-2")
-    assert trainer.state.best_model_checkpoint == str(kept)
-    assert json.loads((kept / "trainer_state.json").read_text())["best_model_checkpoint"] == str(kept)
-    assert_identical(
-        dict(AutoModelForCausalLM.from_pretrained(kept).state_dict()), dict(trainer.policy_model.state_dict())
-    )
-
-
 @pytest.mark.parametrize("given", [{"peft_config": lora}, {"model": lambda: tiny_policy(num_hidden_layers=1)}])
 def test_a_checkpoint_of_another_model_is_refused(
     given: dict[str, Callable[[], Any]], run: Path, make_trainer: MakeTrainer
@@ -141,28 +107,6 @@ def test_what_cannot_be_resumed_is_refused(
         (run / "checkpoint-1" / "optimizer.pt").unlink()
     with pytest.raises(ValueError, match=message):
         make_trainer(**{**SAVING, **changes}).train(resume_from_checkpoint=True)
-
-
-def test_nothing_of_a_checkpoint_is_unpickled_with_full_trust(
-    run: Path, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded: dict[str, Any] = {}
-    load = torch.load
-
-    def watched(file: Any, *args: Any, **kwargs: Any) -> Any:
-        loaded[os.path.basename(file)] = kwargs.get("weights_only")
-        return load(file, *args, **kwargs)
-
-    def forbidden(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a pickle was loaded")
-
-    trainer = make_trainer(**SAVING)
-    monkeypatch.setattr(torch, "load", watched)
-    for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, forbidden)
-    trainer.train(resume_from_checkpoint=True)
-    names = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "separate_rng_state_0.pth")
-    assert loaded == dict.fromkeys(names, True)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])

@@ -133,19 +133,6 @@ def test_deepspeed_holds_the_policys_groups_by_the_numbers_that_it_gives_them(ma
     assert len(kept) < len(groups)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"vf_coef": 0.0}, r"critic_warmup_steps=2 .* with vf_coef=0 it learns nothing"),
-        ({"critic_learning_rate": 0.0}, r"critic_warmup_steps=2 .* with critic_learning_rate=0 it learns nothing"),
-        ({"critic_warmup_steps": 3, "max_steps": 3}, r"critic_warmup_steps=3 is the whole run of 3 updates"),
-    ],
-)
-def test_a_warmup_that_cannot_be_is_an_error(make_trainer: MakeTrainer, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_trainer(**WARM | given)
-
-
 # ---- The gradient's norm of each model ----
 
 

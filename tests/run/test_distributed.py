@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ from rlhf_ppo.run.distributed import (
     upcoming_seed,
 )
 from tests.conftest import count_w4, prompt_rows
-from tests.runs import QUICK, assert_identical, die_and_resume, end_of_run
+from tests.runs import QUICK, assert_identical, end_of_run
 
 MakeTrainer = Callable[..., PPOTrainer]
 Numbers = tuple[float, float, float]
@@ -114,11 +113,6 @@ def drawing(drawn: list[Numbers], is_async: bool = False) -> Callable[..., Any]:
     return count_later if is_async else count
 
 
-def noise(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    """A reward that is drawn."""
-    return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in completions]
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trainer: MakeTrainer) -> None:
     run = {**QUICK, "eval_dataset": Dataset.from_list(prompt_rows(4)), "eval_strategy": "steps", "eval_steps": 1}
@@ -132,12 +126,6 @@ def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trainer: 
     assert len(by_reward) == 6 and by_reward[1] == by_reward[3] == by_reward[5], "those of the evaluations"
     for drawn in (by_reward[::2], callback.drawn):
         assert all(len(set(numbers)) == len(numbers) > 2 for numbers in zip(*drawn, strict=True))
-
-
-def test_a_reward_that_is_drawn_is_resumed_exactly(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    resumed, _ = die_and_resume(make_trainer, tmp_path, lambda: {"reward_funcs": noise})
-    scores = [entry["objective/scores"] for entry in resumed.state.log_history if "loss" in entry]
-    assert len(set(scores)) == 3
 
 
 def test_a_stream_goes_on_where_it_was_and_leaves_the_others_alone() -> None:

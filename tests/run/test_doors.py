@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
-    TrainerCallback,
 )
 
 from rlhf_ppo import PPOTrainer
@@ -22,20 +20,10 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
-from rlhf_ppo.run.checkpoints import last_complete_checkpoint
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, history, logged, parameters
 
 MakeTrainer = Callable[..., Any]
-
-
-def peak_of_tensors(function: Callable[[], Any]) -> int:
-    """The most bytes that a call has allocated at a time and not freed."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    events: Any = profiler.profiler.kineto_results.events()
-    allocated = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(itertools.accumulate(num_bytes for _, num_bytes in allocated))
 
 
 class Doubling:
@@ -65,19 +53,6 @@ def test_a_kl_controller_sets_the_coefficient_of_the_next_update(make_trainer: M
     assert logged(trainer, "objective/kl_coef") == [0.5, 1.0, 2.0] and controller.coef == 4.0
     assert paid == pytest.approx([-coef * each for coef, each in zip((0.5, 1.0, 2.0), kl, strict=True)], rel=1e-5)
     assert controller.seen == [(each, trainer.args.batch_size) for each in kl]
-
-
-def test_a_coefficient_that_rewards_divergence_is_refused_at_once(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match=r"kl_controller: Doubling\.coef=-0\.5 must be finite and at least 0"):
-        make_trainer(**QUICK, kl_controller=Doubling(-0.5))
-
-
-def test_a_run_that_starts_anew_starts_from_the_controllers_first_state(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, kl_controller=Doubling(), overwrite_output_dir=True)
-    trainer.train()
-    trainer.train()
-
-    assert logged(trainer, "objective/kl_coef") == [0.5, 1.0, 2.0]
 
 
 class Adding:
@@ -127,50 +102,6 @@ def test_a_run_with_states_resumes_bit_for_bit(stopped_after: int, make_trainer:
     assert torch.equal(resumed.part.total, whole.part.total) and resumed.part.total[0] == 3
     assert resumed.kl_controller.coef == 4.0
     assert resumed.score_moments.moments == whole.score_moments.moments
-
-
-class Counts(dict[str, Any]):
-    """A part whose state is empty at first."""
-
-    state_dict = dict.copy
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.clear()
-        self.update(state)
-
-
-def test_a_state_that_is_empty_at_first_is_restored(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def run(steps: int) -> tuple[PPOTrainer, Counts]:
-        counts = Counts()
-        settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "total_episodes": None, "max_steps": steps}
-        trainer = make_trainer(**settings, output_dir=str(tmp_path))
-        trainer.register_stateful("counts", counts)
-        return trainer, counts
-
-    trainer, counts = run(1)
-    counts["before"] = 0  # a run starts from the state at the registration
-    trainer.add_callback(type("Counting", (TrainerCallback,), {"on_step_end": lambda *_, **__: counts.update(a=1)}))
-    trainer.train()
-    assert counts == {"a": 1}
-    trainer, counts = run(2)
-    trainer.train(resume_from_checkpoint=last_complete_checkpoint(str(tmp_path)))
-    assert counts == {"a": 1}
-
-
-def test_a_state_that_holds_code_is_not_read(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    settings = {**QUICK, "save_strategy": "steps", "save_steps": 1, "score_scaling": True}
-    make_trainer(**settings, output_dir=str(tmp_path)).train()
-    torch.save({"score_moments": Doubling()}, tmp_path / "checkpoint-3" / "stateful.pt")
-
-    with pytest.raises(Exception, match=r"(?s)Weights only load failed"):
-        make_trainer(**settings, output_dir=str(tmp_path)).train(resume_from_checkpoint=True)
-
-
-def test_a_state_that_no_run_could_resume_from_is_refused_at_once(make_trainer: MakeTrainer) -> None:
-    controller = Doubling()
-    controller.state_dict = lambda: {"coef": Adding()}
-    with pytest.raises(TypeError, match=r"kl_controller: Doubling\.state_dict\(\) returned"):
-        make_trainer(**QUICK, kl_controller=controller)
 
 
 class Echo:
@@ -233,17 +164,6 @@ def test_reward_sources_stand_beside_functions(make_trainer: MakeTrainer) -> Non
     assert torch.equal(rollout.scores, rollout.response_mask.sum(dim=1) / 10 + 70)
     assert torch.equal(rollout.token_scores, 100 * evens.float())
     assert logged(trainer, "rewards/evens/mean")[-1] == pytest.approx(float(evens.sum(dim=1).float().mean()))
-
-
-def test_a_source_of_the_wrong_shape_is_named(make_trainer: MakeTrainer) -> None:
-    class Short(RewardSource):
-        name = "short"
-
-        def __call__(self, batch: ScoringBatch) -> Tensor:
-            return torch.zeros(1)
-
-    with pytest.raises(ValueError, match=r"'short' has shape \(1,\), expected \(2,\), or \(2, 4\)"):
-        make_trainer(**QUICK, reward_funcs=Short()).train()
 
 
 class Trusting(PPOTrainer):

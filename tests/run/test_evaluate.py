@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -129,41 +128,6 @@ def test_every_figure_equals_trainings_on_the_same_responses(
         assert metrics[evaluated] == pytest.approx(training[key], rel=1e-5), (evaluated, key)
 
 
-@pytest.mark.parametrize("punished", [{"missing_eos_penalty": 1.0}, {"missing_eos_score": -1.0}])
-def test_the_best_model_is_the_one_that_stops(
-    punished: dict[str, float], make_trainer: MakeTrainer, tmp_path: Path
-) -> None:
-    """The reward has a deviation of about 60, and gives 10 more without a stop token: the penalty takes more."""
-
-    class UnlearnsToStop(PPOTrainer):
-        def collect_rollout(self, *args: Any, **kwargs: Any) -> Any:
-            rollout = super().collect_rollout(*args, **kwargs)
-            if not self._run.streams.num_apart is not None:
-                return dataclasses.replace(rollout, scores=torch.tensor([0.0, 100.0]))
-            stops = torch.full_like(rollout.ended, self.state.global_step < 2)
-            return dataclasses.replace(rollout, ended=stops, scores=torch.where(stops, 50.0, 60.0))
-
-    trainer = make_trainer(
-        UnlearnsToStop,
-        **{**QUICK, "total_episodes": 4},
-        **punished,
-        **{"score_scaling": True, "output_dir": str(tmp_path), "metric_for_best_model": "eval_score"},
-        eval_dataset=FIVE_ROWS,
-        eval_strategy="steps",
-        save_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-        load_best_model_at_end=True,
-    )
-    trainer.train()
-    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-1")
-    first, second = (log["eval_score"] for log in trainer.state.log_history if "eval_score" in log)
-    std = trainer.score_moments.std
-    assert first == pytest.approx(50.0)
-    assert second == pytest.approx(60 - std if "missing_eos_penalty" in punished else -std)
-    assert [log["objective/raw_scores"] for log in trainer.state.log_history if "loss" in log] == [50.0, 50.0]
-
-
 def test_same_numbers_each_time_before_and_after_other_draws(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS)
     first = scores(trainer.evaluate())
@@ -231,19 +195,3 @@ def test_several_data_sets_are_evaluated_by_name(make_trainer: MakeTrainer) -> N
     trainer.train()
     assert trainer.state.best_metric == 4.0
     assert len(cast(Any, trainer.generate_completions())) == 6
-
-
-def test_a_wrong_data_set_is_named(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK)
-    with pytest.raises(ValueError, match="evaluation requires an eval_dataset"):
-        trainer.evaluate()
-    with pytest.raises(ValueError, match="row 1 of eval_dataset is empty"):
-        trainer.evaluate(Dataset.from_dict({"input_ids": [[5], []]}))
-
-
-def test_evaluation_leaves_the_models_in_training_mode_as_they_were(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS, gradient_checkpointing=True)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    trainer.evaluate()
-    assert_identical(dict(trainer.model.state_dict()), before)
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())

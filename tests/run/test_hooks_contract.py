@@ -82,29 +82,6 @@ def test_what_is_used_of_trainer_exists() -> None:
     assert unread == set(), complaint(f"Trainer does not read {sorted(unread)}")
 
 
-def test_trainer_calls_what_is_overridden_where_it_is_expected() -> None:
-    expected = {
-        "train": ["self._load_from_checkpoint(resume_from_checkpoint)", "self._inner_training_loop"],
-        "_save_checkpoint": [
-            "self.save_model(output_dir, _internal_call=True)",
-            "self._save_optimizer_and_scheduler(output_dir)",
-            "self._save_rng_state(output_dir)",
-            "self.state.save_to_json(",
-            "if self.args.push_to_hub:",
-            "save_total_limit=self.args.save_total_limit",
-        ],
-        "save_model": ["self._save(output_dir"],
-        "_finalize_training": ["self._load_best_model()", "self.callback_handler.on_train_end("],
-        "_maybe_log_save_evaluate": ["self._evaluate(", "self._save_checkpoint(model, trial)"],
-        "_prepare_for_training": ["self._load_optimizer_and_scheduler(resume_from_checkpoint)"],
-    }
-    for name, calls in expected.items():
-        places = [inspect.getsource(getattr(Trainer, name)).find(call) for call in calls]
-        moved = [call for call, place in zip(calls, places, strict=True) if place < 0]
-        assert not moved, complaint(f"Trainer.{name} no longer calls {moved}")
-        assert places == sorted(places), complaint(f"Trainer.{name} calls {calls} in another order")
-
-
 @pytest.mark.parametrize(
     ("owner", "names"),
     [

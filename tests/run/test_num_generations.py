@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import needs_continuous, prompt_rows
-from tests.runs import QUICK, die_and_resume, history
+from tests.runs import QUICK
 
 MakeTrainer = Callable[..., Any]
 
@@ -79,25 +78,3 @@ def test_evaluation_and_samples_ask_each_prompt_once(make_trainer: MakeTrainer) 
     seen = trained(make_trainer, eval_dataset=Dataset.from_list(NUMBERED[:3]), **sizes, **held_out)[1]
     assert len(seen.calls[0]["number"]) == 4
     assert all(call["number"] == [0, 1, 2] for call in seen.calls[1:]) and len(seen.calls) >= 3
-
-
-def test_it_resumes_bit_for_bit_and_another_number_begins_a_new_pass(
-    make_trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows: dict[str, Any] = {"train_dataset": Dataset.from_list(prompt_rows(7)), "num_generations": 2}
-    sizes: dict[str, Any] = {"per_device_train_batch_size": 4, "total_episodes": 16}
-
-    whole = die_and_resume(make_trainer, tmp_path, lambda: sizes | rows)[1]
-    other = make_trainer(**QUICK | sizes | rows | {"num_generations": 4, "output_dir": str(tmp_path / "other")})
-    other.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-1")
-    assert "The prompts of an update have changed since" in caplog.text
-    assert len(history(other)) == 5 and other._progress.epoch == 1 and other._progress.batches_in_epoch == 3
-
-
-def test_what_is_no_whole_number_of_prompts_is_an_error(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match=r"num_generations=3 does not divide the 8 .* use one of \[1, 2, 4, 8\]"):
-        make_trainer(num_generations=3)
-    with pytest.raises(ValueError, match=r"2 prompts, fewer than the 4 of one batch .* / num_generations=2\)"):
-        make_trainer(num_generations=2, train_dataset=prompt_rows(2))
-    with pytest.raises(ValueError, match="num_generations=2 repeats the prompts of train_dataset, but there is none"):
-        make_trainer(num_generations=2, train_dataset=None, reward_funcs=None)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch.optim import SGD
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_ppo import PPOTrainer
-from tests.conftest import tiny_policy, tiny_scorer
+from tests.conftest import tiny_policy
 from tests.runs import QUICK, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -53,31 +52,6 @@ def test_an_optimizer_without_the_value_model_is_refused(make_trainer: MakeTrain
         ValueError, match=rf"\(SGD\) lacks {count} of the {2 * count} .* value_model\.model\.embed_tokens.*make_opt"
     ):
         make_trainer(model=policy, optimizers=(SGD(policy.parameters(), 0.1), None))
-
-
-def test_what_is_frozen_on_purpose_need_not_be_held(make_trainer: MakeTrainer) -> None:
-    policy, value_model = tiny_policy(), tiny_scorer(seed=2)
-    cast(Any, value_model).model.requires_grad_(False)
-    held = [*policy.parameters(), cast(Any, value_model).score.weight]
-    trainer = make_trainer(**QUICK, model=policy, value_model=value_model, optimizers=(SGD(held, 0.1), None))
-    before = parameters(trainer)
-    trainer.train()
-    changed = {name for name, value in parameters(trainer).items() if not torch.equal(value, before[name])}
-    assert {name for name in changed if name.startswith("value_model.")} == {"value_model.score.weight"}
-
-
-def test_a_subclass_whose_optimizer_lacks_parameters_is_stopped_before_the_first_update(
-    make_trainer: MakeTrainer,
-) -> None:
-    class PolicyOnly(PPOTrainer):
-        def create_optimizer(self, model: Any = None) -> Any:
-            self.optimizer = SGD(self.model.policy.parameters(), 0.1)
-            return self.optimizer
-
-    trainer = make_trainer(PolicyOnly, **QUICK)
-    with pytest.raises(ValueError, match=r"lacks .* value_model"):
-        trainer.train()
-    assert trainer.state.global_step == 0
 
 
 # ---- Functions that make optimizer and scheduler ----
@@ -121,12 +95,6 @@ def test_a_function_makes_the_scheduler(optimizer: Any, make_trainer: MakeTraine
     assert rates(trainer) == pytest.approx([first, first / 2, first / 4])
 
 
-def test_a_scheduler_of_another_optimizer_is_refused(make_trainer: MakeTrainer) -> None:
-    other = ConstantLR(SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
-    with pytest.raises(ValueError, match=r"ConstantLR of another optimizer"):
-        make_trainer(optimizers=(None, other))
-
-
 # ---- A run that goes on with other arguments ----
 
 SAVED = {**QUICK, "save_strategy": "steps", "save_steps": 1, "weight_decay": 0.1}
@@ -157,25 +125,6 @@ def test_another_schedule_is_followed_from_where_it_would_be(make_trainer: MakeT
     expected = [1e-3 / 2, 1e-3]  # the second warm-up step, then the top
     assert rates(trainer)[1:] == pytest.approx(expected)
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.3, 0.0]
-
-
-def test_each_group_keeps_its_own_rate(make_trainer: MakeTrainer) -> None:
-    trainer = went_on(
-        make_trainer,
-        first={"optimizers": (two_rates(0.1, 0.2), None)},
-        optimizers=(two_rates(0.1, 0.4), None),
-        lr_scheduler_type="constant",
-        total_episodes=10,
-    )
-    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.4]
-
-
-def test_a_scheduler_of_ones_own_follows_its_own_arguments(make_trainer: MakeTrainer) -> None:
-    def cosine(optimizer: Any, num_updates: int) -> CosineAnnealingLR:
-        return CosineAnnealingLR(optimizer, num_updates)
-
-    trainer = went_on(make_trainer, first={"optimizers": (None, cosine)}, total_episodes=12)
-    assert rates(trainer)[3:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 6)) / 2 for step in (3, 4, 5)])
 
 
 def test_a_plateau_schedule_keeps_what_it_learned(make_trainer: MakeTrainer) -> None:

@@ -20,7 +20,6 @@ from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.run.checkpoints import InUseError, in_use, last_complete_checkpoint
-from rlhf_ppo.run.guards import DivergenceError
 from rlhf_ppo.run.signals import RunStopped
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, assert_identical, history, parameters
@@ -112,20 +111,6 @@ class Events(TrainerCallback):
         self.seen += ("end",)
 
 
-def test_the_run_ends_with_its_last_update(make_stepper: Steps) -> None:
-    events = Events()
-    trainer = make_stepper(callbacks=[events], save_strategy="steps", save_steps=2)
-    for number in range(3):
-        trainer.step(*rows(number))
-
-    trainer.close()  # does nothing any more
-    assert events.seen == ("begin", "step", "step", "save", "step", "save", "end")
-    assert last_complete_checkpoint(str(trainer.args.output_dir)) is not None
-    assert "train_loss" in trainer.state.log_history[-1]
-    with pytest.raises(RuntimeError, match="over after 3 of 3 updates"):
-        trainer.step(*rows(3))
-
-
 # ---- close ----
 
 
@@ -161,13 +146,6 @@ def test_two_trainers_one_after_the_other_in_one_directory(make_stepper: Steps) 
     assert history(second) == history(whole)
 
 
-def test_without_checkpoints_close_writes_none(make_stepper: Steps) -> None:
-    trainer = make_stepper(save_strategy="no")
-    trainer.step(*rows(0))
-    trainer.close()
-    assert last_complete_checkpoint(str(trainer.args.output_dir)) is None
-
-
 def test_an_error_in_the_block_closes_the_run(make_stepper: Steps) -> None:
     events = Events()
     with pytest.raises(KeyError, match="mine"), make_stepper(callbacks=[events], save_strategy="steps") as trainer:
@@ -178,48 +156,6 @@ def test_an_error_in_the_block_closes_the_run(make_stepper: Steps) -> None:
     with make_stepper(resume_from_checkpoint="True") as resumed:
         resumed.step(*rows(1))
         assert resumed.state.global_step == 2
-
-
-def test_weights_that_are_not_finite_do_not_keep_the_directory(make_stepper: Steps) -> None:
-    trainer = make_stepper(save_strategy="no")
-    trainer.step(*rows(0))
-    with torch.no_grad():
-        next(trainer.policy_model.parameters()).view(-1)[0] = float("nan")
-    with pytest.raises(DivergenceError):
-        trainer.close()
-    assert not in_use(str(trainer.args.output_dir))
-
-
-def test_a_signal_before_close_is_not_lost(make_stepper: Steps) -> None:
-    trainer = make_stepper()
-    trainer.step(*rows(0))
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(RunStopped):
-        trainer.close()
-
-
-def test_a_trainer_that_nobody_refers_to_frees_directory_and_signals(make_stepper: Steps) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    trainer: Any = make_stepper()
-    trainer.step(*rows(0))
-    directory, kept = str(trainer.args.output_dir), weakref.ref(trainer)
-    del trainer
-    second = make_stepper()
-    second.step(*rows(0))  # which collects, where nobody has
-    second.close()
-
-    assert kept() is None and not in_use(directory)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_after_close_train_begins_another_run(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(**QUICK)
-    trainer.step(*rows(0))
-    with pytest.raises(InUseError, match="close"):
-        trainer.train()
-    trainer.close()
-    shutil.rmtree(str(trainer.args.output_dir))
-    assert trainer.train().global_step == trainer.state.global_step == 3
 
 
 # ---- Signals and resuming ----
@@ -291,13 +227,6 @@ def test_log_probabilities_of_an_engine_count_as_in_a_run_with_that_engine(
     assert is_same is not is_corrected
 
 
-def test_log_probabilities_of_what_the_policy_did_not_write_are_ignored(make_stepper: Steps) -> None:
-    masks = [torch.tensor([True, False, True]), torch.tensor([True])]
-    last = torch.tensor([-3.0], dtype=torch.float64)
-    metrics = make_stepper().step(*rows(0), masks, [torch.tensor([-1.0, float("nan"), -2.0]), last])
-    assert 0 < metrics["sampling/sampling_logp_difference/max"] < float("inf")
-
-
 QUERIES, RESPONSES, SCORES = rows(0)
 LOGPROBS = [torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-3.0])]
 
@@ -326,19 +255,6 @@ def test_what_is_no_update_changes_nothing(make_stepper: Steps, tmp_path: Path) 
         assert trainer.state.global_step == number
         trainer.step(*rows(number))
     assert_identical(parameters(trainer), parameters(undisturbed))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"train_dataset": [{"input_ids": [5]}] * 2}, "reward_model and reward_funcs are both None"),
-        ({"total_episodes": None}, "max_steps or total_episodes must be set"),
-        ({}, "train_dataset=None: pass the prompts to train on, or call step"),
-    ],
-)
-def test_what_is_missing_is_named(given: dict[str, Any], message: str, make_stepper: Steps) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_stepper(**given).train()
 
 
 def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) -> None:

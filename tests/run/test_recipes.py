@@ -14,7 +14,6 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
 from rlhf_ppo.data.rollout import Experience
-from rlhf_ppo.run.learning import resolve_policy_loss
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, InOnePass, die_and_resume, history, parameters, record_rollouts
 
@@ -117,19 +116,6 @@ def test_its_figures_are_logged(make_trainer: MakeTrainer) -> None:
     assert logged["policy/twice"] == pytest.approx(2 * logged["val/ratio"], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ("grpo", ValueError, r"policy_loss='grpo' is not a loss; write 'ppo', "),
-        ("missing.py:loss", ValueError, "policy_loss holds 'missing.py:loss', but there is no file"),
-        ("os.path.curdir", TypeError, "policy_loss holds 'os.path.curdir', which is '.' and cannot be called"),
-    ],
-)
-def test_what_is_no_loss_is_an_error(given: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        resolve_policy_loss(given)
-
-
 # ---- What goes on from update to update ----
 
 
@@ -214,9 +200,3 @@ def test_the_value_model_learns_at_its_own_rate_on_the_same_schedule(make_traine
     assert [group["initial_lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.1, 0.02, 0.02]
     ratios = {group["lr"] / group["initial_lr"] for group in trainer.optimizer.param_groups}
     assert len(ratios) == 1 and ratios.pop() < 1
-
-
-def test_a_given_optimizer_has_rates_of_its_own(make_trainer: MakeTrainer) -> None:
-    optimizers = (lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), None)
-    with pytest.raises(ValueError, match=r"critic_learning_rate=0\.02 is of the optimizer that the trainer makes"):
-        make_trainer(**QUICK, critic_learning_rate=0.02, optimizers=optimizers)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,13 +10,11 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.health import CHECKS
-from rlhf_ppo.run.signals import RunStopped
-from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history
+from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
+from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run
 
 MakeTrainer = Callable[..., PPOTrainer]
 PROMPTS = Dataset.from_list(prompt_rows(5, seed=1))
@@ -45,55 +41,6 @@ def measured(entry: dict[str, Any]) -> set[str]:
 
 
 # ---- The log ----
-
-
-class StopAfter(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = control.should_training_stop or state.global_step == self.step
-
-
-@pytest.mark.parametrize(
-    ("settings", "logged"),
-    [
-        ({"logging_steps": 100}, [1, 5]),
-        ({"logging_steps": 2}, [1, 2, 4, 5]),
-        ({"logging_steps": 100, "callbacks": [StopAfter(3)]}, [1, 3]),
-        ({"logging_strategy": "no"}, []),
-    ],
-)
-def test_the_first_and_the_last_update_of_any_run_are_logged(
-    settings: dict[str, Any], logged: list[int], make_trainer: MakeTrainer
-) -> None:
-    trainer = make_trainer(**{**QUICK, "total_episodes": 10, **settings})
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["step"] for entry in logs] == logged
-    assert all(measured(entry) == METRICS | {"step"} for entry in logs)
-
-
-def test_sigterm_ends_in_a_log_that_the_resumed_run_does_not_repeat(make_trainer: MakeTrainer) -> None:
-    """The stopped run logs its last update; the checkpoint is that of a run that goes on."""
-
-    def run(*callbacks: TrainerCallback, **settings: Any) -> PPOTrainer:
-        given = {**QUICK, "total_episodes": 12, "logging_steps": 4, "callbacks": list(callbacks), **settings}
-        return make_trainer(**given)
-
-    class Sigterm(TrainerCallback):
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    whole, stopped = run(), run(Sigterm(), save_strategy="steps", save_steps=50)
-    whole.train()
-    with pytest.raises(RunStopped, match="143"):
-        stopped.train()
-    resumed = run(save_strategy="steps", save_steps=50)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed._initial_global_step == 3
-    assert_identical(history(resumed), history(whole))
 
 
 def test_what_reward_functions_log_is_averaged_over_calls(make_trainer: MakeTrainer) -> None:
@@ -202,17 +149,6 @@ def test_table_shows_greedy_answers_and_their_scores(
     printed = capsys.readouterr().out
     assert table["query"][0].split()[0] in printed
     assert_identical(trainer.generate_completions(), table)
-
-
-def test_several_rewards_have_a_column_each(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(
-        **QUICK, eval_dataset=PROMPTS, reward_model=tiny_scorer(), reward_funcs=count_w4, reward_weights=[1.0, 3.0]
-    )
-    table = cast(Any, trainer.generate_completions())
-    assert list(table.columns) == ["query", "model response", "score", "reward_model", "count_w4"]
-    assert torch.allclose(
-        torch.tensor(table["score"]), torch.tensor(table["reward_model"] + 3 * table["count_w4"]), atol=1e-5
-    )
 
 
 def test_the_missing_eos_penalty_is_no_part_of_a_sample_s_score(make_trainer: MakeTrainer) -> None:

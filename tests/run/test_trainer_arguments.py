@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from rlhf_ppo import PPOTrainer, trainer_base
+from rlhf_ppo import PPOTrainer
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK, SeenPrompts, assert_identical, end_of_run, history, logged, parameters
 
@@ -85,35 +84,6 @@ def test_load_best_model_at_end_restores_policy_and_value_of_the_highest_score(
     assert all(not torch.equal(states[2][name], states[4][name]) for name in states[2])  # policy and value moved on
     assert trainer.state.best_metric == pytest.approx(0.9)
     assert trainer.state.best_model_checkpoint == os.path.join(trainer.args.output_dir, "checkpoint-2")
-
-
-def test_greater_is_better_false_takes_the_lowest(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(
-        **EVALUATED,
-        reward_funcs=scores_by_update(0.0, 0.2, 0.1, 0.9, 0.4),
-        metric_for_best_model="rewards/planned/mean",
-        greater_is_better=False,
-        save_strategy="best",
-    )
-    trainer.train()
-    assert trainer.state.best_metric == pytest.approx(0.1)
-    assert checkpoints(trainer) == [1, 2]  # those that were the best when they were written
-
-
-def test_early_stopping_watches_the_set_that_has_the_metric(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    rows = Dataset.from_list(prompt_rows(2, seed=5))
-    trainer = make_trainer(
-        **EVALUATED | {"eval_dataset": {"a": rows, "b": rows}},
-        reward_funcs=lambda completions, **_: [1.0] * len(completions),
-        metric_for_best_model="eval_b_score",
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
-    )
-    with caplog.at_level("WARNING"):
-        assert trainer.train().global_step == 2
-    assert "early stopping" not in caplog.text
 
 
 def test_restore_callback_states_gives_early_stopping_its_patience_back(make_trainer: MakeTrainer) -> None:
@@ -271,41 +241,6 @@ def test_learning_rate_follows_the_schedule_by_update(
     assert logged(trainer, "learning_rate") == logged(trainer, "lr")
 
 
-@pytest.mark.parametrize(
-    ("scores", "greater_is_better", "shares"),
-    [
-        ((0.0, 0.1, 0.2, 0.3, 0.4), True, [1, 1, 1, 1]),
-        ((0.0, 0.4, 0.3, 0.2, 0.1), True, [1, 1, 0.5, 0.25]),
-        ((0.0, 0.4, 0.3, 0.2, 0.1), False, [1, 1, 1, 1]),
-    ],
-)
-def test_plateau_schedule_lowers_the_rate_when_the_score_gets_worse(
-    scores: tuple[float, ...], greater_is_better: bool, shares: list[float], make_trainer: MakeTrainer
-) -> None:
-    trainer = make_trainer(
-        **EVALUATED,
-        learning_rate=0.001,
-        reward_funcs=scores_by_update(*scores),
-        lr_scheduler_type="reduce_lr_on_plateau",
-        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
-        greater_is_better=greater_is_better,
-    )
-    trainer.train()
-    assert logged(trainer, "lr") == pytest.approx([0.001 * share for share in shares])
-
-
-def test_optimizer_arguments_reach_the_optimizer(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, weight_decay=0.3, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=1e-5)
-    trainer.train()
-    decayed, plain = trainer.optimizer.param_groups
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
-    for group in (decayed, plain):
-        assert (group["betas"], group["eps"]) == ((0.7, 0.8), 1e-5)
-    norms = {parameter for name, parameter in trainer.model.named_parameters() if "norm" in name}
-    assert set(plain["params"]) == norms and len(norms) == 10  # of both models
-    assert len(decayed["params"]) + len(norms) == len(list(trainer.model.parameters()))
-
-
 # ---- Precision and memory ----
 
 
@@ -329,14 +264,6 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_number(make_tra
     assert (plain_calls, plain_flags) == ([3, 3], {False})
     assert (calls, flags) == ([6, 6], {True})
     assert_identical(recomputed, plain)
-
-
-def test_gradient_checkpointing_kwargs_arrive(make_trainer: MakeTrainer) -> None:
-    for kwargs in ({"use_reentrant": True}, {"use_reentrant": False}):
-        trainer = make_trainer(**QUICK, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
-        trainer.train()
-        for model in (trainer.model.policy, trainer.model.value_model):
-            assert cast(Any, model).model.layers[0]._gradient_checkpointing_func.args[0].keywords == kwargs
 
 
 def test_bf16_multiplies_in_bf16_everywhere_and_keeps_float32_weights(make_trainer: MakeTrainer) -> None:
@@ -364,14 +291,6 @@ def _trained(make_trainer: MakeTrainer, **overrides: Any) -> PPOTrainer:
     return trainer
 
 
-def test_torch_empty_cache_steps(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    emptied: list[int] = []
-    monkeypatch.setattr(trainer_base, "clear_device_cache", lambda: emptied.append(trainer.state.global_step))
-    trainer = make_trainer(**{**QUICK, "total_episodes": 10}, torch_empty_cache_steps=2)
-    trainer.train()
-    assert emptied == [2, 4]
-
-
 @pytest.mark.slow
 def test_torch_compile_compiles_and_changes_little(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._dynamo.config.recompile_limit", 1)  # further shapes run as they are, which is faster
@@ -396,32 +315,7 @@ def test_seed_decides_everything(make_trainer: MakeTrainer) -> None:
     assert seen_in(make_trainer, seed=4) != seen_in(make_trainer, seed=3)
 
 
-def test_data_seed_decides_nothing_but_the_order_of_prompts(make_trainer: MakeTrainer) -> None:
-    same_prompt = Dataset.from_list(prompt_rows(1) * 6)
-    one, two = (_trained(make_trainer, train_dataset=same_prompt, data_seed=seed) for seed in (1, 2))
-    assert_identical(end_of_run(one), end_of_run(two))
-
-
-@pytest.mark.usefixtures("determinism_restored")
-def test_full_determinism_holds_during_training(make_trainer: MakeTrainer) -> None:
-    seen: list[bool] = []
-
-    class Look(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            seen.append(torch.are_deterministic_algorithms_enabled())
-
-    make_trainer(**QUICK, callbacks=[Look()]).train()
-    make_trainer(**QUICK, full_determinism=True, callbacks=[Look()]).train()
-    assert seen == [False] * 3 + [True] * 3
-
-
 # ---- Data ----
-
-
-def test_sequential_sampling_keeps_the_order(make_trainer: MakeTrainer) -> None:
-    rows = prompt_rows(6)
-    seen = seen_in(make_trainer, train_sampling_strategy="sequential", train_dataset=Dataset.from_list(rows))
-    assert flat(seen) == [row["input_ids"] for row in rows]
 
 
 def test_grouping_by_length_puts_similar_lengths_together(make_trainer: MakeTrainer) -> None:

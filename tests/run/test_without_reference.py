@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
@@ -16,7 +15,7 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController
 from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.rewards.judges import PreferenceReward
-from tests.conftest import prompt_rows, tiny_policy
+from tests.conftest import tiny_policy
 from tests.runs import QUICK, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -77,9 +76,3 @@ def judge(prompts: list[str], completions: list[Any], **columns: Any) -> list[in
 )
 def test_what_needs_a_reference_has_one(make_trainer: MakeTrainer, needs: Any) -> None:
     assert make_trainer(**QUICK, kl_coef=0.0, **needs).reference is not None
-
-
-def test_an_evaluation_without_a_reference_has_no_kl(make_trainer: MakeTrainer) -> None:
-    held_out = Dataset.from_list(prompt_rows(2))
-    metrics = make_trainer(**QUICK, kl_coef=0.0, eval_dataset=held_out).evaluate()
-    assert "eval_kl" not in metrics and "eval_score" in metrics
