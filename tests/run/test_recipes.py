@@ -15,7 +15,7 @@ from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
 from rlhf_ppo.data.rollout import Experience
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, InOnePass, die_and_resume, history, parameters, record_rollouts
+from tests.runs import QUICK, InOnePass, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., Any]
 
@@ -160,21 +160,6 @@ def test_epochs_end_once_the_policy_has_moved_far_enough(make_trainer: MakeTrain
     learned, logged = epochs_of(make_trainer, float(both + second) / 2)
     assert len(learned) == 2 and logged["policy/kl_stop_epoch"] == 2
     assert logged["policy/kl_avg"] == pytest.approx(float(both), rel=1e-3)
-
-
-STATEFUL: dict[str, Any] = {
-    **{"kl_coef": 0.5, "kl_target": 0.01, "kl_horizon": 6, "kl_stop": 1e-3, "num_ppo_epochs": 3},
-    **{"learning_rate": 0.05, "score_scaling": True, "value_model": None},
-    **{"critic_learning_rate": 0.1, "critic_warmup_steps": 2, "lam_critic": 0.9, "cliprange_high": 0.3},
-    **{"num_generations": 2, "ptx_coef": 0.5},
-    "ptx_dataset": [{"text": f"w{number} w2 w3"} for number in range(5)],
-}
-
-
-def test_recipes_resume_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    resumed, whole = die_and_resume(make_trainer, tmp_path, lambda: STATEFUL | {"ref_model": tiny_policy(seed=5)})
-    assert resumed._ptx.num_drawn == whole._ptx.num_drawn and whole._ptx.num_drawn % 5
-    assert resumed.kl_controller.coef != 0.5 and resumed.score_moments.moments.count == 6
 
 
 # ---- The value model's own learning rate ----
