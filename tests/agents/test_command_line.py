@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,14 +23,3 @@ def test_one_environment_is_a_factory_and_several_are_a_dict(file: str) -> None:
     assert resolve_environments([f"{file}:Maze"]).__name__ == "Maze"
     assert [*resolve_environments([f"a={file}:Maze", f"b={file}:Maze"])] == ["a", "b"]
     assert [tool.__name__ for tool in resolve_tools([f"{file}:add"]) or []] == ["add"]
-
-
-@pytest.mark.parametrize(
-    ("resolve", "specs", "message"),
-    [
-        (resolve_environments, ["{file}:Maze", "{file}:Maze"], "without a name: write name="),
-    ],
-)
-def test_a_wrong_name_is_one_sentence(file: str, resolve: Any, specs: list[str], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        resolve([spec.replace("{file}", file) for spec in specs])

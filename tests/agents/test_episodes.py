@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import Conversations
-from rlhf_ppo.data.prompts import PositionLimit
 from rlhf_ppo.data.rollout import Rollout
 from tests.agents.box import Box
 from tests.agents.chat import ENDS as TEMPLATES
@@ -108,26 +107,6 @@ class TestEnds:
             assert float(trainer.returned[1][0, place]) == pytest.approx(expected, abs=1e-5), place
 
 
-def test_no_turn_is_asked_for_longer_than_the_engine_has_room_behind_the_longest_row(tmp_path: Any) -> None:
-    """One episode's first turn is long, the other's short: the limit of a round is that of the row with most left."""
-    tokenizer = chat_tokenizer()
-
-    def script(context: str, number: int) -> str:
-        content = "word " * (60 if "QQ" in context else 1)
-        return turn_text(tokenizer, "qwen3", ("add", {"x": 1.0}), content=content) if number == 0 else DONE
-
-    rows = [{"prompt": [{"role": "user", "content": name}]} for name in ("QQ", "Q")]
-    room = 0
-    for has_limit in (False, True):
-        engine: Any = ScriptedEngine(tokenizer, script)
-        engine.longest_sequence = PositionLimit(room, "this engine has room for so many", "-") if has_limit else None
-        trainer = made(tmp_path, train_dataset=rows, engine=engine, options={"num_generations": 1})
-        trainer.train()
-        asked = [max(map(len, rows)) + most for rows, most in engine.asked]
-        room = asked[0]  # of the longest prompt and response_length
-        assert len(asked) == 2 and (asked[1] <= room) is has_limit
-
-
 def test_seeds_are_those_of_the_prompt_not_of_the_copy_and_other_ones_in_evaluation(tmp_path: Any) -> None:
     seeds: list[int] = []
 
@@ -204,21 +183,17 @@ def test_environments_of_several_classes_score_their_own_rows(tmp_path: Any) -> 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no reward": ({"environment_factory": NoReward}, {}, "No reward source.*reward_funcs"),
-    "no data": ({"environment_factory": {"a": Box}, "train_dataset": None}, {}, "train_dataset=None: pass prompts"),
-    "no length": ({"train_dataset": None}, {"max_steps": -1}, "train_dataset=None has no length: set max_steps"),
     "unknown environment": (
         {"environment_factory": {"a": Box}, "train_dataset": [{"prompt": ASKED, "environment": "b"}] * 2},
         {},
         "row 0 of train_dataset has environment='b'.*'a'",
     ),
-    "text prompt": ({"train_dataset": [{"prompt": "Q"}] * 2}, {}, "not a conversation"),
     "an image": (
         {"train_dataset": [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}] * 2},
         {},
         "row 0 of train_dataset holds a content block of type 'image'",
     ),
     "no stop token": ({}, {"stop_token": None}, "Nothing ends a turn: set stop_token='eos'"),
-    "rollout_func too": ({"rollout_func": print}, {}, "rollout_func makes whole rollouts"),
 }
 
 
@@ -227,21 +202,6 @@ def test_what_cannot_be_trained_is_an_error_at_construction(tmp_path: Any, case:
     given, options, message = WRONG[case]
     with pytest.raises((TypeError, ValueError), match=message):
         made(tmp_path, DONE, options=options, **given)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for message in messages %}{{ message.content }}{% endfor %}", "renders user, assistant with tool_calls"),
-        (None, "(?i)unrecognized chat template"),
-    ],
-)
-def test_a_template_without_tools_is_an_error(tmp_path: Any, template: str | None, message: str) -> None:
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = template or f"{tokenizer.chat_template}{{# another one #}}"
-    given = (ppo_config(tmp_path / "out"), tokenizer, chat_model(tokenizer))
-    with pytest.raises(ValueError, match=message):
-        PPOTrainer(*given, train_dataset=[{"prompt": ASKED}] * 2, environment_factory=Box)
 
 
 # ---- rollout_func ----

@@ -23,7 +23,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     tokenizer.save_pretrained("models/chat")
     quick = "response_length=8, total_episodes=8, num_sample_generations=0, use_cpu=True, bf16=False"
     namespace: dict[str, Any] = {"__name__": "snippets"}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE):
         exec(compile(block.replace("response_length=400", quick), str(PAGE), "exec"), namespace)
     assert namespace["trainer"].state.global_step == 1
 

@@ -17,11 +17,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_ppo.data.prompts import (
-    PositionLimit,
     PromptCollator,
     PromptEncoder,
     Prompts,
-    check_lengths,
     prepare_prompts,
 )
 from rlhf_ppo.run.datasets import longest_prompt
@@ -62,7 +60,6 @@ KINDS = {
     "IterableDataset": lambda rows: Dataset.from_list(rows).to_iterable_dataset(),
     "torch stream": Stream,
 }
-STREAMS = ("IterableDataset", "torch stream")
 
 
 def prepare(
@@ -119,19 +116,6 @@ def test_prompts_beyond_the_maximum_are_dropped_with_all_their_columns(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_that_end_in_eos_are_one_warning_with_their_number(
-    kind: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"input_ids": ids} for ids in ([3, EOS], [3], [3, EOS, 4], [4, 5, EOS], [EOS], [3, 4, 5, 6, EOS])]
-    with caplog.at_level(logging.WARNING):
-        kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=4))
-    assert [row["input_ids"] for row in kept] == [row["input_ids"] for row in rows[:-1]]  # the last is too long
-    [said] = [record.getMessage() for record in caplog.records if "EOS" in record.getMessage()]
-    count = "at least one prompt of the stream" if kind in STREAMS else "3 of 5 prompts"
-    assert f"train_dataset: the input_ids of {count} end in the EOS token (1)" in said
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("position", [0, 6, 9])
 @pytest.mark.parametrize(("bad", "says"), [("", "is empty"), ("w1 <eos>", "EOS")])
 def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(
@@ -143,31 +127,12 @@ def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(
         list(prepare(KINDS[kind]([{"prompt": text} for text in texts]), tokenizer, max_prompt_length=3))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch stream"])
-def test_missing_columns_are_found_at_once(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(
-        ValueError, match=r"train_dataset has the columns \['question'\].*`prompt`.*`text`.*`input_ids`"
-    ):
-        prepare(KINDS[kind]([{"question": "w1"}]), tokenizer)
-
-
 @pytest.mark.parametrize("kind", ["Dataset", "list"])
 def test_no_rows_is_an_error(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="eval_dataset has no rows"):
         prepare(KINDS[kind]([]), tokenizer, name="eval_dataset")
     with pytest.raises(ValueError, match="all 2 prompts of train_dataset are longer than max_prompt_length=1"):
         prepare(KINDS[kind]([{"prompt": "w1 w1"}] * 2), tokenizer, max_prompt_length=1)
-
-
-def test_column_types_and_formats_survive(tokenizer: PreTrainedTokenizerFast) -> None:
-    features = datasets.Features(
-        {"prompt": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
-    )
-    rows = Dataset.from_dict({"prompt": ["w1", "w1 w2", "w3"], "label": [0, 1, 0]}, features=features)
-    assert prepare(rows, tokenizer, max_prompt_length=1).features["label"] == features["label"]
-    tensors = prepare(rows.with_format("torch"), tokenizer)
-    assert tensors[1]["input_ids"].tolist() == [3, 4]
-    assert prepare(tensors, tokenizer).with_format(None)[1]["input_ids"] == [3, 4]
 
 
 def test_a_torch_stream_can_be_read_again_and_learns_the_epoch(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -198,16 +163,6 @@ def test_real_problems_with_a_real_tokenizer(
     assert longest_prompt(prepared) == max(length for length in lengths if length <= 100)
     with pytest.raises(ValueError, match="outside the policy's 400 ids"):
         prepare(dataset, tokenizer, vocab_size=400)
-
-
-def test_check_lengths() -> None:
-    limit = PositionLimit(64, "the model has 64")
-    check_lengths(11, 53, limit)
-    check_lengths(10**6, 53, None)
-    with pytest.raises(ValueError, match=r"\(12 tokens\).*=53 take 65 .* the model has 64: set max_prompt_length=11"):
-        check_lengths(12, 53, limit)
-    with pytest.raises(ValueError, match="lower response_length"):
-        check_lengths(1, 64, limit)
 
 
 def test_collator_pads_on_the_left_and_keeps_columns_as_lists() -> None:

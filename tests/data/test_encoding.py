@@ -1,7 +1,5 @@
 """One prompt: what becomes of a row, and which rows are refused."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,13 +134,6 @@ def test_attention_mask_selects_the_real_tokens_whatever_their_ids() -> None:
     assert encode({"input_ids": [PAD, 3, PAD], "attention_mask": [1, 1, 1]})["input_ids"] == [PAD, 3, PAD]
 
 
-def test_row_drops_the_mask_and_keeps_the_rest() -> None:
-    encoder = PromptEncoder(word_tokenizer(), "train_dataset", None)
-    row = {"input_ids": [0, 3], "attention_mask": [0, 1], "answer": "x"}
-    assert encoder.row(row, 0) == {"input_ids": [3], "answer": "x"}
-    assert row == {"input_ids": [0, 3], "attention_mask": [0, 1], "answer": "x"}
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -173,35 +164,3 @@ def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
 )
 def test_refused_rows_name_the_row_and_the_problem(row: dict[str, Any], says: str) -> None:
     assert says in refused(row, vocab_size=9)
-
-
-@pytest.mark.parametrize("tokens", [{"pad_token": "<bos>"}, {"pad_token": "c", "unk_token": "c"}, {"pad_token": None}])
-def test_a_pad_token_that_is_also_something_else_may_begin_a_prompt(tokens: dict[str, Any]) -> None:
-    tokenizer = word_tokenizer(**tokens)
-    first = tokenizer.pad_token_id or 3
-    assert encode({"input_ids": [first, 4]}, tokenizer)["input_ids"] == [first, 4]
-
-
-def conversations(node: dict[str, Any], before: tuple[dict[str, str], ...] = ()) -> list[list[dict[str, str]]]:
-    """Every path through a tree of messages that ends with the human's turn."""
-    role = {"prompter": "user", "assistant": "assistant"}[node["role"]]
-    path = (*before, {"role": role, "content": node["text"]})
-    found = [list(path)] if role == "user" else []
-    return found + [more for reply in node.get("replies", []) for more in conversations(reply, path)]
-
-
-def test_real_conversations_with_a_real_tokenizer(shared_data: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(shared_data / "tokenizer_gpt2" / "tokenizer.json"), eos_token="<|endoftext|>"
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    trees = (shared_data / "oasst_100_trees" / "en_100_tree.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [path for tree in trees for path in conversations(json.loads(tree)["prompt"])]
-    assert len(prompts) > 100 and max(len(path) for path in prompts) > 3
-    encoder = PromptEncoder(tokenizer, "train_dataset", len(tokenizer))
-    for index, path in enumerate(prompts):
-        written = "".join(f"[{m['role']}]{m['content']}<|endoftext|>" for m in path) + "[assistant]"
-        assert encoder({"prompt": path}, index)["input_ids"] == tokenizer(written)["input_ids"]

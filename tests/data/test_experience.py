@@ -163,15 +163,6 @@ def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> Non
     assert whole.loss_mask.sum(dim=1).tolist() == expected and not (whole.loss_mask & ~whole.response_mask).any()
 
 
-def test_rows_are_picked_from_every_field() -> None:
-    whole, rows = rollout(), torch.tensor([3, 0])
-    picked = whole[rows]
-    for field in dataclasses.fields(whole):
-        if isinstance(value := getattr(whole, field.name), Tensor):
-            assert torch.equal(getattr(picked, field.name), value[rows]), field.name
-    assert len(picked) == 2 and len(whole[1:4]) == 3
-
-
 def test_a_rollout_has_weights_where_the_engine_said_its_logprobs() -> None:
     whole = rollout()
     close = dataclasses.replace(whole, sampling_logprobs=whole.logprobs - torch.tensor([[0.0], [0.5], [-1], [3], [1]]))

@@ -15,14 +15,10 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.data.prompts import PromptCollator, Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
-from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.judges import FunctionJudge, PreferenceReward
-from rlhf_ppo.rewards.reward_model import answers_of
-from rlhf_ppo.rewards.scorer import ScoringBatch, whole_scores
-from tests.conftest import prompt_rows, tiny_scorer
+from rlhf_ppo.rewards.scorer import whole_scores
+from tests.conftest import tiny_scorer
 from tests.episodes import EOS, RespondsInTurns
 from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4
 from tests.runs import assert_identical
@@ -230,34 +226,3 @@ def test_trimming_keeps_every_token_that_attention_sees() -> None:
     assert batch.lengths.tolist() == [4, 5, 2] and batch.longest_first() == [1, 0, 2]
     assert [part.responses.shape[1] for part in batch.parts(1)] == [3, 4, 1]
     assert batch.episode_mask.sum(dim=1).tolist() == [3, 4, 1]
-
-
-# ---- Baseline completions, sample tables and evaluation ----
-
-
-def test_opponents_answer_with_whole_responses_and_win_by_what_they_wrote(make_trainer: MakeTrainer) -> None:
-    prompts = Prompts.from_collated(PromptCollator(0)(prompt_rows(8)), torch.device("cpu"))
-    trainer: Any = make_trainer(RespondsInTurns)
-    baselines = BaselineCompletions(("self",), trainer.processing_class, trainer.tokens.ended)
-    columns = baselines.respond(prompts, lambda _: trainer.generate_responses(prompts)).columns
-    episodes = trainer.episodes
-    assert columns["opponent_self_ids"] == [episode.response for episode in episodes]
-    assert columns["opponent_self_written"] == [episode.written for episode in episodes]
-    assert columns["opponent_self_ended"] == [episode.ended for episode in episodes]
-
-    batch = trainer.generate_responses(prompts)
-    ours = answers_of(ScoringBatch.of(batch, prompts, trainer.tokens.ended(batch)), trainer.processing_class)
-    assert [answer.response_ids for answer in ours] == columns["opponent_self_ids"]
-    assert [answer.written for answer in ours] == columns["opponent_self_written"]
-    judge = FunctionJudge(reward_of_each_token)
-    expected = [
-        float(np.array(row)[episode.own].sum())
-        for row, episode in zip(
-            reward_of_each_token([episode.response for episode in episodes]), episodes, strict=True
-        )
-    ]
-    assert judge.scores(ours, {}) == pytest.approx(expected)
-    unknown = [dataclasses.replace(answer, written=None) for answer in ours]
-    assert judge.scores(unknown, {}) != pytest.approx(expected)
-    theirs = PreferenceReward(judge, "self")._opponents_answer(ours[0], 1, columns)
-    assert theirs is not None and theirs.written == episodes[1].written

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from numpy.testing import assert_allclose
-from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import record_rollouts
 
 COMBINATIONS = [
     (per_device, accumulation, num_mini_batches)
@@ -181,30 +178,3 @@ def test_every_epoch_is_a_new_partition_and_every_run_the_same(make_trainer: Cal
         assert sorted(epoch[0] + epoch[1]) == list(range(8))
     assert len({str(epoch) for epoch in epochs}) == len(epochs) == 4  # two updates of two epochs, no order twice
     assert orders(make_trainer, seed=4) != first
-
-
-@pytest.mark.parametrize(("attention", "is_sorted"), [("eager", True), ("sdpa", False)])
-def test_passes_of_padded_rows_hold_similar_rows_and_give_each_its_own_numbers(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch, attention: str, is_sorted: bool
-) -> None:
-    """Packed rows, which have no padding, stay in their order."""
-    models = {"model": tiny_policy(attn_implementation=attention), "value_model": tiny_scorer(2, 1)}
-    trainer = make_trainer(**models, local_rollout_forward_batch_size=3, stop_token=None)
-    seen: list[list[int]] = []
-    forward = trainer.model.forward
-
-    def see(ids: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(mask.sum(dim=1).tolist())
-        return forward(ids, mask, *args, **kwargs)
-
-    monkeypatch.setattr(trainer.model, "forward", see)
-    rollouts = record_rollouts(trainer)
-    trainer.train()
-    rollout = rollouts[0]
-    lengths = rollout.attention_mask.sum(dim=1).tolist()
-    passes = sorted(lengths, reverse=True) if is_sorted else lengths
-    assert seen[:3] == [passes[start : start + 3] for start in (0, 3, 6)] and passes != sorted(passes)
-    fresh = make_trainer(**{"model": tiny_policy(attn_implementation=attention), "value_model": tiny_scorer(2, 1)})
-    whole = fresh.model(rollout.query_responses, rollout.attention_mask, rollout.response_mask)
-    for name in ("logprobs", "values", "final_values"):
-        assert_allclose(getattr(rollout, name), getattr(whole, name).detach(), rtol=0, atol=1e-5, err_msg=name)

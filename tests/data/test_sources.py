@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from rlhf_ppo.data.sources import choose_split, hold_out, load_splits
+from rlhf_ppo.data.sources import hold_out, load_splits
 
 ROWS = [{"prompt": f"prompt {index}", "topic": index % 3} for index in range(5)]
 
@@ -48,36 +48,6 @@ def test_every_form_gives_the_same_rows(tmp_path, kind, streaming):
     assert list(splits["train"]) == ROWS
     assert isinstance(splits["train"], IterableDataset if streaming else Dataset)
     assert set(splits) == ({"train", "dev"} if kind.endswith("splits") else {"train"})
-
-
-def test_a_directory_has_the_splits_that_its_file_names_tell(tmp_path):
-    Dataset.from_list(ROWS).to_json(tmp_path / "train.jsonl")
-    Dataset.from_list(ROWS[:2]).to_json(tmp_path / "test.jsonl")
-
-    splits = load_splits(str(tmp_path))
-
-    assert {name: len(split) for name, split in splits.items()} == {"train": 5, "test": 2}
-
-
-@pytest.mark.parametrize("name", [None, "nowhere.jsonl", "prompts.xlsx", "acme/no-such-prompts", "empty"])
-def test_data_that_cannot_be_loaded_are_named(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.xlsx").touch()
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="texts is not set" if name is None else f"texts='{name}' cannot be loaded"):
-        load_splits(name, argument="texts")
-
-
-def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path, "jsonl")
-
-    assert list(load_splits("~/prompts.jsonl")["train"]) == ROWS
-
-
-def test_a_missing_split_is_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"dataset_train_split='descriptiveness', but .* \['train', 'dev'\]"):
-        choose_split({"train": 1, "dev": 2}, "descriptiveness", "dataset_train_split")
 
 
 @pytest.mark.parametrize(

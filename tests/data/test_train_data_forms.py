@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.run.datasets import logger
-from tests.conftest import make_tokenizer, tiny_scorer
+from tests.conftest import make_tokenizer
 from tests.data.test_datasets import Stream
 from tests.runs import QUICK, assert_identical, end_of_run
 
@@ -80,10 +80,8 @@ def test_a_conversation_opens_the_assistant_s_turn(make_trainer: MakeTrainer) ->
     [
         (conversations(), {"stop_token": "eos"}, True),
         (conversations(), {"stop_token": None, "stop_token_id": 2}, False),
-        (conversations(), {"stop_token": "eos", "stop_strings": ["w5"]}, False),
-        (TEXTS, {"stop_token": "eos"}, False),
     ],
-    ids=["eos", "the turn's end", "stop strings", "texts"],
+    ids=["eos", "the turn's end"],
 )
 def test_another_end_of_turn_than_the_stop_token_is_told(
     make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, prompts: Any, stop: dict[str, Any], warns: bool
@@ -95,17 +93,6 @@ def test_another_end_of_turn_than_the_stop_token_is_told(
     make_trainer(**QUICK, **stop, processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": prompts}))
     told = "ends an answer with '<bos>' (2), but responses end only at '<eos>' (1)"
     assert (told in caplog.text and "set stop_token_id=2 instead" in caplog.text) == warns
-
-
-def test_a_rows_template_arguments_are_read_where_no_reward_reads_columns(make_trainer: MakeTrainer) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{ word }} {{ messages[0].content }}"
-    rows = [{"prompt": prompt, "chat_template_kwargs": {"word": "w0"}} for prompt in conversations()]
-    trainer = make_trainer(
-        **QUICK, processing_class=tokenizer, reward_model=tiny_scorer(), reward_funcs=None,
-        train_dataset=Dataset.from_list(rows),
-    )  # fmt: skip
-    assert [row["input_ids"] for row in trainer.train_dataset] == [[3, *ids] for ids in IDS]
 
 
 COLUMNS = {"answer": TEXTS, "number": list(range(6)), "nested": [{"a": [index]} for index in range(6)]}
@@ -142,16 +129,3 @@ def test_reward_functions_get_the_columns_of_the_very_row(
     assert sorted(seen) == list(range(6))
     for update, entry in enumerate(entry for entry in trainer.state.log_history if "loss" in entry):
         assert entry["objective/scores"] == pytest.approx(sum(seen[2 * update : 2 * update + 2]) / 2)
-
-
-def test_a_stream_may_end_in_a_part_of_a_batch(make_trainer: MakeTrainer) -> None:
-    """Five prompts in batches of two: the fifth is left out, in every pass."""
-    stream = Dataset.from_dict({"prompt": TEXTS[:5]}).to_iterable_dataset()
-    seen: list[str] = []
-
-    def keeps(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        seen.extend(prompts)
-        return [0.0] * len(prompts)
-
-    make_trainer(**{**QUICK, "total_episodes": 8}, train_dataset=stream, reward_funcs=keeps).train()
-    assert seen == TEXTS[:4] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -131,27 +131,3 @@ def test_it_leaves_nothing_behind_and_takes_nothing_from_the_models_own_config(
     assert sampled.ids.tolist() == expected.ids.tolist() and not _logprobs(sampled).requires_grad
     assert policy.training is training and policy.generation_config is own
     assert before == (dict(vars(policy)), policy.config.to_dict())
-
-
-@pytest.fixture
-def failing_policy() -> Iterator[Any]:
-    """A policy whose fourth pass fails."""
-    policy, calls = tiny_policy(), []
-
-    def fail(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == 4:
-            raise ValueError("out of luck")
-
-    handle = policy.register_forward_pre_hook(fail)
-    yield policy.train()
-    handle.remove()
-
-
-def test_a_response_that_is_missing_is_an_error_that_names_its_row(make_args: MakeArgs, failing_policy: Any) -> None:
-    config = sampling_config(make_args(response_length=8), stop_token_id=29)
-    with pytest.raises(RuntimeError, match=r"'continuous' gave no whole response to prompt \d of .*: out of luck; "):
-        ContinuousEngine(64, torch.bfloat16).sample(failing_policy, prompts(*RAGGED), config)
-    assert failing_policy.dtype == torch.float32
-    assert failing_policy.training
-    assert sample(failing_policy, prompts(*RAGGED), config).ids.shape == (5, 8), "the next call starts afresh"

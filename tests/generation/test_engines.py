@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.generation.stopping import special_tokens
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
+from tests.conftest import needs_continuous, prompt_rows
 from tests.runs import QUICK, assert_identical, history, parameters, record, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -132,45 +128,3 @@ def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeT
     assert (engine.calls, engine.changes) == (3 + 5, 4 + 1), "once for all batches"
     trainer.generate_completions()
     assert engine.changes == 5 + 1
-
-
-# ---- Which are refused ----
-
-
-def make(
-    make_args: Any, functions: Any = (), accelerator: Any = None, local_batch_size: Any = None, **given: Any
-) -> Any:
-    args, tokenizer = make_args(**given), make_tokenizer()
-    tokens = special_tokens(args, tokenizer)
-    kinds = BaselineCompletions.of(functions, tokenizer, lambda _: torch.tensor([])).kinds
-    accelerator = accelerator or Accelerator(cpu=True)
-    how = (tokens.stop_strings, kinds, local_batch_size)
-    return make_engine(args, tiny_policy(), accelerator, tokenizer, *how)
-
-
-@needs_continuous
-def test_continuous_batching_needs_a_whole_policy(make_args: Any) -> None:
-    def sharded(**state: Any) -> Any:
-        given = {"mixed_precision": "no", "device": torch.device("cpu")}
-        return SimpleNamespace(state=SimpleNamespace(**state), **given)
-
-    zero3 = sharded(deepspeed_plugin=SimpleNamespace(zero_stage=3))
-    continuous = {"generation_engine": "continuous"}
-    with pytest.raises(ValueError, match="generation_engine='continuous' needs whole layers"):
-        make(make_args, accelerator=sharded(fsdp_plugin=object()), **continuous)
-    with pytest.raises(ValueError, match="generation_engine='continuous' needs whole layers"):
-        make(make_args, accelerator=zero3, ds3_gather_for_generation=False, **continuous)
-    assert make(make_args, accelerator=zero3, local_rollout_forward_batch_size=7, **continuous).max_rows == 7
-
-
-@needs_continuous
-def test_continuous_batching_computes_as_the_run_does(make_args: Any) -> None:
-    """Autocast does not reach its thread: float32 weights would be multiplied in float32, which flash refuses."""
-
-    def dtype(mixed_precision: str, device: str = "cpu") -> torch.dtype | None:
-        accelerator = SimpleNamespace(
-            state=SimpleNamespace(), mixed_precision=mixed_precision, device=torch.device(device)
-        )
-        return make(make_args, accelerator=accelerator, generation_engine="continuous").dtype
-
-    assert (dtype("no"), dtype("bf16"), dtype("fp16")) == (None, torch.bfloat16, torch.float16)

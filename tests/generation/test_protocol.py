@@ -53,14 +53,10 @@ def stacked(*rows: list[int]) -> Sampled:
     ("answer", "given"),
     [
         (stacked([7, 8, 9, 6], [7, STOP]), {}),
-        (stacked([7, 8, 9, STOP], [STOP]), {}),
         (stacked([7, 3], [8, 5]), {"stop": [STOP, 5, 3]}),
         (stacked([7, 8, 9, 6], [7, 8, 9, 6]), {"stop": None}),
         (stacked([7, 8], [9, 8]), {"strings": ("w5",)}),  # the id 8 is the word w5
         (Sampled(torch.tensor([[7, 8, 9, 6], [7, STOP, 0, 0]])), {}),
-        (Sampled(torch.tensor([[7, 8, STOP], [7, STOP, 0]])), {}),
-        ((torch.tensor([[7, STOP], [STOP, 0]]), None), {}),
-        (Sampled(torch.tensor([[STOP, 40], [7, STOP]]), torch.tensor([[-1.0, torch.nan], [-1.0, -1.0]])), {}),
     ],
 )
 def test_rows_that_end_with_a_stop_or_at_the_limit_are_taken(answer: Any, given: dict[str, Any]) -> None:
@@ -71,9 +67,7 @@ def test_rows_that_end_with_a_stop_or_at_the_limit_are_taken(answer: Any, given:
     ("answer", "given", "row", "length", "prompt"),
     [
         (stacked([7, 8, 9, 6], [7, 8]), {}, 1, 2, 1),  # the filling is the stop token
-        (stacked([7, 8], [7, 8]), {}, 0, 2, 3),
         (stacked([], [7, STOP]), {}, 0, 0, 3),
-        (stacked([7, 8, 9], [7, 8, 9, 6]), {"stop": None}, 0, 3, 3),
         (stacked([7, 8], [7, 9]), {"strings": ("w5",)}, 1, 2, 1),
         (Sampled(torch.tensor([[7, 8, 9], [7, STOP, 0]])), {}, 0, 3, 3),
     ],

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
@@ -18,7 +17,6 @@ from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
     InverseCDFSampling,
     NonFiniteLogitsError,
-    sampling_processors,
 )
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from tests.conftest import needs_continuous, tiny_policy
@@ -42,44 +40,6 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     for uniform, token in ((0.0, 1), (0.2, 1), (0.26, 3), (0.74, 3), (0.76, 4), (1 - 2**-53, 4), (1.0, 4)):
         with_uniform(monkeypatch, uniform)
         assert drawn(logits).item() == token, uniform
-
-
-# ---- `top_p` in integers ----
-
-
-aten = torch.ops.aten
-CUDA = torch.device("cuda")
-RAISES = (aten.histc, aten.kthvalue, aten.median, aten.nanmedian, aten.nll_loss2d_forward, aten.put_, aten.put)
-
-
-class DeterministicCUDA(TorchDispatchMode):
-    """Raises where a GPU does under `torch.use_deterministic_algorithms(True)`, by its documentation."""
-
-    num_operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, packet = kwargs or {}, func.overloadpacket
-        sums_floats = packet in (aten.cumsum, aten.cumsum_) and args[0].is_floating_point()
-        weighs = packet is aten.bincount and (args[1:] or kwargs.get("weights")) not in ((), (None,), None)
-        if torch.are_deterministic_algorithms_enabled() and (sums_floats or weighs or packet in RAISES):
-            raise RuntimeError(f"{func} does not have a deterministic implementation")
-        self.num_operations += 1
-        return func(*args, **kwargs)
-
-
-@pytest.mark.usefixtures("determinism_restored")
-def test_an_update_runs_nothing_that_a_gpu_refuses(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All sampling options, penalties, whitening and learning; responses are drawn as on a GPU."""
-    monkeypatch.setattr(
-        transformers_engine, "sampling_processors", lambda config, device: sampling_processors(config, CUDA)
-    )
-    options = {"top_k": 20, "min_p": 0.01, "whiten_rewards": True, "bootstrap_truncated": True}
-    trainer = make_trainer(**QUICK | {"total_episodes": 2}, full_determinism=True, **options)
-    with DeterministicCUDA() as mode:
-        trainer.train()
-    assert trainer.state.global_step == 1 and mode.num_operations > 1000
 
 
 # ---- Non-finite logits ----

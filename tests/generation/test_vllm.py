@@ -21,7 +21,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.config import ppo_config as engine_arguments
-from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
@@ -129,13 +128,6 @@ def test_the_ranks_of_a_group_draw_alike_and_go_on_with_numbers_of_their_own(
     assert given[0] != given[2] and after[0] != after[1]
 
 
-@pytest.mark.parametrize("logprobs", [[[[-0.5], [None]]], [[[-0.5]]], [[[-0.5], [float("nan")]]], None])
-def test_a_logprob_that_is_missing_is_an_error(make_vllm_args: MakeArgs, logprobs: Any) -> None:
-    engine = VLLMEngine(fake_generation([[7, 1]], logprobs))
-    with pytest.raises(RuntimeError, match=r"='vllm' gave no finite log-probability for token [01] of row 0"):
-        sample_with(engine, tiny_policy(), prompts([4]), sampling_config(make_vllm_args(), 1))
-
-
 def with_model_config(**values: Any) -> Any:
     """A colocated `LLM` with this configuration."""
     return SimpleNamespace(
@@ -169,36 +161,6 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
     assert {f"vllm_{name}": value for name, value in passed.items() if f"vllm_{name}" in given} == given
     assert passed["mode"] == "colocate" and passed["model"] is policy and passed["processing_class"] is tokenizer
     assert passed["max_num_seqs"] == 32 and passed["max_completion_length"] == 9 and passed["logprobs"] == 0
-
-
-# ---- How long a prompt may be ----
-
-
-def make_long(make_trainer: Any, longest: int, response_length: int, **given: Any) -> Any:
-    policy = tiny_policy()
-    policy.name_or_path = "somewhere"
-    rows = [{"input_ids": [5] * (10 if index % 2 else longest)} for index in range(8)]
-    return make_trainer(
-        model=policy, train_dataset=rows, generation_engine="vllm", response_length=response_length, **given
-    )
-
-
-def test_a_server_s_own_limit_is_read_when_it_is_connected_to(
-    make_trainer: Any, make_vllm_args: Any, server: Any
-) -> None:
-    url, handler = server
-    handler.model_config["max_model_len"] = 40
-    server_options = {"vllm_mode": "server", "vllm_server_base_url": url}
-    with pytest.raises(
-        ValueError,
-        match=r"take 48 positions, but the vLLM server at http://127.* runs with --max-model-len 40: set "
-        "max_prompt_length=28, or restart the server with a larger --max-model-len",
-    ):
-        make_long(make_trainer, 36, 12, **server_options)
-    assert make_long(make_trainer, 28, 12, **server_options)
-
-
-# ---- Precision ----
 
 
 # ---- Server mode: TRL's own adapter and client, over HTTP ----
@@ -323,18 +285,3 @@ def test_a_server_whose_logprobs_cannot_be_corrected_for(make_vllm_args: MakeArg
         start_vllm(args, *start)
     args.importance_sampling_correction = False
     start_vllm(args, *start)
-
-
-# ---- A server that fails ----
-
-
-def test_a_server_that_does_not_generate_is_one_clear_error(make_vllm_args: MakeArgs, server: Any) -> None:
-    url, handler = server
-    args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url.replace("//", "//user:secret@"))
-    engine = start_vllm(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), rows=2)
-    handler.do_POST = lambda self: self.send_error(500, "engine is dead")
-    with pytest.raises(
-        ConnectionError, match=r"server at http://\S*127\S* cannot be used: .*Look at its log"
-    ) as raised:
-        engine.sample(tiny_policy(), prompts([4]), sampling_config(args, 1))
-    assert "secret" not in str(raised.value)
