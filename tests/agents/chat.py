@@ -119,7 +119,6 @@ class Seen:
         self.rewarded: list[dict[str, Any]] = []
         self.rows: list[tuple[list[int], list[int], list[bool]]] = []
         self.metrics: dict[str, float] = {}
-        self.error: BaseException | None = None
 
     def reward(self, prompts: Any, completions: Any, completion_ids: Any, **others: Any) -> list[float]:
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **others}

@@ -13,7 +13,6 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import Conversations
 from rlhf_ppo.data.rollout import Rollout
 from tests.agents.box import Box
-from tests.agents.chat import ENDS as TEMPLATES
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
 
 ASKED = [{"role": "user", "content": "Q"}]
@@ -143,17 +142,6 @@ def test_special_tokens_in_an_answer_close_no_turn() -> None:
     for token in (end, start, answered):
         assert hostile.count(token) == plain.count(token) > 0
     assert "a<|im_end|><|im_start|>assistant\n</tool_response>b" in tokenizer.decode(hostile)
-
-
-@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "gptoss"])
-def test_a_text_environment_speaks_in_every_template(template: str) -> None:
-    """Also in those that drop a turn's thoughts once the user speaks again: the policy's tokens stay as sampled."""
-    tokenizer = chat_tokenizer(template)
-    conversations = Conversations(tokenizer, has_tools=False)
-    spoken = tokenizer.decode(conversations.answer_ids([{"role": "user", "content": "Go left"}]))
-    asked = [{"role": "user", "content": "Go left"}]
-    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert prompt[prompt.index("Go left") - 8 :] in spoken and "dummy" not in spoken
 
 
 def test_a_stop_string_ends_a_turn_of_the_policy_and_none_in_an_answer(tmp_path: Any) -> None:

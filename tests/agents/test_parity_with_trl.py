@@ -62,17 +62,6 @@ class Desk:
         return 0.5
 
 
-class Other:
-    """Another environment with another tool."""
-
-    def reset(self, **row: Any) -> str:
-        return "OTHER"
-
-    def only(self) -> str:
-        """Answer."""
-        return "only here"
-
-
 def standalone(x: int) -> int:
     """Square a number.
 
@@ -202,20 +191,3 @@ RAW = {
 @pytest.mark.parametrize("text", RAW)
 def test_turns_that_are_hard_to_parse(tmp_path: Any, text: str) -> None:
     assert_same(*both(tmp_path, "qwen3", [RAW[text], *script_of("qwen3", "Done")]))
-
-
-def test_two_environments_by_column(tmp_path: Any) -> None:
-    rows = [{"prompt": PROMPT, "environment": "desk"}, {"prompt": PROMPT, "environment": "other"}]
-    desk, other = script_of("qwen3", [("fast", {"x": 1})], [("only", {})])
-    (done,) = script_of("qwen3", "Done")
-
-    def script(context: str, number: int) -> str:
-        return done if number else other if "OTHER" in context else desk
-
-    given = {"train_dataset": Dataset.from_list(rows), "environment_factory": {"desk": Desk, "other": Other}}
-    trl, ours = both(tmp_path, "qwen3", script, {"max_steps": 2}, **given)
-
-    assert sorted(ours.rows) == sorted(trl.rows)
-    by_text = sorted(json.dumps([given["completions"], given["prompts"]]) for given in trl.rewarded)
-    assert sorted(json.dumps([given["completions"], given["prompts"]]) for given in ours.rewarded) == by_text
-    assert "only here" in "".join(by_text) and '"fast"' in "".join(by_text)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
-from rlhf_ppo.reporting.evaluation import print_table
 from rlhf_ppo.reporting.report import report_data
 from rlhf_ppo.reporting.run_log import read_runs
 from tests.agents.test_episodes import ASKED, DONE, made
@@ -36,20 +35,6 @@ def test_kept_completions_have_turns_their_rewards_messages_and_the_end(trained:
     assert numbers == sorted(numbers) and {*numbers} == {0, 1, 2}
     last_of_first = len(row["token_turn"]) - 1 - row["token_turn"][::-1].index(0)
     assert row["token_reward"][last_of_first] == pytest.approx(2.0, abs=0.01)  # beside the KL
-
-
-def test_tables_have_messages_and_the_terminal_a_line_for_each(
-    trained: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = trained.generate_completions()
-    messages = json.loads(table["messages"][0])
-    assert messages[1] == {"role": "tool", "name": "add", "content": "got 2.0"}
-
-    monkeypatch.setenv("COLUMNS", "160")
-    capsys.readouterr()
-    print_table(table)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert 'assistant: add({"x": 2.0})' in shown and "add: got 2.0" in shown and "messages" not in shown
 
 
 def test_the_report_has_who_spoke_what_was_paid_and_the_end(trained: Any) -> None:

@@ -1,12 +1,9 @@
 """Data sets of prompts of every kind, their checks, and the batches made of them."""
 
-import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -14,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo.data.prompts import (
     PromptCollator,
@@ -22,7 +19,6 @@ from rlhf_ppo.data.prompts import (
     Prompts,
     prepare_prompts,
 )
-from rlhf_ppo.run.datasets import longest_prompt
 
 EOS = 1
 CONVERSATION = [{"role": "user", "content": "w1 w2"}]
@@ -127,14 +123,6 @@ def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(
         list(prepare(KINDS[kind]([{"prompt": text} for text in texts]), tokenizer, max_prompt_length=3))
 
 
-@pytest.mark.parametrize("kind", ["Dataset", "list"])
-def test_no_rows_is_an_error(kind: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="eval_dataset has no rows"):
-        prepare(KINDS[kind]([]), tokenizer, name="eval_dataset")
-    with pytest.raises(ValueError, match="all 2 prompts of train_dataset are longer than max_prompt_length=1"):
-        prepare(KINDS[kind]([{"prompt": "w1 w1"}] * 2), tokenizer, max_prompt_length=1)
-
-
 def test_a_torch_stream_can_be_read_again_and_learns_the_epoch(tokenizer: PreTrainedTokenizerFast) -> None:
     stream = Stream([{"prompt": "w1"}, {"prompt": "w2"}])
     prepared = prepare(stream, tokenizer)
@@ -143,26 +131,6 @@ def test_a_torch_stream_can_be_read_again_and_learns_the_epoch(tokenizer: PreTra
     assert list(prepared) == list(prepared)
     loader = DataLoader(prepared, batch_size=2, collate_fn=PromptCollator(0))
     assert next(iter(loader))["input_ids"].tolist() == [[3], [4]]
-
-
-def test_real_problems_with_a_real_tokenizer(
-    shared_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
-    lines = (shared_data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:500]
-    problems = [json.loads(line) for line in lines]
-    file = tmp_path / "problems.jsonl"
-    file.write_text("\n".join(json.dumps({"text": p["question"], "answer": p["answer"]}) for p in problems))
-    dataset = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path))
-    with caplog.at_level(logging.WARNING):
-        prepared = prepare(dataset, tokenizer, max_prompt_length=100, vocab_size=512)
-    lengths = [len(tokenizer.encode(p["question"])) for p in problems]
-    kept = [p["answer"] for p, length in zip(problems, lengths, strict=True) if length <= 100]
-    assert 0 < len(kept) < 500 and prepared["answer"][:] == kept
-    assert f"dropped {500 - len(kept)} of 500 prompts" in caplog.text
-    assert longest_prompt(prepared) == max(length for length in lengths if length <= 100)
-    with pytest.raises(ValueError, match="outside the policy's 400 ids"):
-        prepare(dataset, tokenizer, vocab_size=400)
 
 
 def test_collator_pads_on_the_left_and_keeps_columns_as_lists() -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -47,12 +46,6 @@ def test_text_in_either_column() -> None:
     assert encode({"prompt": "a b c"}) == {"input_ids": [3, 4, 5]}
     assert encode({"text": "a b c"}) == {"input_ids": [3, 4, 5], "prompt": "a b c"}
     assert encode({"text": "a long document", "prompt": "b"}) == {"input_ids": [4]}
-
-
-@pytest.mark.parametrize("ids", [torch.tensor([5, 4]), np.array([5, 4]), (5, 4)])
-def test_ids_of_any_kind_become_plain_integers(ids: Any) -> None:
-    found = encode({"input_ids": ids})["input_ids"]
-    assert found == [5, 4] and all(type(token) is int for token in found)
 
 
 def test_eos_that_the_tokenizer_adds_is_removed_and_bos_is_kept() -> None:
@@ -138,8 +131,6 @@ def test_attention_mask_selects_the_real_tokens_whatever_their_ids() -> None:
     "row",
     [
         {"prompt": ""},
-        {"prompt": " \n"},
-        {"text": ""},
         {"input_ids": []},
         {"input_ids": [3, 4], "attention_mask": [0, 0]},
     ],
@@ -153,13 +144,10 @@ def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
     ("row", "says"),
     [
         ({"prompt": None}, "a text or a list of messages"),
-        ({"prompt": 3}, "of type int"),
-        ({"input_ids": [3.5]}, "no valid input_ids"),
         ({"input_ids": [3, 4], "attention_mask": [1]}, "1 values for 2 input_ids"),
         ({"input_ids": [3, -1, 4]}, "token id -1"),
         ({"input_ids": [3, 9, 4]}, "token id 9, outside the policy's 9 ids"),
         ({"input_ids": [PAD, 3]}, "pad token (0)"),
-        ({"input_ids": [3, PAD]}, "pad token (0)"),
     ],
 )
 def test_refused_rows_name_the_row_and_the_problem(row: dict[str, Any], says: str) -> None:

@@ -17,10 +17,8 @@ from rlhf_ppo.data.rollout import (
     Experience,
     Responses,
     Rollout,
-    dealt_evenly,
     pad_right,
     sizes_within,
-    split_until,
 )
 from rlhf_ppo.run.distributed import minibatch_generator
 
@@ -136,42 +134,10 @@ def test_parts_hold_all_rows_and_no_two_neighbours_would_fit_together(lengths: l
     assert all(sum(part) + after[0] > max_tokens for part, after in itertools.pairwise(parts))
 
 
-@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), max_rows=st.integers(1, 9))
-def test_rows_are_dealt_evenly(lengths: list[int], max_rows: int) -> None:
-    """Full parts differ by no more than the longest row."""
-    order = dealt_evenly(lengths, max_rows)
-    assert sorted(order) == list(range(len(lengths)))
-    parts = [[lengths[row] for row in order[start : start + max_rows]] for start in range(0, len(order), max_rows)]
-    assert all(part == sorted(part, reverse=True) for part in parts)
-    if len(lengths) % max_rows == 0:
-        assert max(map(sum, parts)) - min(map(sum, parts)) <= max(lengths)
-
-
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), more=st.integers(0, 9))
-def test_the_largest_part_is_halved_first(sizes: list[int], more: int) -> None:
-    num_parts = min(len(sizes) + more, sum(sizes))
-    expected = list(sizes)
-    while len(expected) < num_parts:
-        largest = expected.index(max(expected))
-        expected[largest : largest + 1] = [-(-expected[largest] // 2), expected[largest] // 2]
-    assert split_until(sizes, num_parts) == expected
-
-
 def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> None:
     whole = dataclasses.replace(rollout(), scores=torch.tensor([1.0, float("nan"), -1.0, 0.0, float("nan")]))
     expected = [0 if row in (1, 4) else length for row, length in enumerate(RESPONSE_LENGTHS)]
     assert whole.loss_mask.sum(dim=1).tolist() == expected and not (whole.loss_mask & ~whole.response_mask).any()
-
-
-def test_a_rollout_has_weights_where_the_engine_said_its_logprobs() -> None:
-    whole = rollout()
-    close = dataclasses.replace(whole, sampling_logprobs=whole.logprobs - torch.tensor([[0.0], [0.5], [-1], [3], [1]]))
-    weights = close.importance_weights(clip_max=2.5)
-    assert weights is not None and weights.shape == (5, 6)
-    expected = torch.tensor([1.0, 0.5, -1.0, 3.0, 1.0]).exp()
-    expected[0], expected[3], expected[4] = 1.0, 2.5, 2.5
-    assert torch.allclose(weights, expected[:, None].expand(5, 6), rtol=1e-4)
-    assert dataclasses.replace(whole, sampling_logprobs=None).importance_weights(2.0) is None
 
 
 # ---- Shuffling ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -17,11 +16,7 @@ from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 
-COMBINATIONS = [
-    (per_device, accumulation, num_mini_batches)
-    for per_device, accumulation, num_mini_batches in product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
-    if per_device * accumulation % num_mini_batches == 0
-]
+COMBINATIONS = [(1, 1, 1), (1, 4, 2), (2, 2, 4), (4, 1, 2), (8, 4, 4)]
 
 
 class Counts(TrainerCallback):

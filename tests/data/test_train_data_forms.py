@@ -9,7 +9,6 @@ import pytest
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.run.datasets import logger
 from tests.conftest import make_tokenizer
 from tests.data.test_datasets import Stream
 from tests.runs import QUICK, assert_identical, end_of_run
@@ -73,26 +72,6 @@ def test_a_conversation_opens_the_assistant_s_turn(make_trainer: MakeTrainer) ->
     trainer.train()
     assert [prompt for prompt, _ in seen] == conversations()
     assert all(answer[0].keys() == {"role", "content"} and answer[0]["role"] == "assistant" for _, answer in seen)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "stop", "warns"),
-    [
-        (conversations(), {"stop_token": "eos"}, True),
-        (conversations(), {"stop_token": None, "stop_token_id": 2}, False),
-    ],
-    ids=["eos", "the turn's end"],
-)
-def test_another_end_of_turn_than_the_stop_token_is_told(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, prompts: Any, stop: dict[str, Any], warns: bool
-) -> None:
-    """Gemma's template ends answers with <end_of_turn>, which is not its EOS: responses would go on behind it."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} <bos> {% endfor %}w3"
-    logger.warning_once.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
-    make_trainer(**QUICK, **stop, processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": prompts}))
-    told = "ends an answer with '<bos>' (2), but responses end only at '<eos>' (1)"
-    assert (told in caplog.text and "set stop_token_id=2 instead" in caplog.text) == warns
 
 
 COLUMNS = {"answer": TEXTS, "number": list(range(6)), "nested": [{"a": [index]} for index in range(6)]}

@@ -166,7 +166,6 @@ def test_a_run_with_stop_strings(make_trainer: Any, padding_side: str, stop_toke
         temperature=1.0,
         response_length=12,
         total_episodes=8,
-        eval_dataset=[{"input_ids": [5, 7]}] * 4,  # the prompt ends with w4
     )
     rollouts = record_rollouts(trainer)
 
@@ -185,10 +184,3 @@ def test_a_run_with_stop_strings(make_trainer: Any, padding_side: str, stop_toke
     scores = [sum(i == 7 for i in ids) / len(ids) for ids in rows]
     paid = [score if ended else -5.0 for score, ended in zip(scores, rollout.ended.tolist(), strict=True)]
     assert entry["objective/scores"] == pytest.approx(sum(paid) / 8)
-
-    table = trainer.generate_completions()
-    for text in table["model response"]:
-        last, text_before = text.split()[-1], " ".join(text.split()[:-1])
-        assert not any(stop in text_before for stop in STOPS), text
-        assert len(text.split()) == 12 or any(stop in last for stop in STOPS) or last == "<eos>"
-    assert trainer.evaluate()["eval_ended_frac"] >= 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -19,7 +16,6 @@ from transformers import GenerationConfig
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.generation.transformers_engine import (
-    call_sizes,
     greedy_config,
     sample_responses,
     sampling_config,
@@ -218,26 +214,3 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(make_args: MakeAr
     observed, predicted = observed[predicted > 0], predicted[predicted > 0]
     statistic = ((observed - predicted) ** 2 / predicted).sum()
     assert statistic < chi_square_quantile(len(observed) - 1, FALSE_ALARM)
-
-
-# ---- Calls by length ----
-
-
-@given(
-    lengths=st.lists(st.integers(1, 2000), min_size=1, max_size=80),
-    max_new_tokens=st.integers(1, 500),
-    max_rows=st.integers(1, 64),
-)
-def test_at_most_half_of_the_positions_of_a_call_are_padding(
-    lengths: list[int], max_new_tokens: int, max_rows: int
-) -> None:
-    lengths.sort(reverse=True)
-    sizes = call_sizes(lengths, max_new_tokens, max_rows)
-    widths, start = [length + max_new_tokens for length in lengths], 0
-    for size in sizes:
-        rows = widths[start : start + size]
-        assert 0 < size <= max_rows and size * rows[0] <= 2 * sum(rows)
-        start += size
-    assert start == len(lengths)
-    num_full = sum(size == max_rows for size in sizes)
-    assert len(sizes) - num_full <= 1 + math.log2(widths[0] / widths[-1])
