@@ -170,7 +170,7 @@ def test_environments_of_several_classes_score_their_own_rows(tmp_path: Any) -> 
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no reward": ({"environment_factory": NoReward}, {}, "No reward source.*reward_funcs"),
+    "no reward": ({"environment_factory": NoReward}, {}, "no reward: pass reward_funcs"),
     "unknown environment": (
         {"environment_factory": {"a": Box}, "train_dataset": [{"prompt": ASKED, "environment": "b"}] * 2},
         {},

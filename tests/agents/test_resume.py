@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,4 +43,5 @@ def test_a_run_resumed_after_an_update_is_the_undisturbed_one(tmp_path: Path) ->
     assert len(logs) == 3 and all(log["val/first_logratio"] == 0 for log in logs)
     assert logs[0]["episode/turns_mean"] > 1.2
 
-    assert_identical(run(tmp_path / "run", str(tmp_path / "run" / "checkpoint-1")), undisturbed)
+    shutil.copytree(tmp_path / "run" / "checkpoint-1", tmp_path / "again" / "checkpoint-1")
+    assert_identical(run(tmp_path / "again", True), undisturbed)
