@@ -56,7 +56,8 @@ if __name__ == "__main__":
         eval_dataset=None if args.eval_strategy == "no" else splits[script_args.dataset_test_split],
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -11,11 +11,10 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.trainer.model_config import ModelConfig
-from trl.trainer.utils import get_peft_config
 
 from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.training import has_reward_model
+from rlhf_ppo.cli.training import has_reward_model, lora_config
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import AtLeastOne, Interval, option
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
@@ -123,7 +122,7 @@ def empty_models(
     of_policy, of_reward = (args.sft_model_path, "sft_model_path"), (args.reward_model_path, "reward_model_path")
     policy = make(AutoModelForCausalLM, *of_policy)
     is_adapted = is_adapter_directory(args.sft_model_path)
-    peft_config = adapter_config(args.sft_model_path) if is_adapted else get_peft_config(model_args)
+    peft_config = adapter_config(args.sft_model_path) if is_adapted else lora_config(model_args)
     scored = has_reward_model(script_args, args)
     of_value = of_reward if scored else of_policy
     if script_args.value_model_path is not None:

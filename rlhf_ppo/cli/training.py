@@ -123,6 +123,17 @@ def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[s
     return settings
 
 
+def lora_config(model_args: ModelConfig) -> Any:
+    """Return the configuration of LoRA, or None; a single module's name is a name.
+
+    TRL turns a list of one name into a text, which PEFT reads as a pattern for the whole path of a module.
+    """
+    modules: Any = model_args.lora_target_modules
+    if isinstance(modules, str) and modules.isidentifier():  # no pattern, and not "all-linear"
+        model_args.lora_target_modules = [modules]
+    return get_peft_config(model_args)
+
+
 def template_kwargs(model: str, given: str | None) -> dict[str, Any] | None:
     """Return further arguments of the chat template: those given, or else those that a run trained its policy with.
 
@@ -159,7 +170,7 @@ def ppo_trainer(
         **given: Further arguments of `PPOTrainer`.
     """
     prepare_trackers(args)
-    settings, peft_config = loading_settings(script_args.trust_remote_code, model_args), get_peft_config(model_args)
+    settings, peft_config = loading_settings(script_args.trust_remote_code, model_args), lora_config(model_args)
     ref_argument = "sft_model_path" if ref_model is None else "ref_model"
     is_whole = peft_config is None and not is_adapter_directory(args.sft_model_path)
     if ref_model is None and is_whole and asks_for_reference(args):
@@ -341,7 +352,7 @@ def _trl_trainer(
     args.model_init_kwargs = loading_settings(args.trust_remote_code, model_args) | (args.model_init_kwargs or {})
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     set_seed(args.seed)  # determines a new head or adapter
-    peft_config = get_peft_config(model_args)
+    peft_config = lora_config(model_args)
     trainer = trainer_class(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
     drop_ignored_generation_settings(trainer.model)
     use_console(trainer, "line")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rlhf_ppo.cli.main import main
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 
 OPTIONS = (
@@ -65,9 +64,3 @@ def test_devices_share_what_the_stage_says(estimated: Any, stage: int) -> None:
 def test_an_adapter_is_all_that_learns_in_the_policy(estimated: Any) -> None:
     whole, lora = estimated(), estimated("--use_peft --lora_r 2 --lora_target_modules q_proj v_proj")
     assert lora["gradients"] < whole["gradients"] and lora["weights"] < whole["weights"]  # no second reference
-
-
-def test_a_missing_model_is_one_sentence(estimated: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["estimate", *OPTIONS.replace("policy", "nowhere").split()])
-    assert ended.value.code == 2 and "sft_model_path='nowhere'" in capsys.readouterr().err

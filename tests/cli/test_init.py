@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_ppo.cli.init import init, learning_rate, read_data, scalar
+from rlhf_ppo.cli.init import init, read_data
 from rlhf_ppo.cli.pipeline import check_steps, read_pipeline
 from tests.conftest import make_tokenizer, save_models, tiny_policy, write_rows
 
@@ -101,16 +101,6 @@ def test_lengths_are_counted_in_tokens(row: dict[str, Any], argument: str, expec
 
     prompt, response = expected
     assert (found.prompts, found.responses) == ([prompt], [] if response is None else [response])
-
-
-def test_learning_rates_fall_with_the_root_of_the_size() -> None:
-    rates = [learning_rate(3e-6, size) for size in (10**9, 10**7, 1000)]
-    assert rates == pytest.approx([3e-6, 3e-5, 2e-3])
-
-
-@pytest.mark.parametrize("text", ["yes", "a: b", 'd "e" {f}', "007", "plain/path.jsonl", "\U0001f389: é", "a: " * 90])
-def test_every_name_is_read_as_it_was_given(text: str) -> None:
-    assert yaml.safe_load(f"x: {scalar(text)}") == {"x": text}
 
 
 @pytest.mark.parametrize(

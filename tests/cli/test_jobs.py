@@ -134,11 +134,6 @@ def test_defaults_that_follow_from_sizes(workshop: Path) -> None:
     assert parsed(f"{REWARD} --peft").model_args.lora_modules_to_save == ["score"]
 
 
-def test_a_reward_function_may_have_aitrainings_signature(workshop: Path) -> None:
-    (function,) = parsed("--trainer ppo --model-ref base --rl-reward-fn rewards.py:theirs").reward_funcs
-    assert function(prompts=["a ", "b "], completions=["x", "y"]) == [1.0, 1.0]
-
-
 MULTI_OBJECTIVE = """--train --trainer ppo --model base --rl-reward-model-path ./scorer
     --rl-env-type multi_objective --rl-multi-objective true --rl-env-config '{
     "reward_components": {
@@ -164,6 +159,16 @@ def test_a_documented_command_builds_its_trainer(workshop: Path, built: list[Any
     assert (trainer.args.gamma, trainer.args.response_length, trainer.args.top_k) == (0.99, 128, 50)
     assert list(trainer.scorer.names) == ["reward_model", "correctness", "formatting"]
     assert trainer.args.report_to == ["wandb"] and isinstance(trainer.args, PPOConfig)
+
+
+def test_python_as_documented(workshop: Path) -> None:
+    params = LLMTrainingParams(
+        model="base", data_path="prompts.jsonl", text_column="text", project_name="runs/from-python", trainer="ppo",
+        rl_reward_model_path="scorer", rl_max_new_tokens=4, max_samples=8, log="none",
+    )  # fmt: skip
+    trainer = AutoTrainProject(params=params, backend="local", process=True).create()
+    assert trainer.state.global_step == 1
+    AutoModelForCausalLM.from_pretrained("runs/from-python")
 
 
 def test_a_reference_of_ones_own(workshop: Path, built: list[Any]) -> None:
@@ -204,7 +209,7 @@ def test_each_steps_directory_feeds_the_next(workshop: Path) -> None:
         batch = ScoringBatch(ids[None], mask, mask[:, 2:], {}, mask[:, 0])
         assert abs(ppo.scorer(batch).total.item() - wanted.item()) < 1e-5
 
-    resumed: Any = llm(shlex.split(f"{words} --epochs 2 --resume-from-checkpoint True"))
+    resumed: Any = llm(shlex.split(f"{words} --project-name out --epochs 2 --resume-from-checkpoint True"))
     assert resumed.state.global_step == 8 and resumed._initial_global_step == 4
 
 

@@ -44,22 +44,6 @@ def test_the_columns_that_are_read(trainer, given, columns, wanted):
     assert wanted_columns(columns.split(), params(trainer, **given)) == wanted
 
 
-@pytest.mark.parametrize(
-    ("trainer", "given", "columns", "message"),
-    [
-        ("ppo", {}, "question", r"text_column='text': .* no column 'text', but \['question'\]; .* --text-column"),
-        ("ppo", {"prompt_text_column": "ask"}, "text", "prompt_text_column='ask'"),
-        ("ppo", {"text_column": "ask"}, "prompt", "text_column='ask'"),
-        ("sft", {"text_column": "body"}, "text prompt", "text_column='body'"),
-        ("reward", {}, "chosen", "no column 'rejected'"),
-        ("reward", {"prompt_text_column": "ask"}, "prompt chosen rejected", "prompt_text_column='ask'"),
-    ],
-)
-def test_a_column_that_is_not_there_is_an_error(trainer, given, columns, message):
-    with pytest.raises(ValueError, match=message):
-        wanted_columns(columns.split(), params(trainer, **given))
-
-
 @pytest.fixture
 def folder(empty_place):
     rows = [{"good": f"g{i}", "bad": f"b{i}", "chosen": "other", "id": i} for i in range(5)]
@@ -77,12 +61,6 @@ def test_rows_are_cut_renamed_and_split(folder):
 
     assert train.to_dict() == {"chosen": ["g0", "g1", "g2", "g3"], "rejected": ["b0", "b1", "b2", "b3"]}
     assert valid["chosen"] == ["g0", "g1", "g2"]
-
-
-def test_a_text_to_imitate_stands_alone(folder):
-    train, _ = load_rows(params("sft", data_path="data", text_column="good"))
-
-    assert train.column_names == ["text"] and train["text"][0] == "g0"
 
 
 def test_the_columns_that_rewards_may_read_stay_with_prompts(folder):

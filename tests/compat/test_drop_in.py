@@ -25,7 +25,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, record_rollouts
 
 POSTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8", "w9 w10", "w11 w12"] * 4
@@ -88,21 +88,6 @@ def test_a_script_with_positional_arguments_in_trl_s_order(tmp_path, capsys):
 # ---- what TRL's trainer could not do, or did not say ----
 
 
-def test_the_default_goes_on_after_eos_and_says_so(make_trainer, monkeypatch):
-    messages: list[str] = []
-    monkeypatch.setattr("rlhf_ppo.run.run_state.logger.warning_once", messages.append)
-    make_trainer(stop_token="eos")
-    assert messages == []
-
-    trainer = make_trainer(stop_token=None, response_length=40, temperature=3.0, eval_dataset=prompt_rows(6))
-    rollouts = record_rollouts(trainer)
-    trainer.evaluate()
-
-    assert len(messages) == 1 and "Set stop_token='eos'" in messages[0]
-    assert rollouts[0].response_mask.sum(dim=1).tolist() == [40] * len(rollouts[0])
-    assert (rollouts[0].responses[:, :-1] == 1).any()  # an EOS, and something after it
-
-
 # ---- any sequence-classification model ----
 
 
@@ -155,17 +140,3 @@ def test_the_reward_model_may_be_an_encoder(make_trainer):
         ids = rollouts[0].query_responses[row][rollouts[0].attention_mask[row]][None]
         with torch.no_grad():
             torch.testing.assert_close(score, scorer(ids).logits[0, 0], atol=1e-5, rtol=0)
-
-
-def test_text_columns_beside_the_tokens_do_not_reach_trl_s_collator(make_trainer):
-    """`DataCollatorWithPadding` cannot make tensors of strings; TRL's trainer crashed on them."""
-    rows = [{**row, "prompt_text": "w1 w2", "lengths": 2} for row in prompt_rows(8)]
-
-    trainer = make_trainer(
-        train_dataset=Dataset.from_list(rows),
-        data_collator=DataCollatorWithPadding(make_tokenizer()),
-        reward_model=tiny_scorer(),
-        **QUICK,
-    )
-
-    assert trainer.train().global_step == 3

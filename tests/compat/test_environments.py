@@ -16,21 +16,6 @@ def scores(function: Any, **columns: Any) -> Any:
     return function(**SCORED | columns)
 
 
-@pytest.mark.parametrize(
-    ("config", "settings"),
-    [
-        (None, {}),
-        ('{"stop_sequences": []}', {}),
-        ({"stop_strings": ["\n", "END"]}, {"stop_strings": ["\n", "END"]}),
-        ({"stop_sequences": "END"}, {"stop_strings": ["END"]}),
-    ],
-)
-def test_stop_strings_become_a_setting(config: Any, settings: dict[str, list[str]]) -> None:
-    environment = make_environment("text_generation", config)
-    assert environment.settings == settings
-    assert (environment.reward_funcs, environment.reward_weights) == ([], None)
-
-
 def test_the_reward_by_name_or_with_settings() -> None:
     assert make_environment("text_generation", reward_fn="default").reward_funcs == [Default()]
     (reward,) = make_environment("text_generation", '{"reward_fn": {"type": "length", "unit": 5}}').reward_funcs
@@ -85,21 +70,3 @@ def test_judges_and_opponents() -> None:
     assert isinstance(model.judge, RewardModelJudge) and model.judge.path == "models/reward"
     assert isinstance(people.judge, FeedbackJudge)
     assert scores(people, gold=["Answer: four", "one"]) == [-1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("env_type", "arguments", "message"),
-    [
-        ("text-generation", {}, r"env_type='text-generation' must be .*did you mean 'text_generation'"),
-        ("text_generation", {"config": "[1]"}, r"config='\[1\]' must be a dict"),
-        ("text_generation", {"config": {"stop_string": ["a"]}}, r"which .*did you mean 'stop_strings'"),
-        ("text_generation", {"reward_fn": "defualt"}, r"reward_fn='defualt': .*'default'"),
-        ("multi_objective", {}, r"must be a dict of rewards, .*or give reward_weights.*correctness"),
-        ("multi_objective", {"reward_weights": {"corectness": 1}}, r"reward_components\['corectness'\]"),
-        ("multi_objective", {"reward_weights": {"length": "1"}}, r"reward_weights\['length'\]='1' is not float"),
-        ("preference_comparison", {}, r"config has no judge; give one of \['judge', 'preference_model'"),
-    ],
-)
-def test_errors_name_the_key_the_value_and_the_fix(env_type: str, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        make_environment(env_type, **arguments)

@@ -86,14 +86,6 @@ def test_batch_generation_does_not_depend_on_the_parts(rows: int) -> None:
         assert not batch_scores[1, 2:].any()
 
 
-def test_the_number_of_prompts_per_part_has_two_names_and_a_position() -> None:
-    policy, others = tiny_policy(), {"pad_token_id": PAD, "generation_config": GenerationConfig(**GREEDY)}
-    expected = batch_generation(policy, queries(), 2, *others.values())[0]
-    for name in ("batch_size", "local_rollout_forward_batch_size"):
-        given: Any = {"queries": queries(), name: 2, **others}
-        assert torch.equal(batch_generation(policy, **given)[0], expected)
-
-
 @pytest.mark.parametrize("pad", [PAD, EOS, 10**6])
 def test_forward_equals_the_model_on_unpadded_rows(pad: int) -> None:
     """Padding on both sides; it may be EOS (pad == eos) or lie outside the vocabulary."""
@@ -118,9 +110,3 @@ def test_forward_takes_a_mask_where_pad_is_a_real_token_too() -> None:
     logits = forward(tiny_policy(), ids, EOS, attention_mask=mask).logits[:, 1:].detach()
     assert_allclose(logits, own, rtol=1e-4, atol=1e-5)
     assert (forward(tiny_policy(), ids, EOS).logits[:, 3].detach() - own[:, 2]).abs().max() > 0.01
-
-
-def test_truncation_where_pad_is_the_stop_token() -> None:
-    responses = torch.tensor([[5, EOS, 7, 7], [5, 6, 7, 8]])
-    assert truncate_response(EOS, EOS, responses).tolist() == [[5, EOS, EOS, EOS], [5, 6, 7, 8]]
-    assert truncate_response(stop_token_id=EOS, pad_token_id=PAD, responses=responses)[0].tolist() == [5, EOS, 0, 0]

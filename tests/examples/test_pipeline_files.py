@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset, DatasetDict
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_ppo.cli.arguments import parse
 from rlhf_ppo.cli.commands import OPTIONS
@@ -23,8 +23,6 @@ from rlhf_ppo.cli.pipeline import COMMANDS, check_steps, read_pipeline, run_pipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
-TLDR = [name for name in FILES if name.startswith("tldr")]
-BATCHES = {"sft": 128, "reward": 64, "ppo": 512}
 """What the paper's steps see at a time, on its 8 GPUs."""
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -51,17 +49,6 @@ def test_every_option_is_known(name: str, place: Path) -> None:
     for step in read_pipeline(f"examples/{name}").steps:
         if step.kind != "report":
             parse(OPTIONS.get(COMMANDS[step.kind], JudgeArguments), step.kind, step.argv())
-
-
-@pytest.mark.parametrize("name", TLDR)
-def test_a_step_sees_as_much_at_a_time_as_the_papers(name: str) -> None:
-    said = yaml.safe_load((EXAMPLES / name).read_text())
-
-    per_step = {
-        step: said[step]["per_device_train_batch_size"] * said[step].get("gradient_accumulation_steps", 1) * 8
-        for step in BATCHES
-    }
-    assert per_step == BATCHES and len(TLDR) == 3
 
 
 def toy(name: str, judge: str | None = None) -> list[str]:
@@ -99,8 +86,8 @@ def save(model: Any, folder: str, data: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TLDR[:1])  # the others differ from it in models and sizes
-def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(name: str, place: Path, shared_data: Path) -> None:
+def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path, shared_data: Path) -> None:
+    name = "tldr_1b.yaml"  # the others differ from it in models and sizes
     with (shared_data / "tldr_openai_ppo_samples/oai1b.csv").open(newline="") as file:
         rows = [row for row, _ in zip(csv.DictReader(file), range(24), strict=False)]
     asked = [{"prompt": row["query"], "completion": row["reference_responses"]} for row in rows]
@@ -119,30 +106,6 @@ def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(name: str, place: Path
     log = [json.loads(line) for line in Path(f"runs/{run}/ppo/log_history.jsonl").read_text().splitlines()]
     assert any(line["objective/scores"] == -1.0 for line in log if "objective/scores" in line)  # none has ended
     assert Path(f"runs/{run}/report.html").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_maths_with_a_rule_runs_at_the_size_of_a_toy(
-    place: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = (shared_data / "gsm8k/train.jsonl").read_text().splitlines()[:40]
-    Path("problems.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(sys, "argv", ["gsm8k.py", "problems.jsonl", "gsm8k"])
-    runpy.run_path("examples/gsm8k.py", run_name="__main__")
-    first = json.loads(Path("gsm8k/prompts.jsonl").read_text().splitlines()[0])
-    assert first["prompt"][0]["content"].startswith("Natalia sold") and first["answer"].endswith("#### 72")
-    assert len(Path("gsm8k/held_out.jsonl").read_text().splitlines()) == 4
-    config = Qwen2Config(vocab_size=50277, eos_token_id=0, bos_token_id=0, num_key_value_heads=2, **TINY)
-    save(Qwen2ForCausalLM(config), "Qwen/Qwen2.5-1.5B", shared_data)
-
-    ppo = yaml.safe_load(Path("examples/gsm8k.yaml").read_text())["ppo"]
-    assert (
-        ppo["num_generations"] == 16 and ppo["per_device_train_batch_size"] * ppo["gradient_accumulation_steps"] == 64
-    )
-    assert toy("gsm8k.yaml") == ["ppo", "judge", "report"]
-    log = [json.loads(line) for line in Path("runs/gsm8k/ppo/log_history.jsonl").read_text().splitlines()]
-    assert any("rewards/correctness/mean" in line for line in log)
-    assert not any("objective/kl" in line for line in log)  # there is no reference
 
 
 def test_no_prompt_of_human_text_is_in_two_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

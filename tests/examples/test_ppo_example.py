@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import shlex
 from collections.abc import Callable
@@ -162,20 +161,6 @@ def assert_saved_policy_is_the_trained_one(trainer: Any, folder: Path) -> None:
 
 
 # ---- Options ----
-
-
-def test_lora(run, local, tmp_path):
-    peft = pytest.importorskip("peft")
-    trainer = run(f"{local} --use_peft --lora_r 8 --lora_alpha 24 --lora_target_modules q_proj v_proj")
-
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (8, 24, {"q_proj", "v_proj"})
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    ids = torch.arange(3, 11)[None]
-    saved = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "sft")
-    assert torch.equal(saved(ids).logits, trainer.policy_model.eval()(ids).logits)
-    assert not torch.allclose(saved(ids).logits, base(ids).logits, atol=1e-4)
 
 
 def test_the_value_model_is_trained_in_32_bits_whatever_the_others_are_loaded_in(run, local):

@@ -35,13 +35,6 @@ def test_numbers_null_and_rewards_per_token(address: str) -> None:
     assert ask(f"{address}/no_repetition", ["a", "b"], [[5, 5, 6, 6], [7]]) == [[0, -1, 0, -1], [0]]
 
 
-def test_what_it_refuses_is_told_at_once(address: str) -> None:
-    with pytest.raises(ConnectionError, match=r"status 404 .*'/brevity', '/no_repetition'"):
-        ask(f"{address}/kindness", ["a"], [[5]])
-    with pytest.raises(ConnectionError, match=r"status 400 .*AttributeError"):
-        ask(f"{address}/brevity", [3], [[5]])  # pyright: ignore[reportArgumentType]
-
-
 def test_the_token_of_the_environment(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("examples.reward_server.TOKEN", "SERVERS_OWN")  # both run in this process
     monkeypatch.setenv("SERVERS_OWN", "secret")

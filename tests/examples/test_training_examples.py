@@ -57,6 +57,8 @@ def checked(command: str, script: str, run: Run) -> Any:
     trainer = run(f"{command} {SHORT}", script=script)
     assert trainer.state.global_step == 2 and "eval_loss" in {key for log in trainer.state.log_history for key in log}
     assert float(value(command, "--learning_rate")) == trainer.args.learning_rate
+    resumed = run(f"{command} {SHORT} --max_steps 3 --resume_from_checkpoint True", script=script)
+    assert resumed.state.global_step == 3 and resumed._initial_global_step == 2
     return trainer
 
 

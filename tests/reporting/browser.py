@@ -80,34 +80,6 @@ class Browser:
             raise RuntimeError(f"{script}: {json.dumps(answer['exceptionDetails'])[:500]}")
         return answer["result"].get("value")
 
-    def wait_until(self, condition: str) -> None:
-        """Wait until an expression is true, also over a page that reloads itself."""
-        for _ in range(600):
-            if self.run(f"Boolean({condition})"):
-                return
-            time.sleep(0.05)
-        raise TimeoutError(condition)
-
-    def click(self, selector: str, number: int = 0) -> None:
-        """Click in the middle of an element, as a mouse does."""
-        place = self.run(
-            f"(() => {{ const it = document.querySelectorAll({json.dumps(selector)})[{number}];"
-            "it.scrollIntoView({block: 'center', behavior: 'instant'}); const box = it.getBoundingClientRect();"
-            "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
-        where = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self._ask("Input.dispatchMouseEvent", type=kind, **where)
-
-    def press(self, key: str, code: int) -> None:
-        """Press a key on what has the focus."""
-        for kind in ("rawKeyDown", "keyUp"):
-            self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
-    def save_downloads(self, folder: str) -> None:
-        """Let the page save files in a directory."""
-        self._ask("Page.setDownloadBehavior", behavior="allow", downloadPath=folder)
-
     def _ask(self, method: str, **arguments: Any) -> Any:
         self._sent += 1
         message = {"id": self._sent, "method": method, "params": arguments}

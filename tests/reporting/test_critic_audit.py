@@ -53,16 +53,6 @@ def true_values(rollout: Rollout, tokens: tuple[int, ...] = (W4, W5), share: flo
     return before + share * (LENGTH - torch.arange(LENGTH))
 
 
-BROKEN: dict[str, tuple[Callable[[Rollout], Tensor], str]] = {
-    "frozen": (lambda rollout: torch.full_like(rollout.values, 0.3), "head is frozen"),
-    "sign turned": (lambda rollout: -true_values(rollout), "do not predict the returns"),
-    "shuffled": (
-        lambda rollout: true_values(rollout).flatten()[torch.randperm(rollout.values.numel())].view_as(rollout.values),
-        "do not predict the returns",
-    ),
-}
-
-
 @pytest.fixture
 def make_audited(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTrainer]:
     def make(values: Callable[[Rollout], Tensor], **options: Any) -> PPOTrainer:
@@ -105,25 +95,13 @@ def test_the_mean_of_a_prompt_knows_the_prompt_but_no_response(make_audited: Cal
     assert any("mean return of the prompt" in each for each in found.findings), found
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_critic_is_named(make_audited: Callable[..., PPOTrainer], kind: str) -> None:
-    values, sentence = BROKEN[kind]
-    found = make_audited(values, kl_coef=0.0).audit_critic()
-    assert any(sentence in each for each in found.findings), found
-
-
 def test_the_returns_do_not_depend_on_the_critic(make_audited: Callable[..., PPOTrainer]) -> None:
-    critics = (true_values, BROKEN["frozen"][0])
-    found = [make_audited(values, kl_coef=0.0, lam=0.5).audit_critic().figures for values in critics]
+    critics = (true_values, lambda rollout: torch.full_like(rollout.values, 0.3))
+    audits = [make_audited(values, kl_coef=0.0, lam=0.5).audit_critic() for values in critics]
+    assert any("head is frozen" in finding for finding in audits[1].findings)
+    found = [each.figures for each in audits]
     for name in ("tau_ceiling", "explained_variance_of_prompt"):
         assert found[0][name] == found[1][name]
-
-
-def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., PPOTrainer]) -> None:
-    trainer = make_audited(true_values)
-    state = torch.get_rng_state()
-    first, second = (trainer.audit_critic(num_continuations=4) for _ in range(2))
-    assert first == second and torch.equal(state, torch.get_rng_state())
 
 
 def test_audits_in_training_are_logged_and_change_nothing(make_trainer: Callable[..., PPOTrainer]) -> None:
@@ -144,22 +122,6 @@ def test_audits_in_training_are_logged_and_change_nothing(make_trainer: Callable
     assert (Path(runs[1].args.output_dir) / "critic_audit.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("numbers", "options", "message"),
-    [
-        ({"num_prefixes": 1}, {}, "num_prefixes=1 must be"),
-        ({"num_continuations": 3}, {}, "num_continuations=3 4"),
-        ({}, {"whiten_rewards": True}, "whiten_rewards=True"),
-        ({}, {"eval_dataset": None}, "needs held-out prompts"),
-    ],
-)
-def test_an_impossible_audit_is_refused(
-    make_audited: Callable[..., PPOTrainer], numbers: dict[str, int], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_audited(true_values, **options).audit_critic(**numbers)
-
-
 def prefixes(values: Any, returns: Any, prompts: Any) -> AuditedPrefixes:
     return AuditedPrefixes(np.array(prompts), np.array(values), np.zeros(len(values)), np.array(returns))
 
@@ -170,11 +132,6 @@ def test_explained_variance_subtracts_the_noise_of_the_returns() -> None:
     noise = 4 / 3 / 4
     found = audit(prefixes([0.0, 2.0, 4.0, 4.0], returns, [0, 0, 1, 1])).figures
     assert found["explained_variance"].value == pytest.approx(1 - (0.75 - noise) / (5 - noise))
-
-
-def test_equal_returns_say_nothing_about_a_critic() -> None:
-    found = audit(prefixes([0.0, 1.0] * 2, np.ones((4, 4)), [0, 0, 1, 1]))
-    assert found.findings == ["The returns differ by no more than their noise: there is nothing to predict."]
 
 
 def test_pairs_are_those_of_kendalls_tau() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from rlhf_ppo.reporting.evaluation import is_due, print_table, table_of
+from rlhf_ppo.reporting.evaluation import is_due, table_of
 
 NAN = float("nan")
 QUERIES = ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"]
@@ -57,11 +57,3 @@ def test_as_many_tables_are_due_as_are_asked_for_evenly_over_any_run() -> None:
             if len(due) > 1:
                 gaps = [after - before for before, after in itertools.pairwise(due)]
                 assert due[0] == 1 and max(gaps) - min(gaps) <= 1, (num_updates, num_tables, due)
-
-
-def test_the_terminal_shows_the_first_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [f"query{index}" for index in range(9)]
-    table = samples(names, ["r"] * 9, [0.0] * 9)
-    print_table(table)
-    printed = capsys.readouterr().out
-    assert [name for name in names if name in printed] == names[:2]

@@ -14,7 +14,6 @@ from rlhf_ppo.reporting.completion_files import (
     find_completions,
     read_completions,
     texts_of_tokens,
-    write_completions,
 )
 from tests.conftest import count_w4, make_tokenizer
 from tests.runs import QUICK, record, record_rollouts
@@ -76,10 +75,3 @@ def test_bytes_that_make_no_character_end_no_run(shared_data: Path) -> None:
     names = ["<0x62>", "<0xE2>", "</s>", "▁the", "<0xC3>", "<0xA9>", "</s>"]
     ids = tokenizer.convert_tokens_to_ids(names)
     assert texts_of_tokens(tokenizer, ids) == ["b", "", "\ufffd</s>", " the", "", "é", "</s>"]
-
-
-def test_reward_functions_may_log_any_value(tmp_path: Path) -> None:
-    rows = [{"step": 1, "extra/share": 0.5, "extra/flag": True, "extra/any": [1]}, {"step": 1, "extra/any": "a"}]
-    first, second = read_completions(write_completions(tmp_path, rows))
-    assert (first["extra/share"], first["extra/flag"], first["extra/any"]) == (0.5, 1.0, "[1]")
-    assert (second["extra/share"], second["extra/any"]) == (None, "a")

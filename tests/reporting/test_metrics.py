@@ -19,7 +19,6 @@ from rlhf_ppo.reporting.metrics import (
     UpdateStatistics,
     episode_columns,
     evaluation_metrics,
-    gather_columns,
     rollout_metrics,
     sampling_metrics,
     unique_fraction,
@@ -92,16 +91,6 @@ def test_rollout_metrics_by_hand() -> None:
     assert rollout_metrics(columns()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_source_that_scored_one_row_or_none() -> None:
-    """The mean over nothing is left out; the deviation of one number is 0."""
-    one = rollout_metrics(columns() | {"rewards/b": torch.tensor([NAN, 4.0, NAN])})
-    assert (one["rewards/b/mean"], one["rewards/b/std"]) == (4, 0)
-    none = rollout_metrics(columns() | {"rewards/b": torch.full((3,), NAN)})
-    assert none.keys() == one.keys() - {"rewards/b/mean", "rewards/b/std"}
-    evaluated = evaluation_metrics(columns() | {"rewards/b": torch.full((3,), NAN)}, "eval")
-    assert "eval_rewards/a/mean" in evaluated and "eval_rewards/b/mean" not in evaluated
-
-
 def test_an_episode_without_a_score_is_left_out_of_the_scores_alone() -> None:
     metrics, whole = rollout_metrics(columns() | {"scores": torch.tensor([1.0, NAN, 4.0])}), rollout_metrics(columns())
     assert metrics["objective/scores"] == 2.5
@@ -113,30 +102,6 @@ def test_an_episode_without_a_score_is_left_out_of_the_scores_alone() -> None:
     none = columns() | {"scores": torch.full((3,), NAN)}
     assert rollout_metrics(none).keys() == whole.keys() - of_scores
     assert "eval_score" not in evaluation_metrics(none, "eval") and "eval_kl" in evaluation_metrics(none, "eval")
-
-
-def test_evaluation_metrics_have_the_prefix_and_the_training_figures() -> None:
-    metrics, training = evaluation_metrics(columns(), "eval_books"), rollout_metrics(columns())
-    assert metrics == {
-        "eval_books_score": training["objective/scores"],
-        "eval_books_kl": training["objective/kl"],
-        "eval_books_entropy": training["objective/entropy"],
-        "eval_books_response_length_mean": training["response/length_mean"],
-        "eval_books_ended_frac": training["response/ended_frac"],
-        **{f"eval_books_{key}": value for key, value in training.items() if key.startswith("rewards/")},
-    }
-
-
-def test_all_columns_are_gathered_in_one_exchange() -> None:
-    calls: list[Tensor] = []
-
-    def two_ranks(rows: Tensor) -> Tensor:
-        calls.append(rows)
-        return torch.cat((rows, rows + 1))
-
-    gathered = gather_columns({"x": torch.tensor([1.0, 2.0]), "y": torch.tensor([10.0, 20.0])}, two_ranks)
-    assert len(calls) == 1
-    assert {name: values.tolist() for name, values in gathered.items()} == {"x": [1, 2, 2, 3], "y": [10, 20, 11, 21]}
 
 
 # ---- The engine's log-probabilities ----
@@ -183,7 +148,7 @@ def micro_batch(mask: list[list[int]], seed: int) -> tuple[Experience, PolicyAnd
         return torch.rand(real.shape, generator=random).masked_fill(~real, NAN)
 
     attention_mask = torch.cat((torch.ones(len(mask), 1, dtype=torch.bool), real), dim=1)
-    part = Experience(attention_mask.long(), attention_mask, real, *(figures() for _ in range(4)), real)
+    part = Experience(attention_mask.long(), attention_mask, real, *(figures() for _ in range(5)), real)
     output = PolicyAndValueOutput(figures(), figures(), figures(), torch.zeros(len(mask)))
     clipped = [torch.rand(real.shape, generator=random) > 0.5 for _ in range(2)]
     return part, output, PolicyLoss(figures(), figures(), clipped[0]), ValueLoss(figures(), clipped[1])
@@ -295,23 +260,8 @@ def test_a_window_gives_means_extremes_and_the_latest() -> None:
     assert window.drain() == {}
 
 
-def test_a_window_knows_the_extremes_of_sampling() -> None:
-    keys = [f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")]
-    window = MetricWindow()
-    for values in ((0.5, 1.0, 2.0), (0.25, 2.0, 1.5)):
-        window.add(dict(zip((*keys, "own/max"), (*values, values[0]), strict=True)))
-    assert window.drain() == dict(zip((*keys, "own/max"), (0.25, 1.5, 2.0, 0.375), strict=True))
-
-
 def test_a_key_of_some_updates_is_averaged_over_those() -> None:
     window = MetricWindow([{"a": 1.0, "eps": 5.0}])
     window.add({"b": 4.0, "eps": 7.0})
     window.add({"a": 3.0, "eps": 6.0})
     assert window.drain() == {"a": 2.0, "eps": 6.0, "b": 4.0}
-
-
-def test_statistics_keep_no_graph() -> None:
-    part, output, policy, value = micro_batch([[1, 1]], 3)
-    loss = policy.loss.clone().requires_grad_()
-    collected = statistics((part, output, policy._replace(loss=loss * 2), value))
-    assert not collected.sums[0].requires_grad

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 
 from rlhf_ppo.cli.main import plot
-from rlhf_ppo.reporting.plots import PANELS, mean_curve, plot_metrics
+from rlhf_ppo.reporting.plots import mean_curve, plot_metrics
 from rlhf_ppo.reporting.run_log import grouped_directories, read_log
 
 LOG: list[dict[str, Any]] = [
@@ -48,12 +48,6 @@ def test_a_panel_shows_what_was_logged(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
     shown = plot_metrics([LOG, SECOND], tmp_path / "two.svg", metrics=["objective/kl"], x="step")
     assert set(lines(panel(shown, "objective/kl"))) == {"run 1", "run 2"}
-
-
-def test_described_metrics_are_drawn_first(tmp_path: Path) -> None:
-    log = [{"step": 1, "episode": 8, "b": 1.0, "a": 2.0, "health/kl": 0.0, **dict.fromkeys(reversed(PANELS), 0.5)}]
-    figure = plot_metrics([log], tmp_path / "curves.png")
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [*PANELS, "a", "b"]
 
 
 def test_mean_curve_counts_only_the_runs_that_logged_a_point() -> None:
@@ -93,10 +87,3 @@ def test_a_log_is_that_of_the_newest_state(tmp_path: Path) -> None:
     assert len(read_log(tmp_path)) == 5
     write_state(tmp_path / "trainer_state.json", LOG[:2])
     assert len(read_log(tmp_path)) == 2 and len(read_log(tmp_path / "checkpoint-10")) == 5
-
-
-def test_a_metric_that_no_run_logged_is_an_error_that_lists_the_others(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing to draw of \['no'\].*logged: \['eval_objective/scores'"):
-        plot_metrics([LOG], tmp_path / "curves.png", metrics=["no"])
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plot_metrics([[{"step": 1, "loss": 1.0}]], tmp_path / "curves.png")

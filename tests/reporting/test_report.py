@@ -171,16 +171,6 @@ def test_a_run_makes_a_report(make_trainer: Any, tmp_path: Path, capsys: pytest.
     assert f"The report is in {tmp_path / 'report.html'}." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "sentence"), [(["{run}", "{run}"], "is given twice"), (["{none}"], "holds no run")])
-def test_what_cannot_be_read_is_one_sentence(
-    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path / "run")
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", *(word.format(run=run, none=tmp_path / "none") for word in words)])
-    assert sentence in capsys.readouterr().err
-
-
 @pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_every_panel_is_drawn(runs: list[Path], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -33,28 +32,6 @@ def test_an_error_of_too_little_memory_names_its_phase_and_what_to_lower(phase: 
     (note,) = raised.value.__notes__
     assert raised.value is error and note == note_on_memory(error)
     assert note.startswith("Out of memory in ") and all(words in note for words in LOWERED[phase])
-
-
-@pytest.mark.parametrize("phase", LOWERED)
-def test_a_run_says_in_which_phase_memory_ran_out(phase: str, make_trainer: MakeTrainer) -> None:
-    def reward(completions: list[str], **columns: Any) -> list[float]:
-        if phase == "score":
-            raise torch.OutOfMemoryError(*CUDA.args)
-        return [0.0] * len(completions)
-
-    trainer = make_trainer(**QUICK, reward_funcs=reward)
-    backbone: Any = trainer.policy_model.model
-    forward = backbone.forward
-
-    def full(*args: Any, **kwargs: Any) -> Any:
-        if trainer._run.timer.running == phase:
-            raise torch.OutOfMemoryError(*CUDA.args)
-        return forward(*args, **kwargs)
-
-    backbone.forward = full
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        trainer.train()
-    assert LOWERED[phase][0] in str(note_on_memory(raised.value))
 
 
 def test_at_a_command_line_it_is_a_sentence(make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]) -> None:

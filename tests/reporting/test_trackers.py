@@ -1,7 +1,4 @@
-"""Trackers: what is in their files after a run, by their own readers, is what the run's log and sample tables say.
-
-W&B and TensorBoard are always tried, Trackio where it is installed.
-"""
+"""Trackers: what is in their files after a run, by their own readers, is what the run's log and sample tables say."""
 
 from __future__ import annotations
 
@@ -9,13 +6,11 @@ import html
 import importlib.util
 import json
 import math
-import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import parse_qs, urlparse
 
 import pandas as pd
 import pytest
@@ -25,16 +20,10 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
-TRACKERS = ["wandb", "tensorboard", *(["trackio"] if importlib.util.find_spec("trackio") is not None else [])]
+TRACKERS = ["wandb", "tensorboard"]
 PROMPTS = Dataset.from_list(prompt_rows(5, seed=9))
 WITHOUT_STEPS = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
-"""What W&B and Trackio do not get as a metric of a step, by Trainer's callbacks."""
-
-
-def needs(tracker: str) -> Any:
-    return pytest.param(
-        tracker, marks=pytest.mark.skipif(tracker not in TRACKERS, reason=f"{tracker} is not installed here")
-    )
+"""What W&B does not get as a metric of a step, by Trainer's callbacks."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +32,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     place = tmp_path_factory.mktemp("tracked")
     settings = {
         "WANDB_DIR": place, "WANDB_SILENT": "true", "TENSORBOARD_LOGGING_DIR": place / "tensorboard",
-        "TRACKIO_DIR": place / "trackio",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
@@ -132,23 +120,8 @@ def read_tensorboard(place: Path) -> Read:
     return Read(metrics=metrics, tables=tables)
 
 
-def read_trackio(place: Path) -> Read:
-    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
-
-    metrics, tables = dict[int, dict[str, float]](), dict[int, Any]()
-    for row in SQLiteStorage.get_logs("huggingface", "experiment__3"):
-        step = row["train/global_step"]
-        if "completions" in row:
-            tables[step] = [
-                [html.unescape(value) if isinstance(value, str) else value for value in values.values()]
-                for values in row["completions"]["_value"]
-            ]
-        metrics.setdefault(step, {}).update({name: value for name, value in row.items() if _is_metric(name)})
-    return Read(metrics=metrics, tables=tables)
-
-
 READERS: dict[str, Callable[[Path], Read]] = {
-    "wandb": read_wandb, "tensorboard": read_tensorboard, "trackio": read_trackio,
+    "wandb": read_wandb, "tensorboard": read_tensorboard,
 }  # fmt: skip
 
 
@@ -169,10 +142,10 @@ def logged(history: list[dict[str, Any]], left_out: set[str]) -> dict[int, dict[
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("tracker", [needs(name) for name in READERS])
+@pytest.mark.parametrize("tracker", READERS)
 def test_a_tracker_holds_every_metric_and_every_table_of_a_run(tracker: str, run: SimpleNamespace) -> None:
     read = READERS[tracker](run.place)
-    expected = logged(run.history, WITHOUT_STEPS if tracker in ("wandb", "trackio") else set())
+    expected = logged(run.history, WITHOUT_STEPS if tracker == "wandb" else set())
     assert read.metrics.keys() == expected.keys() == {1, 2, 3}
     for step, values in expected.items():
         assert values.keys() <= read.metrics[step].keys(), (step, values.keys() - read.metrics[step].keys())
@@ -186,28 +159,3 @@ def test_a_tracker_holds_every_metric_and_every_table_of_a_run(tracker: str, run
         assert rows == [
             [query, response, pytest.approx(score, abs=5e-4)] for *_, query, response, score in table.values
         ]
-
-
-# ---- openrlbenchmark ----
-
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.mark.thorough
-def test_openrlbenchmark_finds_what_its_query_names(run: SimpleNamespace) -> None:
-    """It filters runs by two keys of the configuration, and draws the metrics over the x axis and over `_runtime`."""
-    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
-
-    [documented] = re.findall(r"'(\?we=.*)'", (DOCS / "metrics.md").read_text())
-    query = parse_qs(urlparse(documented).query)
-    assert len(query["metrics"]) == 16
-    [file] = (run.place / "wandb").glob("offline-run-*/*.wandb")
-    records = [Record.FromString(data) for data in wandb_records(file)]
-    updates = [update for record in records for part in (record.run.config, record.config) for update in part.update]
-    config = {update.key: json.loads(update.value_json) for update in updates if update.key}
-    assert config[query["ceik"][0]] == "run" and config[query["cen"][0]] == "some-org/sft"
-    assert (config["reward_model_path"], config["exp_name"], config["seed"]) == ("some-org/reward", "experiment", 3)
-    needed = {*query["xaxis"], "_runtime", *query["metrics"]}
-    drawn = [row for row in wandb_rows(file.parent) if query["xaxis"][0] in row and "train/loss" in row]
-    assert [row["train/episode"] for row in drawn] == [2, 4, 6]
-    assert all(isinstance(row.get(name), int | float) for row in drawn for name in needed), needed - drawn[0].keys()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.reporting.judgements import RewardAccuracy, read_accuracy
+from rlhf_ppo.reporting.judgements import RewardAccuracy
 from rlhf_ppo.reporting.run_log import RecordedRun
-from rlhf_ppo.reporting.verdict import Verdict, recorded_runs, verdict_of
+from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
 
 FIRST = {
     "loss": 0.1, "objective/scores": 0.0, "objective/kl": 0.0, "response/length_mean": 20.0,
@@ -102,24 +102,6 @@ def test_a_losing_run_has_its_reason(name: str, make_run: MakeRun) -> None:
     assert [*found.lines()][1].startswith("Why: ") and len(found.reasons) <= 3
 
 
-def test_responses_that_nothing_can_end_are_no_reason(make_run: MakeRun) -> None:
-    run = make_run(0.4, response__ended_frac=0.0)
-    path = Path(run.directory, "ppo_settings.json")
-    settings = json.loads(path.read_text())
-    settings["arguments"]["stop_token"] = None
-    path.write_text(json.dumps(settings))
-    assert not any("end by themselves" in reason for reason in verdict_of(recorded_runs([path.parent])).reasons)
-
-
-def test_a_winning_run_of_a_good_reward_model_has_no_reasons(make_run: MakeRun) -> None:
-    assert verdict_of([make_run(0.7)]).reasons == ()
-    own = verdict_of([make_run(0.7, seed=1, judge=str(make_run(seed=2).settings.made_of["rewards"][0]))])
-    assert "PPO's own reward" in own.reasons[0]
-    assert [*own.lines()][1] == f"But: {own.reasons[0]}"
-    assert "About 600 prompts would decide" in verdict_of([make_run(0.54, seed=3)]).reasons[-1]
-    assert "than a column" not in verdict_of([make_run(0.7, seed=4, opponent="other")]).sentence
-
-
 def test_the_newest_judgement_against_the_sft_model_counts(make_run: MakeRun) -> None:
     run = make_run(0.7)
     old: Mapping[str, Any] = json.loads((run.directory / "judged/win_rate.json").read_text())
@@ -127,23 +109,6 @@ def test_the_newest_judgement_against_the_sft_model_counts(make_run: MakeRun) ->
         said = {**old, "win_rate": rate, "options": old["options"] | {"opponent": opponent}}
         (run.directory / f"judged/win_rate-{number}.json").write_text(json.dumps(said))
     assert verdict_of([run]).win_rate == 0.3
-
-
-def test_the_accuracy_of_a_damaged_file_is_unknown(tmp_path: Path) -> None:
-    assert read_accuracy(tmp_path) is None
-    GOOD.save(tmp_path)
-    assert read_accuracy(tmp_path) == GOOD
-    for text in ("", "{}"):
-        (tmp_path / "accuracy.json").write_text(text)
-        assert read_accuracy(tmp_path) is None
-
-
-def test_a_model_without_a_run_is_judged_too(make_run: MakeRun, tmp_path: Path) -> None:
-    from rlhf_ppo.reporting.judgements import found_judgements
-
-    [judgement] = found_judgements(make_run(0.7).directory)
-    found: Verdict = verdict_of(recorded_runs([tmp_path / "nowhere"]), [judgement])
-    assert found.sentence.startswith("Better than out/sft: the model wins 70.0%")
 
 
 @pytest.mark.parametrize(

@@ -35,25 +35,6 @@ def test_the_orders_agree_where_both_prefer_the_same_response_or_none() -> None:
     assert "orders" not in str(WinRate.of([1.0], [1], [1]))
 
 
-def test_the_interval_is_that_of_resampled_verdicts() -> None:
-    """Drawn row by row, and near the normal approximation."""
-    outcomes = np.array([1.0] * 60 + [0.0] * 25 + [0.5] * 15)
-    low, high = WinRate(60, 25, 15, 0).interval()
-
-    generator = np.random.default_rng(5)
-    drawn = np.quantile(generator.choice(outcomes, size=(20_000, 100)).mean(axis=1), [0.025, 0.975])
-    assert [low, high] == pytest.approx(drawn.tolist(), abs=0.006)
-    error = 1.96 * outcomes.std() / 10
-    assert [low, high] == pytest.approx([0.675 - error, 0.675 + error], abs=0.01)
-
-
-def test_a_few_straight_wins_prove_nothing() -> None:
-    """Wilson by hand for 3 of 3: 3 / (3 + 1.96^2) = .4385; for 0 of 3 its mirror image."""
-    assert WinRate(3, 0, 0, 0).interval() == pytest.approx((3 / (3 + 1.959964**2), 1.0))
-    assert WinRate(0, 3, 0, 0).interval() == pytest.approx((0.0, 1 - 3 / (3 + 1.959964**2)))
-    assert WinRate(50, 0, 0, 0).interval()[0] > 0.9
-
-
 def test_the_rate_at_equal_length_is_the_intercept_of_a_logistic_regression() -> None:
     """Newton's method on the same likelihood and prior."""
     generator = np.random.default_rng(0)

@@ -5,17 +5,13 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rlhf_ppo.rewards import builtin
 from rlhf_ppo.rewards.builtin import (
     BUILTIN_REWARDS,
     TRL_REWARDS,
     builtin_reward,
     final_answer,
     final_number,
-    is_number,
     same_number,
     same_text,
 )
@@ -123,19 +119,6 @@ def test_math_mode_ends_on_a_tower_of_powers() -> None:
     assert score("correctness", *texts, columns={"answer": ["1", "1"]}, mode="math") == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("correctness", {"mode": "fuzzy"}, r"mode='fuzzy' must be one of \['auto'"),
-        ("keyword", {"keywords": "yes"}, "keywords='yes' must be a list"),
-        ("keyword", {}, r"keywords=\(\) must be a list"),
-    ],
-)
-def test_settings_that_would_score_nonsense_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        builtin_reward(name, **settings)
-
-
 @pytest.mark.parametrize("name", BUILTIN_REWARDS)
 def test_builtins_are_picklable_and_named(name: str) -> None:
     reward = builtin_reward(name, **SETTINGS.get(name, {}))
@@ -164,15 +147,6 @@ def test_trl_rewards_score_texts_as_trl_scores_messages(name: str) -> None:
     assert ours(completions=texts, **columns) == ours(completions=messages, **columns) == expected
     assert len(set(expected)) > 1, "an example that the reward tells apart"
     assert function_name(ours) == theirs.__name__
-
-
-def test_correctness_without_answers_scores_nothing_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(builtin.logger, "warning", said.append)
-    builtin.logger.warning_once.cache_clear()
-    assert score("correctness", "1", "2") == score("correctness", "3", "4") == [None, None]
-    (warning,) = said
-    assert "no column 'answer' or 'solution' with the answers, so it scores no response" in warning
 
 
 # ---- The answer that a text ends in ----
@@ -225,16 +199,6 @@ def test_the_number_that_a_text_ends_in(text: str) -> None:
     assert final_number(text) == NUMBERS[text]
 
 
-@pytest.mark.parametrize("text", ["72", "#### 1,234", "Answer: $5.", "50%", "-3/4", r"\boxed{\frac{3}{4}}"])
-def test_a_number_alone_is_a_number(text: str) -> None:
-    assert is_number(text)
-
-
-@pytest.mark.parametrize("text", ["", "Paris", "5 apples", "3 + 4", "1,23", "12 30", "2026-11-21"])
-def test_a_number_with_other_words_is_none(text: str) -> None:
-    assert not is_number(text)
-
-
 def test_texts_agree_but_for_case_spacing_and_a_full_stop() -> None:
     assert same_text("I think the answer is  New \t York.", "new york")
     assert same_text("**Answer: Paris**", "Paris")
@@ -249,16 +213,3 @@ def test_fractions_agree_to_one_part_in_a_million_and_whole_numbers_exactly() ->
     assert same_number("72.0", "72") and not same_number("#### 1,000,001", "1000000")
     assert same_number("0", "1e-10") and not same_number("0", "1e-6")
     assert not same_number("five", "five"), "two texts without a number do not agree"
-
-
-@given(st.integers(-(10**12), 10**12), st.integers(0, 99))
-def test_any_written_number_is_read_back(whole: int, cents: int) -> None:
-    for text in (f"{whole}", f"{whole:,}", f"{whole:,}.{cents:02}", f"The answer is {whole:,}.{cents:02}."):
-        assert final_number(f"1 and 2 make 3. {text}") == float(text.split()[-1].rstrip(".").replace(",", ""))
-
-
-@given(st.text(), st.text())
-def test_any_two_texts_can_be_compared(one: str, other: str) -> None:
-    assert same_text(one, other) == same_text(other, one)
-    assert same_number(one, other) == same_number(other, one)
-    assert same_text(one, one)

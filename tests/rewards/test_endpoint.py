@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction
 from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
-from tests.rewards.local_server import SHORT, Request, cut_off, delay, drop, lengths, says, url
+from tests.rewards.local_server import Request, cut_off, drop, lengths, says, url
 from tests.rewards.test_functions import make_batch
 
 
@@ -119,19 +119,3 @@ def test_other_answers_are_errors_at_once(reply: Any, kind: type[Exception], wor
     with pytest.raises(kind, match=words):
         ask(endpoint(server), ["a", "b"])
     assert len(server.requests) == 1
-
-
-def test_a_server_that_is_late_is_given_up(server: Any) -> None:
-    server.replies = [delay]
-    with pytest.raises(ConnectionError, match=r"did not answer.*Timeout"):
-        ask(endpoint(server, timeout=SHORT, retries=0), ["a"])
-
-
-@pytest.mark.parametrize(
-    ("address", "name"),
-    [("http://localhost:8000/v1/helpful/", "helpful"), ("https://judge.example", "judge.example")],
-)
-def test_its_name(address: str, name: str) -> None:
-    reward: Any = RewardEndpoint(address)
-    assert reward.__name__ == name
-    assert pickle.loads(pickle.dumps(RewardEndpoint(address, name="mine"))).__name__ == "mine"

@@ -118,23 +118,6 @@ def _finished(coroutine: Any, loop: asyncio.AbstractEventLoop) -> SimpleNamespac
     return SimpleNamespace(result=lambda: loop.run_until_complete(coroutine))
 
 
-def test_an_async_client_keeps_its_loop_between_calls(tokenizer: PreTrainedTokenizerFast) -> None:
-    loops: list[Any] = []
-
-    async def reward(completions: list[str]) -> list[float]:
-        loops.append(asyncio.get_running_loop())
-        return [0.0] * len(completions)
-
-    function = source(reward, tokenizer)
-
-    async def inside_a_running_loop() -> None:  # a notebook
-        function(make_batch())
-
-    function(make_batch())
-    asyncio.run(inside_a_running_loop())
-    assert loops[0] is loops[1] and not loops[0].is_closed()
-
-
 # ---- What a function logs is checked at the call ----
 
 
@@ -146,44 +129,6 @@ def test_a_function_without_kwargs_gets_only_what_it_names(tokenizer: PreTrained
     assert scores.tolist() == [2.0, 0.0, 2.0]
     halved = source(functools.partial(by_answer, scale=0.5), tokenizer)(make_batch(answer=["w2 w3", "", ""]))
     assert halved.tolist() == [0.5, 0.5, 0.0]
-
-
-class Judge:
-    def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        assert not torch.is_grad_enabled()
-        return [float(len(text)) for text in completions]
-
-
-class AsyncJudge:
-    async def __call__(self, completions: list[str], **_: Any) -> list[float]:
-        return Judge()(completions)
-
-
-@pytest.mark.parametrize(("judge", "name"), [(Judge(), "Judge"), (AsyncJudge(), "AsyncJudge")])
-def test_objects_partials_and_functions_that_return_a_coroutine(
-    judge: Any, name: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    for function in (judge, functools.partial(judge)):
-        reward = source(function, tokenizer)
-        assert reward.is_async is (name == "AsyncJudge") and reward.name == name
-        assert reward(make_batch()).tolist() == [5.0, 0.0, 8.0]
-    wrapped = source(lambda completions, **_: judge(completions), tokenizer)
-    assert not wrapped.is_async and wrapped.name == "lambda" and wrapped(make_batch()).tolist() == [5.0, 0.0, 8.0]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_errors_come_through_with_the_function_and_the_update(
-    is_async: bool, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    def fails(**_: Any) -> list[float]:
-        raise ConnectionError("no route")
-
-    async def fails_async(**_: Any) -> list[float]:
-        raise ConnectionError("no route")
-
-    with pytest.raises(ConnectionError, match="no route") as error:
-        source(fails_async if is_async else fails, tokenizer, name="mine")(make_batch())
-    assert error.value.__notes__ == ["raised by the reward function 'mine' after update 5"]
 
 
 # ---- What a function may return ----

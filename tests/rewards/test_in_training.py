@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from numpy.testing import assert_allclose
-from transformers.trainer_utils import get_last_checkpoint
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.recorded_update import RecordingTrainer, number_of_tokens, share_of_w4, stopping_policy
-from tests.rewards.local_server import lengths, says, url
 from tests.rewards.test_reward_model_tokens import alone
-from tests.runs import QUICK, assert_identical, end_of_run, history
+from tests.runs import QUICK
 
 MakeTrainer = Callable[..., PPOTrainer]
 EOS = 1
@@ -150,50 +147,3 @@ def test_slow_rewards_run_while_the_models_do(make_trainer: MakeTrainer, monkeyp
 
 
 # ---- Failures ----
-
-
-@pytest.mark.parametrize("failure", ["raises", "returns NaN", "server is out of order"])
-def test_a_source_that_fails_leaves_the_last_checkpoint_to_resume_from(
-    failure: str, server: Any, make_trainer: MakeTrainer
-) -> None:
-    """It fails in the third update, after a function has logged and while a slow one runs; resumed, nothing shows."""
-    broken, given_up = False, threading.Event()
-
-    async def slow(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
-        if broken and trainer_state.global_step == 2 and failure == "raises":
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                given_up.set()
-                raise
-        return [float(len(ids)) for ids in completion_ids]
-
-    def judge(completion_ids: list[list[int]], trainer_state: Any, log_metric: Any, **_: Any) -> Any:
-        log_metric("first", completion_ids[0][0])
-        if broken and trainer_state.global_step == 2:
-            log_metric("first", 1e6)
-            if failure == "raises":
-                raise IndexError("no such word")
-            if failure == "returns NaN":
-                return [np.nan] * len(completion_ids)
-        return [float(ids[0] % 5) for ids in completion_ids]
-
-    def make(**overrides: Any) -> PPOTrainer:
-        settings: dict[str, Any] = {**QUICK, "total_episodes": 8, "save_strategy": "steps", "save_steps": 1}
-        endpoint = RewardEndpoint(url(server), retries=1, backoff=0.001)
-        return make_trainer(reward_funcs=[endpoint, slow, judge], score_scaling=True, **{**settings, **overrides})
-
-    whole = make(save_strategy="no")
-    whole.train()
-    broken = True
-    server.replies = [lengths, lengths, *[says("later", 503)] * 2] if failure == "server is out of order" else []
-    trainer = make()
-    errors = {"raises": "no such word", "returns NaN": "'judge' returned nan for row 0"}
-    with pytest.raises((IndexError, ValueError, ConnectionError), match=errors.get(failure, r"status 503 \(later\)")):
-        trainer.train()
-    assert server.replies == [] and (failure != "raises" or given_up.wait(timeout=30))
-    assert str(get_last_checkpoint(trainer.args.output_dir)).endswith("checkpoint-2")
-    broken = False
-    trainer.train(resume_from_checkpoint=True)
-    assert_identical(end_of_run(trainer), end_of_run(whole))
-    assert_identical(history(trainer), history(whole))

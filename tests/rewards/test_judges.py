@@ -176,25 +176,6 @@ def test_what_training_accepts_as_judge_eval_accepts(places: None, server: Any) 
     assert set(body) == {"prompts", "completions", "completion_ids", "columns"} and "topic" in body["columns"]
 
 
-def test_a_pairwise_judge_is_told_from_a_reward_function() -> None:
-    from rlhf_ppo.rewards.builtin import Length
-    from rlhf_ppo.rewards.judges import FeedbackJudge, FunctionJudge, as_judge
-
-    def grpo(completions: Any, **_: Any) -> list[float]:
-        return []
-
-    def judge(prompts: Any, completions: Any) -> list[float]:
-        return []
-
-    def trls(prompts: Any, completions: Any, shuffle_order: bool = True) -> list[float]:
-        return []
-
-    assert isinstance(as_judge(grpo), FunctionJudge) and isinstance(as_judge(Length()), FunctionJudge)
-    assert isinstance(as_judge(lambda **_: []), FunctionJudge)
-    assert as_judge(judge) is judge and as_judge(trls) is trls
-    assert isinstance(as_judge(lambda prompt, one, two: 0.0), FeedbackJudge)
-
-
 def test_scores_become_verdicts() -> None:
     def score(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [{"good": 2.0, "bad": 1.0}.get(text) for text in completions]

@@ -33,12 +33,6 @@ def compare(judge: Any, ours: list[Any], theirs: list[Any], **arguments: Any) ->
     return reward(**{"prompts": prompts, "completions": ours, "gold": theirs} | arguments)
 
 
-def test_by_hand() -> None:
-    judge = Recorder(longer)
-    assert compare(judge, ["aaa", "b", "same"], ["aa", "bbbb", "same"]) == [1.0, -1.0, 0.0]
-    assert judge.calls == [(["p0", "p1"] * 2, [["aaa", "aa"], ["b", "bbbb"], ["aa", "aaa"], ["bbbb", "b"]])]
-
-
 @pytest.mark.parametrize("first", [0, 0.25, 0.5, 1])
 @pytest.mark.parametrize("second", [0, 0.5, 0.75, 1])
 def test_the_mean_of_both_orders(first: float, second: float) -> None:
@@ -61,13 +55,6 @@ def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, o
     )
     assert rewards == [1.0, None, 0.0, -1.0]
     assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed_frac": 0.25}
-
-
-def test_a_row_without_an_opponent_is_not_scored_and_no_failure() -> None:
-    logged: list[tuple[str, float]] = []
-    rewards = compare(Recorder(longer), ["a", "bb"], [None, "b"], log_metric=lambda *entry: logged.append(entry))
-    assert rewards == [None, 1.0]
-    assert dict(logged) == {"preference/win_rate": 1.0, "preference/failed_frac": 0.0}
 
 
 def test_conversations_are_judged_as_texts() -> None:
@@ -111,19 +98,3 @@ def test_a_reward_model_judges_by_the_difference_of_its_scores(model_path: str) 
     ]
     assert rewards == pytest.approx([math.tanh(difference / 2) for difference in differences], abs=1e-5)
     assert pickle.loads(pickle.dumps(judge))(prompts, pairs) == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("judge", "options", "error", "message"),
-    [
-        ([0], {}, ValueError, "zip"),
-        ([0, 2], {}, ValueError, "returned 2; return a number from 0 to 1"),
-        (longer, {"column": "chosen"}, KeyError, "chosen"),
-        (longer, {"opponent": "nobody"}, ValueError, "opponent='nobody' must be one of"),
-    ],
-)
-def test_wrong_judges_and_verdicts(judge: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    given = (lambda prompts, pairs: judge) if isinstance(judge, list) else judge
-    with pytest.raises(error, match=message):
-        reward = PreferenceReward(given, **{"opponent": "dataset", "column": "gold", **options})
-        reward(prompts=["p"], completions=["a"], gold=["b"])

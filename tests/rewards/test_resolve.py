@@ -5,7 +5,6 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -61,15 +60,6 @@ def test_dotted_names_and_files(folder: Path, where: str, name: str) -> None:
         assert each(completions=["a", "b c"], completion_ids=[[5], [5, 6]]) == expected
 
 
-def test_a_file_runs_once_and_files_of_one_name_are_two(folder: Path) -> None:
-    assert resolve_reward("my-rewards.py:fixed") is resolve_reward(f"{folder}/my-rewards.py:fixed")
-    other = folder / "other" / "my-rewards.py"
-    other.parent.mkdir()
-    other.write_text("def brief(**kwargs):\n    return 'other'\n")
-    assert resolve_reward("other/my-rewards.py:brief")() == "other"
-    assert resolve_reward("my-rewards.py:brief")(completion_ids=[[5]]) == [-1.0]
-
-
 def test_modules_are_looked_for_in_the_working_directory_and_beside_a_file(folder: Path) -> None:
     """As `python -m` and `python file.py` would, which a console script does not; nothing that exists is hidden."""
     (folder / "rewards_at_work.py").write_text("def f(completions, **_):\n    return [1.5] * len(completions)\n")
@@ -88,24 +78,6 @@ def test_built_ins_and_addresses() -> None:
     assert resolve_rewards((count_w4, "length_penalty")) == [count_w4, reward]
     assert resolve_reward("think_format_reward")(completions=["<think>a</think>b", "b"]) == [1.0, 0.0]
     assert resolve_reward("https://h/a(b)") == RewardEndpoint("https://h/a(b)")
-
-
-@pytest.mark.parametrize(
-    ("spec", "error", "words"),
-    [
-        ("corectness", ValueError, "reward_funcs holds 'corectness': write 'path/file.py:name' or .*'correctness'"),
-        ("mine.rewards:brief", ValueError, "holds 'mine.rewards:brief': write"),
-        ("missing.py:brief", FileNotFoundError, "missing.py"),
-        ("my-rewards.py:breif", AttributeError, "'breif'"),
-        ("nobody.rewards.brief", ModuleNotFoundError, "'nobody'"),
-        ("fails.py:f", ZeroDivisionError, "division by zero"),
-    ],
-)
-def test_what_is_not_there(folder: Path, spec: Any, error: type[Exception], words: str) -> None:
-    (folder / "fails.py").write_text("1 / 0\n")
-    for _ in range(2):  # a failed load leaves nothing behind
-        with pytest.raises(error, match=words):
-            resolve_reward(spec)
 
 
 def test_the_trainer_takes_names(folder: Path, make_trainer: Callable[..., PPOTrainer]) -> None:

@@ -1,8 +1,5 @@
 """The reward model's scores, against the transformers model run by hand on one unpadded row at a time."""
 
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -57,22 +54,6 @@ def test_scores_equal_the_model_run_by_hand(family: str, rows_per_pass: int, pad
     scores = RewardModel(FrozenScorer(model), rows_per_pass)(make_batch(pad, left, right))
     assert scores.dtype == torch.float32 and not scores.requires_grad
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_passes_have_the_rows_asked_for_without_padding_and_run_in_the_context() -> None:
-    model, shapes, entered = scorer(), [], []
-
-    @contextmanager
-    def context() -> Any:
-        entered.append(True)
-        yield
-
-    source = RewardModel(FrozenScorer(model), 2, context)
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    source(make_batch(left=3, right=3))
-    assert shapes == [(1, 8), (1, 13), (1, 7)] and entered  # two rows, two rows, one: without padding
 
 
 def test_a_score_that_is_not_finite_is_an_error_naming_the_row() -> None:

@@ -130,11 +130,6 @@ def test_a_prefilled_turn_goes_on() -> None:
     assert encoded({"prompt": prefilled})[0] == own_ids("[user]w1 w2[end][assistant]w0 w3 w4[end]")[1:]
 
 
-def test_a_cut_response_of_nothing_but_special_tokens_is_an_open_turn() -> None:
-    rows = [([4, 5], [2, 2])]
-    assert encoded({"prompt": CONVERSATIONS[:1]}, rows) == [own_ids("[user]w1 w2[end][assistant]")[1:]]
-
-
 def test_of_an_episode_each_message_goes_through_the_other_template() -> None:
     """As TRL renders it: what a tool answered is no text of the policy. Only a text that was cut stays open."""
     words = [{"role": "assistant", "content": "go"}, {"role": "tool", "name": "f", "content": "5"}]
@@ -209,33 +204,6 @@ def test_it_scores_as_it_does_alone(
     assert list(scores.by_source) == ["reward_model"]
     # The value model cannot be made from a model that does not read the policy's tokens.
     assert cast(Any, trainer.value_model).config.vocab_size == 32
-
-
-def test_a_response_that_ended_at_a_stop_string_is_finished_for_the_model_too(make_trainer: MakeTrainer) -> None:
-    """The third response ends in w12; no other does."""
-    options = {"reward_model": character_model(), "reward_processing_classes": character_tokenizer()}
-    trainer = make_trainer(**QUICK, **options, stop_strings=["w12"])
-    made = responses()
-    whole = [*ENDED[:2], True, False]
-    expected = [alone(character_model(), own_ids(text) + [1] * end) for text, end in zip(TEXTS, whole, strict=True)]
-    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {})
-    assert trainer.score_responses(made, prompts).total.tolist() == pytest.approx(expected, abs=1e-5)
-    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {"prompt": CONVERSATIONS})
-    closed = own_ids("[user]w6 w7 w8[end][assistant]w9 w10 w11 w12[end]")[1:]
-    scores = trainer.score_responses(made, prompts).total.tolist()
-    assert scores[2] == pytest.approx(alone(character_model(), closed), abs=1e-5)
-
-
-def test_a_text_that_is_too_long_for_the_model_names_the_row(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(
-        **QUICK,
-        reward_model=tiny_scorer(vocab_size=300, max_position_embeddings=10),
-        reward_processing_classes=character_tokenizer(),
-    )
-    made = responses()
-    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {})
-    with pytest.raises(ValueError, match="row 0 has 13 tokens for the reward model, which has 10 positions"):
-        trainer.score_responses(made, prompts)
 
 
 def test_several_models_each_read_their_own_tokens(make_trainer: MakeTrainer) -> None:

@@ -82,14 +82,6 @@ def test_an_evaluation_s_scores_keep_the_reward_s_unit(
     assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32
 
 
-def test_a_part_of_a_rollout_has_its_rows_of_every_source() -> None:
-    whole = rollout(scores_by_source={"a": torch.arange(4.0)})
-    for rows in (slice(1, 3), [3, 0], torch.tensor([2])):
-        part = whole[rows]
-        assert part.scores_by_source["a"].tolist() == torch.arange(4.0)[rows].tolist()
-        assert len(part.scores) == len(part)
-
-
 def test_the_spread_is_that_of_whole_scores_of_scored_responses() -> None:
     assert whole_scores(rollout()).tolist() == [10.0, -10.0, 1.0]
 
