@@ -17,7 +17,7 @@ ONE_PROCESS := not learning and not slow and not distributed and not vllm
 FAST := $(ONE_PROCESS) and not thorough
 # Tests of what only this package, Python, torch and the operating system decide.
 WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu pipeline \
-	environments/test_misbehaviour.py reporting/test_critic_audit.py test_architecture.py test_readme.py
+	docs reporting/test_critic_audit.py test_architecture.py
 
 # Tests that read ../shared/data skip where it is absent, except in CI: there its absence is a failure.
 export REQUIRE_SHARED_DATA ?= $(if $(filter true,$(CI)),1,0)

@@ -80,7 +80,6 @@ WHOLE_RUNS = {
     "reporting/test_evaluation.py",
     "estimate/test_counting.py",
     "run/test_evaluate.py",
-    "test_readme.py",
     "run/test_samples_and_logging.py",
 }
 # Files of which most tests run commands or several runs from beginning to end.
@@ -108,7 +107,6 @@ LONGEST_FIRST = (
     "distributed/test_resume.py",
     "models/test_architectures.py",
     "distributed/test_accelerate_launch.py",
-    "test_readme.py",
     "distributed/test_sharding.py",
     "demo/test_demo.py",
     "examples/test_documented_commands.py",

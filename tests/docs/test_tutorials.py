@@ -1,6 +1,5 @@
 """The tutorials, word by word from an empty directory, with fewer and smaller updates: what they show is printed."""
 
-import argparse
 import re
 import runpy
 import shlex
@@ -8,12 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerate.commands.launch import launch_command_parser
-from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import demo as demo
-from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments
 from rlhf_ppo.cli.demo import DemoSize
 from rlhf_ppo.cli.main import main
 
@@ -79,21 +74,7 @@ class Reader:
         elif program == "python":
             runpy.run_path(words[0], run_name="__main__")
         else:
-            assert (program, words[0]) == ("accelerate", "launch")
-            args = check_launch(words[1:])
-            if "--use_cpu" in args.training_script_args:  # in one process: tests/distributed/ starts several
-                sys.argv = [args.training_script, *args.training_script_args]
-                runpy.run_path(args.training_script, run_name="__main__")
-
-
-def check_launch(words: list[str]) -> argparse.Namespace:
-    """Accelerate knows its options, and the script its own; both files are there. `--cpu` starts one process."""
-    known = PPOArgumentParser((PPOScriptArguments, PPOConfig, ModelConfig))._option_string_actions
-    args = launch_command_parser().parse_args(words)
-    assert Path(args.config_file).is_file() and Path(args.training_script).is_file()
-    assert not (args.cpu and args.num_processes), words
-    assert {word for word in args.training_script_args if word.startswith("--")} <= known.keys()
-    return args
+            raise AssertionError(command)
 
 
 @pytest.mark.slow
@@ -107,8 +88,8 @@ def test_the_tutorials_give_what_they_say(tmp_path, monkeypatch, capsys) -> None
     monkeypatch.setattr(demo, "plot_metrics", lambda *_: None)  # all of them, in seconds: the first run's are drawn
     reader = Reader(capsys)
 
-    for name in ("first-run", "own-reward", "report", "lora", "many-gpus"):
+    for name in ("first-run", "own-reward", "lora"):
         reader.follow(TUTORIALS / f"{name}.md")
 
     for run in ("first", "food", "food-and-liked", "lora"):
-        assert Path("runs", run, "log_history.jsonl").is_file()
+        assert Path("runs", run, "trainer_state.json").is_file()
