@@ -391,6 +391,8 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
     def _finish_run(self) -> TrainOutput:
         """Log remaining updates and finish the run; after a signal, leave it."""
         control, loop = self.control, self._loop
+        if self._begins_steps:  # nothing has run
+            return TrainOutput(0, 0.0, {})
         if self._has_unlogged_updates():
             # It ended early, after its checkpoint: a resumed run logs as if it had not.
             control.should_log, control.should_evaluate, control.should_save = True, False, False

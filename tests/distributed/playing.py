@@ -72,7 +72,6 @@ def play(
     models: str,
     local_batch_size: int = 4,
     changes: dict[int, dict[str, Any]] | None = None,
-    given: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Take one SGD step of rate 1 on episodes of 1 turn (the first rank's) and of 9 (the second's)."""
@@ -83,7 +82,7 @@ def play(
         "environment_factory": Walk, "reward_funcs": conftest.count_w4,
     }  # fmt: skip
     trainer = make_trainer(
-        output_dir, models, given=arguments | (given or {}),
+        output_dir, models, given=arguments,
         **{
             "gradient_accumulation_steps": local_batch_size // 2, "response_length": 60, "num_ppo_epochs": 1,
             "num_mini_batches": 1, "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0,
@@ -91,8 +90,6 @@ def play(
             "tool_timeout": 0.7, **options,
         },
     )  # fmt: skip
-    if given is not None and "engine" in given:
-        checked_answers(trainer)
     turns: list[list[int]] = []
     collect = trainer.collect_rollout
 
@@ -105,37 +102,3 @@ def play(
     trainer.collect_rollout = noting  # pyright: ignore[reportAttributeAccessIssue]
     trainer.train()
     return report(trainer, parameters=whole_parameters(trainer), turns=turns[0], calls=engine.calls)
-
-
-def answer_to(prompt: list[int], most: int) -> list[int]:
-    """What the server of the test answers: a word that the whole context gives, and EOS."""
-    return [3 + sum(place * token for place, token in enumerate(prompt, 1)) % 20, EOS][:most]
-
-
-def checked_answers(trainer: Any) -> None:
-    """Check that each row gets the answer to its own context."""
-    sample = trainer._sampler.engine.sample
-
-    def checking(policy: Any, prompts: Any, config: Any) -> Sampled:
-        sampled = sample(policy, prompts, config)
-        for ids, length, prompt in zip(sampled.ids.tolist(), sampled.lengths, prompt_rows(prompts), strict=True):
-            assert ids[: int(length)] == answer_to(prompt, config.max_new_tokens)
-        return sampled
-
-    trainer._sampler.engine.sample = checking
-
-
-def play_with_server(address: str, **arguments: Any) -> dict[str, Any]:
-    """Play with vLLM's answers from a server; the NCCL group through which weights would go is not made."""
-    from trl.generation import vllm_client, vllm_generation
-
-    from rlhf_ppo.config import ppo_config as engine_arguments
-
-    for module in (vllm_generation, vllm_client, engine_arguments):
-        module.is_vllm_available = lambda: True  # pyright: ignore[reportAttributeAccessIssue]
-    client: Any = vllm_client.VLLMClient
-    client.init_communicator = lambda self, device: None
-    client.update_named_params = lambda self, metadata, named_params: [None for _ in named_params]
-    vllm_client._HAS_RESET_PREFIX_CACHE_SUCCESS = False  # pyright: ignore[reportAttributeAccessIssue]
-    options = {"generation_engine": "vllm", "vllm_mode": "server", "vllm_server_base_url": address}
-    return play(given={"engine": None}, **options, **arguments)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
@@ -405,38 +404,13 @@ def note_widths(trainer: PPOTrainer) -> list[int]:
     return widths
 
 
-def step_on_a_model_that_reads_characters(
-    output_dir: str, models: str, local_batch_size: int = 4, unreadable_on: int | None = None
-) -> dict[str, Any]:
-    """Evaluate and take an SGD step on a reward model with a tokenizer of its own, on given responses.
-
-    The rank `unreadable_on` has texts that are too long for the model.
-    """
-    trainer = make_trainer(
-        output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
-        given={"reward_model": f"{models}/character_model", "reward_funcs": None},
-        num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
-    )  # fmt: skip
-    source: Any = trainer.scorer.sources["reward_model"]
-    if trainer.args.process_index == unreadable_on:
-        source.max_positions = 2
-    evaluated = trainer.evaluate()
-    trainer.train()
-    return report(
-        trainer,
-        evaluated=evaluated,
-        parameters=whole_parameters(trainer),
-        frozen_numbers_here=sum(own_numbers(parameter) for parameter in source.scorer.parameters()),
-    )
-
-
 def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[float]:
     """A judge that depends on every word, so that another response is another verdict."""
     sums = [[sum(int(word[1:]) for word in text.split() if word[0] == "w") for text in pair] for pair in pairs]
     return [0.5 if first == second else float(second > first) for first, second in sums]
 
 
-def train_against_opponents(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
+def train_against_opponents(output_dir: str, models: str, adapters: bool, **overrides: Any) -> dict[str, Any]:
     """Train on comparisons with the reference and with the policy itself, with stop strings; return the log."""
     keep_finished_rows()
     rewards = [PreferenceReward(prefers_larger_words, kind, name=kind) for kind in ("reference", "self")]
@@ -454,21 +428,17 @@ def own_numbers(parameter: Any) -> int:
     return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
 
 
-def reward_function_fails_on_one_rank(output_dir: str, models: str, slow: bool = False) -> None:
+def reward_function_fails_on_one_rank(output_dir: str, models: str) -> None:
     """Train with a reward function that raises in the second update of rank 1."""
     trainer = make_trainer(output_dir, models)
 
-    def count_or_fail(**kwargs: Any) -> list[float]:
+    async def count_or_fail(**kwargs: Any) -> list[float]:
+        await asyncio.sleep(0.01)
         if trainer.args.process_index == 1 and trainer.state.global_step == 1:
             raise ZeroDivisionError("no such luck")
         return conftest.count_w4(**kwargs)
 
-    async def slow_count_or_fail(**kwargs: Any) -> list[float]:
-        await asyncio.sleep(0.01)
-        return count_or_fail(**kwargs)
-
-    function = slow_count_or_fail if slow else count_or_fail
-    trainer.scorer = make_trainer(output_dir, models, given={"reward_funcs": function}).scorer
+    trainer.scorer = make_trainer(output_dir, models, given={"reward_funcs": count_or_fail}).scorer
     trainer.train()
 
 
@@ -605,22 +575,12 @@ def train_longer_at_two_rates(output_dir: str, models: str) -> dict[str, Any]:
     }
 
 
-def give_an_optimizer(output_dir: str, models: str) -> None:
-    """Make a trainer with an optimizer over the models themselves."""
-    policy = AutoModelForCausalLM.from_pretrained(f"{models}/policy")
-    value_model = AutoModelForSequenceClassification.from_pretrained(f"{models}/value_model")
-    optimizer = torch.optim.SGD([*policy.parameters(), *value_model.parameters()], 0.1)
-    given = {"model": policy, "value_model": value_model, "optimizers": (optimizer, None)}
-    make_trainer(output_dir, models, given=given)
-
-
 def first_update_in_bf16(
     output_dir: str, models: str, adapters: bool = False, local_batch_size: int = 4
 ) -> dict[str, Any]:
     """One SGD step of rate 1 on 8 rows in micro-batches of 2; return rollout, ratios, log and gradients.
 
-    With adapters, one of them on the tied head, the head multiplies in float32. Returned too is how far each pass's
-    log-probabilities are off those of float64.
+    With adapters one of them is on the tied head.
     """
     of_adapters = lora() | {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "lm_head"])}
     reward_model = AutoModelForSequenceClassification.from_pretrained(f"{models}/reward_model")
@@ -628,11 +588,11 @@ def first_update_in_bf16(
     trainer = make_trainer(
         output_dir, models, FixedResponses, given={"reward_model": reward_model, **(of_adapters if adapters else {})},
         num_prompts=8, gradient_accumulation_steps=local_batch_size // 2, bf16=True, num_ppo_epochs=1,
-        num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0, lm_head_float32=adapters,
+        num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
     )  # fmt: skip
     rollouts, steps, own = record_rollouts(trainer), FirstStep(), own_gradients(trainer.model)
     trainer.add_callback(steps)
-    with recorded_ratios() as ratios, recorded_heads(f"{models}/policy/model.safetensors") as off_by:
+    with recorded_ratios() as ratios:
         trainer.train()
     rollout = rollouts[0]
     return report(
@@ -642,7 +602,6 @@ def first_update_in_bf16(
             for name in ("logprobs", "ref_logprobs", "values", "final_values")
         },
         ratios=np.concatenate(ratios),
-        head_is_off_by=off_by,
         gradients=steps.gradients,
         own_gradients={name: total.numpy() for name, total in own.items()},
     )
@@ -676,25 +635,6 @@ def recorded_ratios() -> Iterator[list[np.ndarray]]:
 
     with patch.object(trainers, "clipped_policy_loss", recording):
         yield ratios
-
-
-@contextmanager
-def recorded_heads(weights: str) -> Iterator[list[float]]:
-    """Keep how far each pass's log-probabilities are off those of float64, from the same states and tied head.
-
-    The adapters on it give 0 before the first step. Engines with states in 16 bits have the head in 16 bits, too.
-    """
-    head, compute, off_by = load_file(weights)["model.embed_tokens.weight"], policy_and_value.token_logprobs, []
-
-    def recording(policy: Any, states: torch.Tensor, targets: torch.Tensor, temperature: float, *others: Any) -> Any:
-        found = compute(policy, states, targets, temperature, *others)
-        logits = states.detach().double() @ head.to(states.dtype).double().T / temperature
-        exact = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
-        off_by.append(float((found[0].detach().double() - exact).norm() / exact.norm()))
-        return found
-
-    with patch.object(policy_and_value, "token_logprobs", recording):
-        yield off_by
 
 
 class FirstStep(TrainerCallback):

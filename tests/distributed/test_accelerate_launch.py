@@ -1,19 +1,15 @@
 """`accelerate launch --config_file <each shipped file> examples/ppo.py` on two CPU processes, with a real model."""
 
-import ast
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -21,16 +17,10 @@ from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LAUNCHED = {  # what each configuration must be seen as from inside, with two processes
-    "multi_gpu": ("MULTI_CPU", None),
-    "deepspeed_zero1": ("DEEPSPEED", 1),
-    "deepspeed_zero2": ("DEEPSPEED", 2),
-    "deepspeed_zero3": ("DEEPSPEED", 3),
     "deepspeed_zero3_offload": ("DEEPSPEED", 3),
     "fsdp2": ("FSDP", None),
     "multi_node": ("DEEPSPEED", 3),
 }
-PROCESSES = {"single_gpu": 1, "multi_node": 16}
-"""Of a shipped file, where they are not eight."""
 
 QUICK = """--response_length 4 --bf16 False --gradient_checkpointing False --report_to none --save_strategy no
     --num_sample_generations 0"""
@@ -60,7 +50,7 @@ def options(local, output_dir):
         --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --disable_tqdm True {QUICK}"""
 
 
-def start(config, script, notes, rank=0, num_machines=1, port=0, working_directory=ROOT):
+def start(config, script, notes, rank=0, num_machines=1, port=0):
     """Start what one machine starts; two processes in all."""
     launch = ["--num_processes", "2", "--num_machines", str(num_machines)]
     launch += ["--machine_rank", str(rank), "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
@@ -68,18 +58,13 @@ def start(config, script, notes, rank=0, num_machines=1, port=0, working_directo
     yaml = f"accelerate_configs/{config}.yaml"
     command = ["accelerate.commands.launch", "--config_file", yaml, "--mixed_precision", "no", *launch]
     words = [*command, "examples/ppo.py", *script.split(), "--ddp_backend", "gloo"]
-    return run_module(words, notes, config == "multi_gpu", working_directory)
-
-
-def run_module(words, notes, use_cpu=True, working_directory=ROOT):
-    """Start a launcher, given as a module with its options, whose processes find CPUs only."""
     paths = [str(ROOT / "tests" / "distributed" / "on_cpu"), str(ROOT)]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "NOTES": str(notes), "ACCELERATE_USE_CPU": str(use_cpu).lower(),
+        "NOTES": str(notes), "ACCELERATE_USE_CPU": str(config == "multi_gpu").lower(),
     }  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-m", *words], cwd=working_directory, env=environment, stdout=subprocess.PIPE,
+        [sys.executable, "-m", *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -107,46 +92,12 @@ def assert_trained_under(config, notes, output_dir, stories):
 
 @pytest.mark.parametrize("config", ["deepspeed_zero3_offload", "fsdp2", "multi_node"])
 def test_the_example_trains_under(config, local, tmp_path):
-    """Two have tests below, ZeRO-2 one in `tests/examples/test_documented_commands.py`; ZeRO-1 starts as it does."""
+    """ZeRO-2 has a test in `tests/examples/test_documented_commands.py`."""
     machines = 2 if config == "multi_node" else 1
     port = free_port()
     script = f"{options(local, tmp_path)} --total_episodes 8"
     outputs_of(*(start(config, script, tmp_path, rank, machines, port) for rank in range(machines)))
     assert_trained_under(config, tmp_path, tmp_path, local[1])
-
-
-def test_the_documented_command_for_zero3(local, tmp_path):
-    """Word for word, in a directory whose folders are called like the models and the data on the hub."""
-    documentation = ast.get_docstring(ast.parse((ROOT / "examples" / "ppo.py").read_text()))
-    command = re.search(r"accelerate launch.*?(?=\n\n)", documentation, re.DOTALL)[0].replace("\\\n", " ")
-    launch, script = command.split("examples/ppo.py")
-    assert launch.split() == ["accelerate", "launch", "--config_file", "accelerate_configs/deepspeed_zero3.yaml"]
-    names = dict(zip(script.split()[::2], script.split()[1::2], strict=True))
-    for folder in ("accelerate_configs", "examples"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    shutil.copytree(local[1], tmp_path / names["--sft_model_path"])
-    rows = datasets.load_dataset("json", data_files=str(local[0] / "prompts.jsonl"), split="train")
-    rows = datasets.DatasetDict({names["--dataset_train_split"]: rows})
-    rows.save_to_disk(tmp_path / names["--dataset_name"])
-
-    options = f"{script} --total_episodes 32 {QUICK}"
-    (output,) = outputs_of(start("deepspeed_zero3", options, tmp_path, working_directory=tmp_path))
-
-    output_dir = tmp_path / names["--output_dir"]
-    assert_trained_under("deepspeed_zero3", tmp_path, output_dir, local[1])
-    args = torch.load(output_dir / "training_args.bin", weights_only=False)
-    assert (args.num_ppo_epochs, args.num_mini_batches, args.batch_size) == (1, 1, 32)
-    assert args.local_rollout_forward_batch_size == 1
-    assert len(re.findall(r"update +1/1 ", output)) == 1, "one line for all ranks"
-    assert output.count("model response") == 1 and output.count("Once upon a time") == 2  # a table of two rows
-
-
-def test_every_configuration_is_launched_and_leaves_hosts_and_ports_to_the_command_line():
-    files = list((ROOT / "accelerate_configs").glob("*.yaml"))
-    assert {path.stem for path in files} == LAUNCHED.keys() | {"single_gpu"}
-    for path in files:
-        assert load_config_from_file(str(path)).num_processes == PROCESSES.get(path.stem, 8), path
-        assert not re.search(r"main_process|host|port|ip:", path.read_text()), path
 
 
 @pytest.fixture
@@ -160,28 +111,6 @@ def long_run(local, tmp_path):
     finally:
         launcher.terminate()  # a launcher that is killed leaves its processes behind
         launcher.wait(60)
-
-
-def test_a_rank_that_dies_stops_all_of_them(long_run):
-    """Rank 1 is killed; the launcher ends the other one, and says who failed and how."""
-    victim = _process_of_rank(long_run.pid, 1)
-    os.kill(victim, signal.SIGKILL)
-    output, _ = long_run.communicate(timeout=120)
-    assert long_run.returncode != 0
-    assert "exitcode  : -9" in output and f"pid: {victim}" in output
-
-
-def test_a_rank_that_raises_ends_all_of_them_under_torchrun_too(local, tmp_path):
-    """In the second update; the output has the error of the rank that raised."""
-    script = f"""{options(local, tmp_path)} --total_episodes 4000 --ddp_backend gloo
-        --reward_funcs {Path(__file__).with_name("failing_reward.py")}:fails_on_rank_1"""
-    launch = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), "examples/ppo.py"]
-    launcher = run_module([*launch, *script.split()], tmp_path)
-    output, _ = launcher.communicate(timeout=300)
-    assert launcher.returncode == 1
-    assert_launched("multi_gpu", tmp_path)
-    for error in ("ZeroDivisionError: no such luck", "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"):
-        assert f"\n{error}" in re.sub(r"\[rank\d\]: ", "", output)
 
 
 def test_sigterm_to_the_launcher_ends_all_ranks_with_a_checkpoint(long_run, tmp_path):

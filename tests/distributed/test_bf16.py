@@ -26,10 +26,7 @@ def test_the_first_update(config, models, tmp_path):
     for rank in (*whole, *adapters):
         assert (rank["num_processes"], rank["zero_stage"]) == (2, LAUNCHERS[config][1])
         assert_in_float32_and_not_yet_learned(rank)
-    for rank in adapters:  # whose head multiplies in float32
-        assert len(rank["head_is_off_by"]) >= 3 and max(rank["head_is_off_by"]) < 3e-6
     for rank in whole:
-        assert min(rank["head_is_off_by"]) > 2e-4
         assert_same_gradients(rank["gradients"], one["gradients"])
     if config.startswith("deepspeed"):  # FSDP2's parameters in a pass are not the trainer's
         assert_added_up_in_float32(whole)

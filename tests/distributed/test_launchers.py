@@ -1,13 +1,12 @@
 """Two processes on the CPU under the shipped configurations: one algorithm, whatever splits the models."""
 
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import processes, recipes, scenarios
+from tests.distributed import processes, recipes
 from tests.distributed.comparing import assert_logs_alike, assert_same_step, numbers
 from tests.distributed.processes import LAUNCHERS
 
@@ -103,26 +102,6 @@ def test_every_launcher_trains_alike_and_saves_what_it_trained(config, models, d
         assert [rank["gathered_by_the_way"] for rank in two] == [0, 0]
         assert two[0]["chunks"] != two[1]["chunks"]
     assert_loads_as_trained(whole, adapter, folder, models)
-
-
-def reductions_of_a_step(**arguments):
-    """Take one step, and count how often FSDP2 reduces gradients."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
-    with patch.object(groups, "foreach_reduce", wraps=groups.foreach_reduce) as reduce:
-        report = scenarios.one_step(**arguments)
-    return report | {"reductions": reduce.call_count}
-
-
-def test_fsdp_exchanges_gradients_once_for_a_step_if_it_is_asked_to(models, one_process, tmp_path):
-    """Of two micro-batches; the step is the same."""
-    step = {"output_dir": str(tmp_path), "models": str(models), "local_batch_size": 4, "tokens_per_chunk": 3}
-    once = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}
-    calls = [(f"{__name__}.reductions_of_a_step", step | given) for given in ({}, once)]
-    for_each, for_both = processes.run_all("fsdp2", calls)
-    for report in (for_each[0], for_both[0]):
-        assert_same_step(report, one_process[0])
-    assert for_each[0]["reductions"] == 2 * for_both[0]["reductions"] > 0
 
 
 def assert_trained_alike(ranks, of_ddp):

@@ -24,11 +24,3 @@ def test_one_base_stays_one_and_a_resumed_run_ends_alike(config, models, tmp_pat
     if config.startswith("deepspeed"):
         names = stored_by_deepspeed(tmp_path / "whole" / "checkpoint-1")
         assert len(names) == 17 and all(".lora_" in name or "modules_to_save" in name for name in names)
-
-
-@pytest.mark.parametrize(("config", "engine"), [("deepspeed_zero3", "DeepSpeed ZeRO-3"), ("fsdp2", "FSDP")])
-def test_engines_that_take_models_apart_refuse_it_at_the_start(config, engine, models, tmp_path):
-    run = {"scenario": "make_trainer", "output_dir": str(tmp_path), "models": str(models)}
-    calls = [("error_of", {**run, name: True}) for name in ("share_base_model", "offload_frozen")]
-    for name, errors in zip(("share_base_model", "offload_frozen"), processes.run_all(config, calls), strict=True):
-        assert errors[0] == errors[1] and errors[0].startswith(f"ValueError: {name}=True, but {engine} spreads ")
