@@ -78,7 +78,6 @@ def pytest_collection_finish() -> None:
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
 WHOLE_RUNS = {
     "reporting/test_evaluation.py",
-    "estimate/test_counting.py",
     "run/test_evaluate.py",
     "run/test_samples_and_logging.py",
 }
@@ -98,7 +97,6 @@ LONG_RUNS = {
     "run/test_callbacks.py",
     "compat/test_drop_in.py",
     "models/test_one_base.py",
-    "run/test_search.py",
     "run/test_trainer_arguments.py",
 }
 # The longest files, which a run begins with, so that no process is left with one at the end; beside one that starts
@@ -120,10 +118,6 @@ LONGEST_FIRST = (
 # Tests whose cases show one thing many times, and how many of them `make check` runs: `make test` runs all.
 CASES_IN_CHECK = {
     "cli/test_user_errors.py::test_a_mistake_is_one_sentence": 30,
-    "cli/test_user_errors.py::test_data_that_cannot_be_used": 11,
-    "faults/test_odd_functions.py::test_it_works": 2,
-    "faults/test_odd_servers.py::test_it_ends_in_time_and_in_one_sentence": 12,
-    "faults/test_odd_servers.py::test_one_repetition_mends_it": 2,
     "generation/test_transformers_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,
     "models/test_reference.py::test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves": 1,
     "test_first_update.py::test_gradients_of_the_whole_loss_equal_finite_differences": 1,

@@ -28,6 +28,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert namespace["trainer"].state.global_step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "options"),
     [

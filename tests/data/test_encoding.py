@@ -84,8 +84,6 @@ def test_a_rows_own_template_arguments_win_as_in_trls_trainers() -> None:
     assert encoder(row, 0)["input_ids"] == [3, 4, 5]
     assert encoder(row | {"chat_template_kwargs": {"word": "a", "other": None}}, 0)["input_ids"] == [3, 3, 5]
     assert encoder(row | {"chat_template_kwargs": None}, 0)["input_ids"] == [3, 4, 5]
-    with pytest.raises(ValueError, match="has chat_template_kwargs with 'tokenize', which the trainer sets: leave it"):
-        encoder(row | {"chat_template_kwargs": {"tokenize": False}}, 7)
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,9 @@ def hooked(change: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("model", "message"), [
-    (lambda: hooked(lambda x: x + x.mean(dim=1, keepdim=True)), "depends on later tokens"),
-    (lambda: tiny_model("bert"), "BertLMHeadModel, in which a token's state depends on later tokens"),
-    (lambda: tiny_model("cpmant"), "CpmAntForCausalLM, in which"),
-    (lambda: tiny_model("modernbert-decoder"), "which changes its logits after the head"),
-])  # fmt: skip
-def test_each_fault_is_named(model: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_consistent(model(), "model")
+def test_a_state_that_depends_on_later_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="depends on later tokens"):
+        check_consistent(hooked(lambda x: x + x.mean(dim=1, keepdim=True)), "model")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -209,13 +209,11 @@ def test_what_is_saved_is_an_adapter_that_loads_and_merges(make_trainer: MakeTra
     "policy",
     [
         lambda: {"peft_config": lora(init_lora_weights=False, modules_to_save=["lm_head"])},
-        lambda: {"model": trained_adapter()},
         lambda: {"model": two_adapters(), "model_adapter_name": "policy", "ref_adapter_name": "sft"},
-        lambda: {"value_peft_config": lora()},
         lambda: {"peft_config": lora(), "value_peft_config": lora()},
         lambda: {"model": trained_adapter(), "share_base_model": True, "value_model": None},
     ],
-    ids=["new adapter", "trained adapter", "named adapters", "value adapter", "both adapters", "one base"],
+    ids=["new adapter", "named adapters", "both adapters", "one base"],
 )
 def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer, tmp_path: Path, policy: Any):
     def arguments() -> Any:
