@@ -43,54 +43,43 @@ Losses = tuple[PolicyAndValueOutput, PolicyLoss, ValueLoss]
 class PPOTrainer(TrainerBase):
     """Train a language model with PPO (Schulman et al., arXiv 1707.06347) against a reward, under a KL penalty.
 
-    One Trainer step is one PPO update: generate `per_device_train_batch_size * gradient_accumulation_steps` responses
-    on every rank, score them, then take `num_ppo_epochs * num_mini_batches` optimizer steps on them.
+    One Trainer step is one PPO update: each rank generates and scores `per_device_train_batch_size *
+    gradient_accumulation_steps` responses, then takes `num_ppo_epochs * num_mini_batches` optimizer steps on them.
 
     Args:
         args: The training arguments.
-        processing_class: The policy's tokenizer, with any padding side. None loads it from the directory or hub name
-            of `model`.
+        processing_class: The policy's tokenizer; None loads it from the directory or hub name of `model`.
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
-        ref_model: The reference policy of the KL penalty. None uses the initial policy; with `args.kl_coef=0` None
-            uses no reference.
-        reward_model: A sequence-classification model with one label, or a list of these models. None if only
-            `reward_funcs` score.
-        train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; `reward_funcs` receive the
-            other columns. A path or hub name loads the split `train`.
-        value_model: A sequence-classification model with one label; it is trained with the policy. None starts from
-            the reward model, or from the policy's backbone with a zero head.
+        ref_model: The reference of the KL penalty. None: the initial policy, or no reference with `args.kl_coef=0`.
+        reward_model: A sequence-classification model with one label, or a list; None if only `reward_funcs` score.
+        train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`, or a path or hub name;
+            `reward_funcs` receive the other columns.
+        value_model: A sequence-classification model with one label, trained with the policy. None starts from the
+            reward model, or from the policy's backbone with a zero head.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
-        eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name (split `test` or
-            `validation`), or a dict of these.
+        eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name, or a dict of these.
         optimizers: An optimizer over all trainable parameters of both models, and a scheduler that counts PPO updates.
-            Either may be a function, called when training starts. The optimizer's function takes the list of
-            `(name, parameter)`, with names like `policy.lm_head.weight` and `value_model.score.weight`; the
-            scheduler's function takes the optimizer and the number of updates.
+            Either may be a function, called when training starts, of the list of `(name, parameter)`, with names like
+            `policy.lm_head.weight`, or of the optimizer and the number of updates.
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy. The reference is then the policy without the adapter.
         reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async, or their names
             (see `rlhf_ppo.rewards.resolve.resolve_reward`); or objects that score the token ids of a whole batch (see
             `rlhf_ppo.rewards.scorer.RewardSource`).
-        reward_processing_classes: The tokenizer of each reward model that does not use the policy's tokens. None loads
-            the tokenizer saved beside the reward model if its tokens differ.
+        reward_processing_classes: The tokenizer of each reward model; None: the one beside it, if it differs.
         value_peft_config: Adds an adapter to the value model; only adapter and head are trained. With
             `args.share_base_model`, None copies the policy's configuration.
-        kl_controller: Sets the coefficient of the KL penalty after each update. None keeps `args.kl_coef`, or adapts
-            it to `args.kl_target`.
+        kl_controller: Sets the KL coefficient after each update. None: `args.kl_coef`, or adapts to `args.kl_target`.
         engine: Generates the responses instead of the engine named by `args.generation_engine`.
-        policy_loss: A function `(logprobs, experience, args) -> PolicyLoss`; see the method `policy_loss`. None uses
-            the loss named by `args.policy_loss`.
-        ptx_dataset: Rows in `SFTTrainer`'s formats (`text`; `prompt` and `completion`; or `messages`) for an added
-            language-modeling loss, weighted by `args.ptx_coef`.
+        policy_loss: A function `(logprobs, experience, args) -> PolicyLoss`; None: the one that `args` names.
+        ptx_dataset: Rows in `SFTTrainer`'s formats for an added language-modeling loss, weighted by `args.ptx_coef`.
         tools: Functions, sync or async, with type hints and Google docstrings, that the policy may call.
         rollout_func: A function of prompts and trainer that makes whole rollouts, as for `GRPOTrainer`.
         environment_factory: A function without arguments that makes an environment, or a dict of such functions, of
-            which the column `environment` names one. As for `GRPOTrainer`, an environment has `reset(**row)` and
-            methods that the policy may call as tools. It may have `get_reward`, `turn_rewards` and `done`, and make
-            its own tasks without `train_dataset`.
+            which the column `environment` names one. As for `GRPOTrainer`, it has `reset(**row)` and methods that the
+            policy may call as tools. It may have `get_reward`, `turn_rewards` and `done`, and make its own tasks.
 
     Raises:
-        TypeError: An argument has the wrong type.
         ValueError: Arguments are incompatible. The check runs before any training.
     """
 
@@ -179,8 +168,7 @@ class PPOTrainer(TrainerBase):
             scores: Their scores, or None.
 
         Returns:
-            The rollout. Its `logprobs` come from the forward function that learning uses, so before the first
-            optimizer step the importance ratio is 1.
+            The rollout. Its `logprobs` come from learning's own forward function, so the first importance ratio is 1.
         """
         run, model = self._run, self._prepared
         model.eval()  # which returns None under DeepSpeed
@@ -213,9 +201,8 @@ class PPOTrainer(TrainerBase):
     ) -> Responses:
         """Sample a response to each prompt and truncate it after the stop token or stop string.
 
-        A response that has neither keeps all its tokens and counts as not ended (`Rollout.ended`): by default it is
-        scored and learned like the others; `missing_eos_penalty`, `missing_eos_score` and `bootstrap_truncated` change
-        that.
+        A response with neither keeps all its tokens and counts as not ended (`Rollout.ended`). It is scored and
+        learned like the others; `missing_eos_penalty`, `missing_eos_score` and `bootstrap_truncated` change that.
 
         Args:
             prompts: `B` prompts.
@@ -255,8 +242,8 @@ class PPOTrainer(TrainerBase):
             rollout: This rank's rollout.
 
         Returns:
-            The experience that the losses read. Advantages have mean 0 and variance 1 over `loss_mask` on all ranks;
-            `loss_mask` leaves out padding, tokens of tools, and responses without a score.
+            The experience. Advantages have mean 0 and variance 1 over `loss_mask` (tokens of scored responses that
+            the policy wrote) on all ranks.
         """
         args, sum_over_ranks, mask = self.args, self._run.sum_over_ranks, rollout.loss_mask
         rewards = scaled = self.shape_rewards(rollout)
@@ -293,8 +280,7 @@ class PPOTrainer(TrainerBase):
             rewards: Rewards from `shape_rewards`, whitened if `whiten_rewards` is set, `(B, T)`.
 
         Returns:
-            Advantages before whitening, and returns, float32 `(B, T)` each, in the unit of `rewards`, 0 outside
-            `rollout.loss_mask`.
+            Advantages before whitening, and returns, float32 `(B, T)` each, 0 outside `rollout.loss_mask`.
         """
         return learning.advantages_and_returns(rollout, rewards, self.args, self._critic_only.warms_up)
 
@@ -307,7 +293,7 @@ class PPOTrainer(TrainerBase):
             experience: This rank's experience.
 
         Returns:
-            Sums of the update's metrics, and the gradient norm of the last step, before clipping.
+            Sums of the update's metrics, and the gradient norm of the last step before clipping.
         """
         self._guard.check_experience(experience)
         run, args = self._run, self.args
@@ -327,15 +313,15 @@ class PPOTrainer(TrainerBase):
     def optimizer_step(self, minibatch: Experience, statistics: UpdateStatistics) -> float | Tensor:
         """Take one optimizer step on a mini-batch, with gradients accumulated over micro-batches.
 
-        The loss of every micro-batch is a sum over its tokens, divided by the tokens of the whole mini-batch on all
-        ranks. The gradient is the same for any number and size of micro-batches.
+        Each micro-batch's loss is the sum over its tokens, divided by the tokens of the whole mini-batch on all ranks,
+        so the gradient is the same for any number and size of micro-batches.
 
         Args:
             minibatch: This rank's share of the mini-batch.
             statistics: Collects the metrics of each micro-batch.
 
         Returns:
-            Gradient norm before clipping; 0 if no response of the mini-batch has a score, which takes no step.
+            Gradient norm before clipping; 0 without a step if no response has a score.
         """
         run, model = self._run, self._prepared
         num_tokens = float(run.sum_over_ranks(minibatch.loss_mask.sum()))
@@ -356,9 +342,8 @@ class PPOTrainer(TrainerBase):
     def _backward(self, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
         """Run the backward pass of a micro-batch; return its loss, and model outputs and losses of each token.
 
-        On one process policy and value model have separate backward passes, so that only one model's activations are
-        in memory; in critic warm-up the value model runs alone. Several processes, `torch_compile`, and an
-        overridden `compute_loss` use `compute_loss` and one backward pass.
+        On one process policy and value model have separate backward passes, to hold one model's activations at a
+        time. Several processes, `torch_compile`, and an overridden `compute_loss` use `compute_loss` and one pass.
         """
         model, args, warms_up = self._prepared, self.args, self._critic_only.warms_up
         has_own_loss = type(self).compute_loss is not PPOTrainer.compute_loss
@@ -393,8 +378,7 @@ class PPOTrainer(TrainerBase):
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
         To change a term, override `policy_loss` or `value_loss`. Training calls this method if you override it, and
-        with several processes or `torch_compile`. Otherwise it computes the two terms one after the other to save
-        memory. During critic warm-up the loss is the value term.
+        with several processes or `torch_compile`; else one term after the other. In warm-up it is the value term.
 
         Args:
             model: The `PolicyAndValue`.
@@ -425,8 +409,7 @@ class PPOTrainer(TrainerBase):
             experience: The micro-batch.
 
         Returns:
-            Losses of the tokens, `(B, T)`. Training minimizes the mean of `loss` over the mini-batch's tokens, and
-            logs each entry of `figures` by its name.
+            Losses, `(B, T)`. Training minimizes the mean of `loss` over the mini-batch's tokens, and logs `figures`.
         """
         if self._policy_loss is not None:
             return self._policy_loss(logprobs, experience, self.args)
@@ -447,8 +430,7 @@ class PPOTrainer(TrainerBase):
             experience: The micro-batch.
 
         Returns:
-            Losses of the tokens, `(B, T)`. Training minimizes `vf_coef` times the mean of `loss` over
-            `experience.loss_mask`, and logs each entry of `figures` by its name.
+            Losses, `(B, T)`. Training minimizes `vf_coef` times the mean of `loss` over tokens, and logs `figures`.
         """
         return clipped_value_loss(values, experience.values, experience.returns, self.args.cliprange_value)
 

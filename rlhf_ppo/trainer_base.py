@@ -46,7 +46,6 @@ from rlhf_ppo.run.external import given_responses
 from rlhf_ppo.run.guards import DivergenceGuard
 from rlhf_ppo.run.learning import CriticOnly, gradient_norms, monte_carlo_returns
 from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
-from rlhf_ppo.run.ptx import LanguageModeling
 from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts, count_update
 from rlhf_ppo.run.signals import StopOnSignal, stopped
 from rlhf_ppo.run.steps import ExplainsTrainer, Steps
@@ -89,9 +88,7 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
         self._is_stepped, self._reward_funcs = prepared.is_stepped, prepared.reward_funcs
         self._run = run = RunState(args, tokenizer, tokens)
         self._critic_only, self.score_moments, self._stateful = CriticOnly(run), RunningMoments(), StatefulParts()
-        self.kl_controller = construction.make_kl_controller(args, kl_controller)
-        if kl_controller is not None or args.kl_target is not None:
-            self._stateful.register("kl_controller", self.kl_controller)
+        self.kl_controller = construction.make_kl_controller(args, kl_controller, self._stateful)
         if args.score_scaling:
             self._stateful.register("score_moments", self.score_moments)
 
@@ -127,13 +124,10 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
         add_console_and_health(self, args, self.sizes, self.reward_models)
         self.add_callback(self._signals)
         construction.set_up_engine(self.accelerator, self._models)
-        parts = construction.make_parts(self, run, prepared, engine)
+        parts = construction.make_parts(self, run, prepared, engine, self._critic_only, ptx_dataset)
         self._sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
-        self._baselines, self._play = parts.baselines, parts.play
-        self._ptx = None
-        if ptx_dataset is not None:
-            longest = self._preparation.longest_sequence
-            self._ptx = LanguageModeling(run, self.sizes, self._critic_only, longest, ptx_dataset)
+        self._baselines, self._play, self._ptx = parts.baselines, parts.play, parts.ptx
+        if self._ptx is not None:
             self._stateful.register("ptx", self._ptx)
 
     @property
@@ -250,7 +244,8 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
             return
         run, loop = self._run, self._loop
         for epoch in itertools.count(self._progress.epoch):
-            self._begin_epoch()
+            run.fire("on_epoch_begin")
+            self._load_rng_state(loop.checkpoint)
             num_batches = num_skipped = self._progress.batches_in_epoch
             if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
                 self.control.should_training_stop = True
@@ -319,11 +314,6 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
         with raise_on_all_ranks(self.accelerator):
             if self.args.should_save:
                 save_settings(output_directory(self.args), self.args, made_of, health)
-
-    def _begin_epoch(self) -> None:
-        """Restore the random numbers of a checkpoint."""
-        self._run.fire("on_epoch_begin")
-        self._load_rng_state(self._loop.checkpoint)
 
     def _make_samples(self) -> None:
         """Make a sample table if it is due."""
@@ -721,10 +711,7 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
-        loading = nullcontext()
-        if self.is_fsdp_enabled:
-            loading = saving.loading_without_policy_state(checkpoint, self._models.policy)
-        with loading:
+        with saving.loading_without_policy_state(checkpoint, self._models.policy, self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
         given = self._optimization, self.optimizer, self._get_learning_rate
         saving.apply_own_optimization(self._run, self._progress, *given)
@@ -827,9 +814,8 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
             it to `output_dir/_samples/`. None before the first update on a stream without evaluation data.
         """
         run, held_out = self._run, self.eval_dataset is not None
-        gather: Callable[..., Any] = gather_object
-        if held_out:
-            gather = partial(self.accelerator.gather_for_metrics, use_gather_object=True)
+        gather_rows = partial(self.accelerator.gather_for_metrics, use_gather_object=True)
+        gather: Callable[..., Any] = gather_rows if held_out else gather_object
         with self._apart_from_training():
             batches = itertools.islice(self._sample_prompts(), 1 if sampling else None)
             rows = rollouts.rows_of_samples(run, batches, self._respond_greedily, gather)

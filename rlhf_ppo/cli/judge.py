@@ -211,9 +211,14 @@ def _respond(args: JudgeArguments, rows: Any, path: str, tokenizer: Any, argumen
         AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=args.trust_remote_code
     )
     how = Answering(
-        args.max_new_tokens, args.temperature, args.top_p, args.batch_size, args.generation_engine, args.seed,
+        args.max_new_tokens,
+        args.temperature,
+        args.top_p,
+        args.batch_size,
+        args.generation_engine,
+        args.seed,
         template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs),
-    )  # fmt: skip
+    )
     return respond(model.to(PartialState().device), tokenizer, list(rows), args.dataset_name, how)
 
 

@@ -58,9 +58,7 @@ def _accepts_batch_size(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "batch_size" in kwargs:
-            if name in kwargs or len(args) > 2:
-                raise TypeError(f"{function.__name__}: batch_size and {name} are one argument; give one of them")
-            kwargs[name] = kwargs.pop("batch_size")
+            return function(*args, **{name: kwargs.pop("batch_size")}, **kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -89,10 +87,7 @@ def batch_generation(
 
     Raises:
         TypeError: The batch size is given under both names, or under none.
-        ValueError: It is below 1.
     """
-    if local_rollout_forward_batch_size < 1:
-        raise ValueError(f"local_rollout_forward_batch_size={local_rollout_forward_batch_size}: it must be at least 1")
     parts = [
         generate(model, part, pad_token_id, generation_config)
         for part in queries.split(local_rollout_forward_batch_size)

@@ -314,8 +314,6 @@ def real_tokens(row: Mapping[str, Any]) -> list[int]:
         ValueError: The mask has another length.
     """
     given = _as_list(row["input_ids"])
-    if any(isinstance(token, bool) for token in given):
-        raise TypeError("booleans are no token ids")
     ids = [operator.index(token) for token in given]
     if row.get("attention_mask") is None:
         return ids

@@ -349,12 +349,12 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
         pad: Id of the padding.
 
     Raises:
-        ValueError: A key is missing, or something has another number of rows or tokens.
+        KeyError: A key is missing.
+        ValueError: Something has another number of rows or tokens.
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
-    if missing := [key for key in needed if key not in returned]:
-        raise ValueError(f"rollout_func must return keys {missing} in its output dict.")
-    own = {key: returned[key] for key in (*needed, "env_mask") if returned.get(key) is not None}
+    given = {key: returned[key] for key in needed} | {"env_mask": returned.get("env_mask")}
+    own = {key: value for key, value in given.items() if value is not None}
     rows = {key: [_plain_row(row) for row in values] for key, values in own.items()}
     masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
     extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +81,8 @@ class Continues(Protocol):
 
 
 def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
-    """Return `max_new_tokens` and `pad_token_id`; raise a `ValueError` if one is not set."""
-    if config.max_new_tokens is None or config.pad_token_id is None:
-        raise ValueError(f"max_new_tokens={config.max_new_tokens} and pad_token_id={config.pad_token_id} must be set")
-    return config.max_new_tokens, config.pad_token_id
+    """Return `max_new_tokens` and `pad_token_id`."""
+    return cast(int, config.max_new_tokens), cast(int, config.pad_token_id)
 
 
 def stop_tokens(config: GenerationConfig) -> list[int]:

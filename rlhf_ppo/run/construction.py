@@ -39,9 +39,11 @@ from rlhf_ppo.run import distributed
 from rlhf_ppo.run.datasets import PromptPreparation, load_data
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
+from rlhf_ppo.run.learning import CriticOnly
 from rlhf_ppo.run.optimization import Optimizers, check_pair
+from rlhf_ppo.run.ptx import LanguageModeling
 from rlhf_ppo.run.rollouts import Play
-from rlhf_ppo.run.run_state import RunState
+from rlhf_ppo.run.run_state import RunState, StatefulParts
 
 logger = distributed.get_logger(__name__)
 
@@ -521,17 +523,19 @@ def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl
     return references.asks_for_reference(args) or kl_controller is not None or "reference" in asked
 
 
-def make_kl_controller(args: PPOConfig, given: KLController | None) -> KLController:
-    """Return the given controller, or the one for the arguments.
+def make_kl_controller(args: PPOConfig, given: KLController | None, stateful: StatefulParts) -> KLController:
+    """Return the given controller, or the one for the arguments; register it in `stateful` unless it is constant.
 
     Raises:
         ValueError: A controller is given, and the arguments ask for one.
     """
     if given is not None and args.kl_target is not None:
         raise ValueError(f"kl_controller and kl_target={args.kl_target} both set the KL coefficient; leave one None")
-    if args.kl_target is None:
-        return FixedKLController(args) if given is None else given
-    return AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    if given is None and args.kl_target is None:
+        return FixedKLController(args)
+    controller = given or AdaptiveKLController(args.kl_coef, cast(float, args.kl_target), args.kl_horizon)
+    stateful.register("kl_controller", controller)
+    return controller
 
 
 def prompt_preparation(
@@ -569,6 +573,7 @@ class Parts:
         preparation: Tokenizes and checks prompts, with the engine's limit.
         baselines: Responses that reward functions compare with.
         play: Plays episodes of several turns instead, or None.
+        ptx: The loss on `ptx_dataset`, or None.
     """
 
     sampler: Sampler
@@ -576,9 +581,17 @@ class Parts:
     preparation: PromptPreparation
     baselines: BaselineCompletions
     play: Play | None
+    ptx: LanguageModeling | None
 
 
-def make_parts(trainer: Trainer, run: RunState, prepared: Prepared, engine: GenerationEngine | None) -> Parts:
+def make_parts(
+    trainer: Trainer,
+    run: RunState,
+    prepared: Prepared,
+    engine: GenerationEngine | None,
+    critic_only: CriticOnly,
+    ptx_dataset: Any,
+) -> Parts:
     """Place the frozen models, and make engine, sampler and scorer.
 
     Args:
@@ -586,6 +599,8 @@ def make_parts(trainer: Trainer, run: RunState, prepared: Prepared, engine: Gene
         run: Its run.
         prepared: What `prepare` returned.
         engine: The engine to use; None makes that of the arguments.
+        critic_only: Critic warm-up.
+        ptx_dataset: Texts of an added loss, or None.
     """
     args, tokens, accelerator, models = run.args, run.tokens, run.accelerator, prepared.models
     if models.reference is not None and models.reference.model is not None:
@@ -606,7 +621,10 @@ def make_parts(trainer: Trainer, run: RunState, prepared: Prepared, engine: Gene
     preparation = prepared.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     never_sampled, longest = preparation.vocabulary.never_sampled, preparation.longest_sequence
     sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.moment)
-    return Parts(sampler, make_scorer(run, models.rewards, prepared.functions), preparation, baselines, play)
+    scorer, ptx = make_scorer(run, models.rewards, prepared.functions), None
+    if ptx_dataset is not None:
+        ptx = LanguageModeling(run, prepared.sizes, critic_only, longest, ptx_dataset)
+    return Parts(sampler, scorer, preparation, baselines, play, ptx)
 
 
 def make_scorer(

@@ -177,13 +177,7 @@ class Passes:
 
 
 def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
-    """Return the number of tokens of the longest prompt in a result of `prepare_prompts`.
-
-    Raises:
-        TypeError: It is a stream; call `check_lengths` for each batch instead.
-    """
-    if isinstance(dataset, torch.utils.data.IterableDataset | datasets.IterableDataset):
-        raise TypeError("the longest prompt of a stream is not known before its end; check each batch instead")
+    """Return the number of tokens of the longest prompt in a result of `prepare_prompts`, not a stream."""
     rows = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
     return max(len(row["input_ids"]) for row in rows)  # pyright: ignore[reportCallIssue, reportArgumentType]
 

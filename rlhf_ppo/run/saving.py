@@ -355,13 +355,13 @@ def apply_own_optimization(
 
 
 @contextmanager
-def loading_without_policy_state(checkpoint: str, policy: nn.Module) -> Iterator[None]:
+def loading_without_policy_state(checkpoint: str, policy: nn.Module, is_fsdp: bool) -> Iterator[None]:
     """Let FSDP load an optimizer without state for the policy, as written during critic warm-up.
 
     torch requires the state of every parameter with `requires_grad`.
     """
     held = [each for each in policy.parameters() if each.requires_grad]
-    if "policy" in _models_with_optimizer_state(checkpoint):
+    if not is_fsdp or "policy" in _models_with_optimizer_state(checkpoint):
         held = []
     for parameter in held:
         parameter.requires_grad_(False)
