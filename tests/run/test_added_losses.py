@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
-from tests.conftest import make_tokenizer, tiny_policy
+from tests.conftest import tiny_policy
 from tests.runs import QUICK, history, parameters
 
 MakeTrainer = Callable[..., Any]
@@ -90,18 +90,3 @@ def test_the_ranks_take_rows_of_one_order(make_trainer: MakeTrainer, monkeypatch
         rows = trainer._ptx._rows()
         found += [ids[mask].tolist() for ids, mask in zip(rows.query_responses, rows.attention_mask, strict=True)]
     assert sorted(found) == sorted(ids for ids, _ in LEARNED)
-
-
-def test_conversations_are_read_with_the_chat_template(make_trainer: MakeTrainer) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message.content + ' <eos> ' }}{% endfor %}"
-        "{% if add_generation_prompt %}<bos>{% endif %}"
-    )
-    said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3"}]
-    blocks = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in said]
-    rows = [{"messages": said}, {"prompt": said[:1], "completion": said[1:]}, {"messages": blocks}]
-    trainer = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=rows, processing_class=tokenizer)
-    assert tuple(trainer._ptx.texts[0]) == ([4], [1, 5, 6, 1])
-    assert trainer._ptx.texts[1].learned[-3:] == [5, 6, 1]
-    assert trainer._ptx.texts[2] == trainer._ptx.texts[0]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
-from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import prompt_rows
@@ -71,39 +70,6 @@ def test_every_event_fires_in_its_order_and_number(make_trainer: MakeTrainer) ->
         "on_init_end", "on_train_begin", *epoch, *epoch, "on_log", "on_train_end",
     ]  # fmt: skip
     assert set(EVENTS) - set(recorder.names) == {"on_predict", "on_push_begin"}
-
-
-def test_state_counts_updates_and_episodes_when_an_update_is_done(make_trainer: MakeTrainer) -> None:
-    recorder = Recorder()
-    output = make_trainer(**RUN, callbacks=[recorder]).train()
-    counts = {name: [event[1:] for event in recorder.events if event[0] == name] for name in EVENTS}
-    assert counts["on_step_begin"] == [(0, 0), (1, 4), (2, 8), (3, 12)]
-    assert counts["on_step_end"] == [(1, 4), (2, 8), (3, 12), (4, 16)]
-    assert counts["on_optimizer_step"] == [(update, 4 * update) for update in range(4) for _ in range(4)]
-    assert counts["on_epoch_end"] == [(2, 8), (4, 16)]
-    assert isinstance(output, TrainOutput)
-    assert output.global_step == 4
-    assert {
-        "train_runtime",
-        "train_samples_per_second",
-        "train_steps_per_second",
-        "train_loss",
-    } <= output.metrics.keys()
-
-
-def test_callbacks_get_what_trainer_gives_them(make_trainer: MakeTrainer) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(**RUN, callbacks=[recorder], eval_dataset=Dataset.from_list(prompt_rows(3)))
-    trainer.train()
-    trainer.evaluate()
-    given = recorder.kwargs["on_step_end"]
-    assert given["model"] is trainer.model
-    assert given["optimizer"] is trainer.optimizer
-    assert given["lr_scheduler"] is trainer.lr_scheduler
-    assert given["processing_class"] is trainer.processing_class
-    assert len(given["train_dataloader"]) == 2
-    assert "eval_score" in recorder.kwargs["on_evaluate"]["metrics"]
-    assert recorder.kwargs["on_prediction_step"]["eval_dataloader"] is not None
 
 
 class Asking(TrainerCallback):

@@ -151,15 +151,3 @@ def test_tied_embeddings_stay_tied(make_trainer: MakeTrainer, tmp_path: Path) ->
     resumed = make_trainer(**SAVING, model=tiny_policy(tie_word_embeddings=True), output_dir=str(tmp_path / "resumed"))
     resumed.train(resume_from_checkpoint=first)
     assert_identical(parameters(resumed), parameters(trainer))
-
-
-def test_a_saved_lora_policy_is_its_adapter(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    trainer = make_trainer(**QUICK, peft_config=lora())
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    names = files_of(tmp_path / "saved")
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= names and "model.safetensors" not in names
-    loaded = peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "saved")
-    trained = trainer.model.policy.eval()(IDS).logits
-    assert torch.equal(loaded(IDS).logits, trained) and not torch.equal(tiny_policy()(IDS).logits, trained)

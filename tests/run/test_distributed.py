@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.run import distributed
 from rlhf_ppo.run.distributed import (
-    RngStream,
     isolated_rng,
-    raise_on_all_ranks,
     upcoming_seed,
 )
 from tests.conftest import count_w4, prompt_rows
@@ -31,19 +27,6 @@ Numbers = tuple[float, float, float]
 
 def draw() -> Numbers:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-def test_without_an_error_no_objects_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under NCCL they travel through the device, for which the host waits several times."""
-    exchanged: list[Any] = []
-    monkeypatch.setattr(distributed, "gather_object", lambda objects: exchanged.extend(objects) or objects)
-    two: Any = SimpleNamespace(num_processes=2, process_index=1)
-    with raise_on_all_ranks(two):
-        pass
-    assert exchanged == []
-    with pytest.raises(ValueError, match="mine"), raise_on_all_ranks(two):
-        raise ValueError("mine")
-    assert [str(error) for error in exchanged] == ["rank 1 failed: mine"]
 
 
 # ---- Random numbers ----
@@ -126,32 +109,3 @@ def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trainer: 
     assert len(by_reward) == 6 and by_reward[1] == by_reward[3] == by_reward[5], "those of the evaluations"
     for drawn in (by_reward[::2], callback.drawn):
         assert all(len(set(numbers)) == len(numbers) > 2 for numbers in zip(*drawn, strict=True))
-
-
-def test_a_stream_goes_on_where_it_was_and_leaves_the_others_alone() -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
-    stream, same, other = RngStream("rewards"), RngStream("rewards"), RngStream("callbacks")
-    for each in (stream, same, other):
-        each.seed(3, 0)
-    with stream.in_use():
-        first = draw()
-        with stream.in_use():
-            second = draw()
-    saved = stream.state()
-    with stream.in_use():
-        third = draw()
-    with stream.reseeded(5), stream.in_use():
-        apart = draw()
-    with stream.in_use():
-        fourth = draw()
-    with same.in_use():
-        assert [draw() for _ in range(4)] == [first, second, third, fourth]
-    same.restore(saved)
-    with same.in_use(), other.in_use():
-        of_other = draw()
-    with same.in_use():
-        assert draw() == third
-    assert len({first, second, third, fourth, apart, of_other}) == 6
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore
-    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-)
+from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Rollout
-from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, history, logged, parameters
+from tests.runs import QUICK, die_and_resume, history, logged, parameters
 
 MakeTrainer = Callable[..., Any]
 
@@ -81,50 +76,15 @@ class Accumulating(PPOTrainer):
         return super().shape_rewards(rollout) * self.part.total.sum()
 
 
-@pytest.mark.parametrize("stopped_after", [1, 2])
-def test_a_run_with_states_resumes_bit_for_bit(stopped_after: int, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def run(name: str, **settings: Any) -> Any:
-        return make_trainer(
-            Accumulating, **{**QUICK, "save_strategy": "steps", "save_steps": 1, **settings}, kl_controller=Doubling(),
-            score_scaling=True, ref_model=tiny_policy(seed=5), output_dir=str(tmp_path / name),
-        )  # fmt: skip
+def test_a_run_with_states_resumes_bit_for_bit(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def given() -> dict[str, Any]:
+        models = {"trainer_class": Accumulating, "ref_model": tiny_policy(seed=5)}
+        return models | {"kl_controller": Doubling(), "score_scaling": True}
 
-    whole = run("whole")
-    whole.train()
-    run("cut").train()
-    for later in range(stopped_after + 1, 4):
-        shutil.rmtree(tmp_path / "cut" / f"checkpoint-{later}")
-    resumed = run("cut")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / f"checkpoint-{stopped_after}"))
-
-    assert all(torch.equal(value, parameters(whole)[name]) for name, value in parameters(resumed).items())
-    assert history(resumed) == history(whole)
+    resumed, whole = die_and_resume(make_trainer, tmp_path, given)
     assert torch.equal(resumed.part.total, whole.part.total) and resumed.part.total[0] == 3
     assert resumed.kl_controller.coef == 4.0
     assert resumed.score_moments.moments == whole.score_moments.moments
-
-
-class Echo:
-    """An engine that answers every prompt with its last token, `<eos>` behind it."""
-
-    reads_sharded = False
-    changes = 0
-
-    def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
-        eos = torch.full((len(prompts), 1), 1)
-        return Sampled(torch.cat([prompts.input_ids[:, -1:], eos], dim=1), None)
-
-    def policy_changed(self) -> None:
-        self.changes += 1
-
-
-def test_an_engine(make_trainer: MakeTrainer) -> None:
-    engine = Echo()
-    trainer = make_trainer(**QUICK, engine=engine)
-    trainer.train()
-
-    assert logged(trainer, "response/length_mean") == [2.0] * 3 and logged(trainer, "response/ended_frac") == [1.0] * 3
-    assert engine.changes >= 3
 
 
 class Lengths(RewardSource):

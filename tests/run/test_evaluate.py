@@ -26,10 +26,6 @@ def numbers(number: list[int], **columns: Any) -> list[float]:
     return [float(value) for value in number]
 
 
-def scores(metrics: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in metrics.items() if key not in SPEED}
-
-
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
 def test_every_row_counts_once_also_in_a_part_of_a_batch(batch_size: int, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(
@@ -41,21 +37,6 @@ def test_every_row_counts_once_also_in_a_part_of_a_batch(batch_size: int, make_t
     output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
     assert output.num_samples == 5
     assert trainer.args.dataloader_drop_last is True  # training still leaves out a part of a batch
-
-
-def test_predict_gives_the_figures_of_evaluate(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers)
-    metrics = trainer.evaluate()
-    expected = {f"test_{name}": metrics[f"eval_{name}"] for name in (*EVALUATED.values(), "rewards/numbers/std")}
-    logged = len(trainer.state.log_history)
-    for rows in (FIVE_ROWS, FIVE_ROWS.to_list()):
-        output = trainer.predict(rows)
-        assert expected.items() <= output.metrics.items() and output.metrics["test_score"] == 2.0
-        assert output.predictions is None and len(trainer.state.log_history) == logged
-    with pytest.raises(ValueError, match="test_dataset"):
-        trainer.predict([{"question": "w4"}])
-    with pytest.raises(TypeError, match=r"test_dataset is a dict: pass one of its entries \['a'\]"):
-        trainer.predict({"a": FIVE_ROWS})
 
 
 def by_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
@@ -128,15 +109,6 @@ def test_every_figure_equals_trainings_on_the_same_responses(
         assert metrics[evaluated] == pytest.approx(training[key], rel=1e-5), (evaluated, key)
 
 
-def test_same_numbers_each_time_before_and_after_other_draws(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS)
-    first = scores(trainer.evaluate())
-    torch.rand(7)
-    assert_identical(scores(trainer.evaluate()), first)
-    trainer.train()
-    assert scores(trainer.evaluate()) != first  # another policy
-
-
 def drawn(completions: list[str], **columns: Any) -> list[float]:
     """Reward: random numbers."""
     return [random.random() + float(torch.rand(())) for _ in completions]
@@ -174,24 +146,3 @@ def test_evaluation_does_not_leak_into_the_training_log(make_trainer: MakeTraine
     assert [entry["rows"] for entry in history(trainer) if "rows" in entry] == [2.0] * 3
     assert [entry["eval_rows"] for entry in history(trainer) if "eval_rows" in entry] == [5.0] * 3
     assert all("time/generate" not in entry for entry in trainer.state.log_history if "eval_score" in entry)
-
-
-def test_several_data_sets_are_evaluated_by_name(make_trainer: MakeTrainer) -> None:
-    few = FIVE_ROWS.select([4])
-    trainer = make_trainer(
-        **QUICK,
-        train_dataset=FIVE_ROWS,
-        eval_dataset={"all": FIVE_ROWS, "few": few},
-        reward_funcs=numbers,
-        eval_strategy="steps",
-        eval_steps=1,
-        metric_for_best_model="few_score",
-        load_best_model_at_end=True,
-        save_strategy="steps",
-        save_steps=1,
-    )
-    metrics = trainer.evaluate()
-    assert (metrics["eval_all_score"], metrics["eval_few_score"]) == (2.0, 4.0)
-    trainer.train()
-    assert trainer.state.best_metric == 4.0
-    assert len(cast(Any, trainer.generate_completions())) == 6

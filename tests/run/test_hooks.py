@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -46,16 +45,6 @@ def test_each_pass_has_an_order_of_its_own_that_the_seed_alone_decides(
     assert not {tuple(order) for order in orders} & {tuple(order) for order in others}
     run = {"data_seed": 11, "seed": 5, "temperature": 0.5}  # other random numbers
     assert passes(make_trainer, train_sampling_strategy=strategy, **run) == others
-
-
-@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
-def test_a_resumed_pass_has_the_same_order(strategy: str, make_trainer: MakeTrainer, tmp_path: Any) -> None:
-    run = {"train_sampling_strategy": strategy, "save_strategy": "steps", "save_steps": 4}
-    whole = passes(make_trainer, **run)  # checkpoint-4 is one batch into the second pass
-    resumed = passes(
-        make_trainer, resume=str(tmp_path / "run" / "checkpoint-4"), output_dir=str(tmp_path / "resumed"), **run
-    )
-    assert [*chain(*resumed)] == [*chain(*whole)][16:]
 
 
 # ---- The loss that is logged ----
@@ -102,27 +91,6 @@ def test_the_logged_loss_is_the_mean_over_the_optimizer_steps_since_the_last_log
 
 
 # ---- What is counted, and when gradients are exchanged ----
-
-
-class Events(TrainerCallback):
-    """Keeps the order of the events of an optimizer step."""
-
-    def __init__(self) -> None:
-        self.fired: list[str] = []
-        for event in ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
-            setattr(self, event, lambda *args, event=event, **kwargs: self.fired.append(event))
-
-
-def test_gradients_are_exchanged_with_the_last_micro_batch_only(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events = Events()
-    trainer = make_trainer(**{**SEVERAL_STEPS, "total_episodes": 12}, callbacks=[events])
-    no_sync = trainer.accelerator.no_sync
-    monkeypatch.setattr(trainer.accelerator, "no_sync", lambda model: events.fired.append("no_sync") or no_sync(model))
-    trainer.train()
-    step = ["no_sync", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"]
-    assert events.fired == step * 6 + ["on_step_end"]
 
 
 def test_no_gradient_is_carried_into_the_next_optimizer_step(make_trainer: MakeTrainer) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -69,20 +68,6 @@ def test_policy_and_value_model_get_each_its_rate(
     assert rates(trainer) == pytest.approx([of_policy, of_policy * 2 / 3, of_policy / 3])  # args' schedule: linear
 
 
-def test_the_function_gets_the_trainable_parameters_by_name(make_trainer: MakeTrainer) -> None:
-    seen: dict[str, Any] = {}
-
-    def make(named: list[tuple[str, Any]]) -> SGD:
-        seen.update(named)
-        return SGD(named, 0.1)
-
-    trainer = make_trainer(**QUICK, peft_config=LoraConfig(r=2, target_modules=["q_proj"]), optimizers=(make, None))
-    assert seen == {}
-    trainer.train()
-    assert seen == {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
-    assert {name.partition(".")[0] for name in seen} == {"policy", "value_model"}
-
-
 @pytest.mark.parametrize("optimizer", [None, two_rates(0.1, 0.2)])
 def test_a_function_makes_the_scheduler(optimizer: Any, make_trainer: MakeTrainer) -> None:
     def make(optimizer: Any, num_updates: int) -> LambdaLR:
@@ -118,13 +103,6 @@ def test_a_longer_run_has_the_schedule_of_its_length_and_its_rate(make_trainer: 
     changes = "learning_rate=0.0004 (was 0.001), num_total_batches=6 (was 3). The learning rate is now 0.0002"
     assert f"from update 4 on these take effect: {changes}" in said[0]
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {4e-4}
-
-
-def test_another_schedule_is_followed_from_where_it_would_be(make_trainer: MakeTrainer) -> None:
-    trainer = went_on(make_trainer, at=1, lr_scheduler_type="cosine", warmup_steps=2, weight_decay=0.3)
-    expected = [1e-3 / 2, 1e-3]  # the second warm-up step, then the top
-    assert rates(trainer)[1:] == pytest.approx(expected)
-    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.3, 0.0]
 
 
 def test_a_plateau_schedule_keeps_what_it_learned(make_trainer: MakeTrainer) -> None:

@@ -21,7 +21,6 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXForSequenceCl
 from rlhf_ppo import PPOConfig, PPOTrainer, preset
 from rlhf_ppo.data.rollout import Experience, Rollout
 from tests.conftest import QUIET, make_tokenizer, prompt_rows
-from tests.runs import history
 
 PAD, EOS = 0, 1
 TEMPERATURE, KL_COEF = 0.7, 0.05
@@ -52,7 +51,6 @@ class Run:
     trainer: Any
     rollouts: list[Rollout] = field(default_factory=list)
     experiences: list[Experience] = field(default_factory=list)
-    num_steps: int = 0
 
     @cached_property
     def rows(self) -> list[tuple[list[int], list[int]]]:
@@ -76,10 +74,6 @@ class _Keeps(PPOTrainer):
     def estimate_advantages(self, rollout: Rollout) -> Experience:
         self.kept.experiences.append(super().estimate_advantages(rollout))
         return self.kept.experiences[-1]
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.kept.num_steps += 1
-        return super().optimizer_step(*args, **kwargs)
 
 
 def run_of(folder: Path, **overrides: Any) -> Run:
@@ -114,13 +108,6 @@ def logprobs_of(model: Any, prompt: list[int], response: list[int]) -> Any:
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
 
 
-def values_of(model: Any, prompt: list[int], response: list[int]) -> Any:
-    """The head's output before each token of a response, and at its last."""
-    with torch.no_grad():
-        hidden = model.eval().gpt_neox(torch.tensor([prompt + response])).last_hidden_state[0]
-        return model.score(hidden)[len(prompt) - 1 :, 0].numpy()
-
-
 def test_queries_are_padded_left_and_neither_padding_nor_dropout_changes_a_log_probability(run: Run) -> None:
     """Pads are masked, dropout is off, and samples and both models' log-probabilities are at 0.7."""
     first = run.rollouts[0]
@@ -130,16 +117,6 @@ def test_queries_are_padded_left_and_neither_padding_nor_dropout_changes_a_log_p
         for model, logprobs in ((run.policy, first.logprobs), (run.reference, first.ref_logprobs)):
             assert logprobs is not None
             assert_allclose(logprobs[row, : len(response)], logprobs_of(model, prompt, response), atol=2e-5)
-
-
-def test_four_epochs_of_one_mini_batch_and_a_rate_that_falls_to_zero(run: Run) -> None:
-    """AdamW with eps 1e-5, one learning rate 3e-6 for both models, linear to 0."""
-    assert run.num_steps == 4 * len(run.rollouts) == 12
-    groups = run.trainer.optimizer.param_groups
-    assert {(group["eps"], group["betas"], group["initial_lr"]) for group in groups} == {(1e-5, (0.9, 0.999), 3e-6)}
-    rates = [entry["lr"] for entry in history(run.trainer) if "lr" in entry]
-    assert rates == pytest.approx([3e-6, 2e-6, 1e-6], rel=1e-6)
-    assert groups[0]["lr"] == 0
 
 
 def test_the_value_model_starts_as_the_reward_model_and_leaves_it_alone(run: Run) -> None:

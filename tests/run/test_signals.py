@@ -91,19 +91,3 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
         listener.same_signal = 0.0
         send(signal.SIGINT)
     assert codes == [128 + signal.SIGINT]
-
-
-def test_an_ignored_signal_stays_ignored_and_every_open_run_hears_the_others() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    first, second = StopOnSignal(lambda flags: flags), StopOnSignal(lambda flags: flags)
-    try:
-        outer = first.listening()
-        outer.__enter__()
-        with second.listening():
-            outer.__exit__(None, None, None)
-            send(signal.SIGHUP)
-            assert second.received is None
-            send(signal.SIGTERM)
-        assert (first.received, second.received) == (None, signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGHUP, before)

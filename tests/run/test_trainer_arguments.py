@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,10 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
+from tests.conftest import prompt_rows, tiny_scorer
 from tests.runs import QUICK, SeenPrompts, assert_identical, end_of_run, history, logged, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -45,10 +44,6 @@ def steps_with(trainer: PPOTrainer, key: str) -> list[int]:
 def checkpoints(trainer: PPOTrainer) -> list[int]:
     folders = Path(cast(str, trainer.args.output_dir)).glob("checkpoint-*")
     return sorted(int(folder.name.split("-")[1]) for folder in folders)
-
-
-def flat(batches: list[list[list[int]]]) -> list[list[int]]:
-    return [ids for batch in batches for ids in batch]
 
 
 def seen_in(make_trainer: MakeTrainer, **overrides: Any) -> list[list[list[int]]]:
@@ -86,25 +81,6 @@ def test_load_best_model_at_end_restores_policy_and_value_of_the_highest_score(
     assert trainer.state.best_model_checkpoint == os.path.join(trainer.args.output_dir, "checkpoint-2")
 
 
-def test_restore_callback_states_gives_early_stopping_its_patience_back(make_trainer: MakeTrainer) -> None:
-    def run(**overrides: Any) -> PPOTrainer:
-        return make_trainer(
-            **EVALUATED,
-            reward_funcs=scores_by_update(0.0, 0.9, 0.5, 0.4, 0.3),
-            metric_for_best_model="score",
-            save_strategy="steps",
-            save_steps=1,
-            callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
-            **overrides,
-        )
-
-    first = run()
-    assert first.train().global_step == 3
-    checkpoint = os.path.join(first.args.output_dir, "checkpoint-2")
-    assert run(restore_callback_states_from_checkpoint=True).train(checkpoint).global_step == 3
-    assert run().train(checkpoint).global_step == 4
-
-
 # ---- When to log, evaluate and save ----
 
 
@@ -116,7 +92,6 @@ logs: dict[str, list[dict[str, Any]]] = {}
     [
         ({"logging_steps": 3}, [1, 3, 4]),
         ({"logging_steps": 0.5}, [1, 2, 4]),
-        ({"logging_steps": 3, "logging_first_step": True}, [1, 3, 4]),
         ({"logging_strategy": "epoch"}, [1, 2, 4]),
         ({"logging_strategy": "no"}, []),
     ],
@@ -148,11 +123,8 @@ def test_logs_come_when_asked_for_and_average_the_updates_between(
     [
         ({"eval_strategy": "no"}, []),
         ({"eval_steps": 2}, [2, 4]),
-        ({"eval_steps": 0.5}, [2, 4]),
-        ({"eval_steps": 3}, [3, 4]),
         ({"eval_delay": 3}, [3, 4]),
         ({"eval_strategy": "epoch"}, [2, 4]),
-        ({"eval_strategy": "epoch", "eval_delay": 2}, [4]),
         ({"eval_steps": 2, "eval_on_start": True}, [0, 2, 4]),
     ],
 )
@@ -169,7 +141,6 @@ def test_evaluations_come_when_asked_for(
     [
         ({"save_strategy": "no"}, []),
         ({"save_steps": 2}, [2, 4, 5]),  # and at the end
-        ({"save_steps": 0.4}, [2, 4, 5]),
         ({"save_steps": 1, "save_total_limit": 2}, [4, 5]),
         ({"save_strategy": "epoch"}, [2, 4, 5]),
     ],
@@ -184,27 +155,6 @@ def test_checkpoints_come_when_asked_for(
     assert checkpoints(trainer) == written
 
 
-def test_save_total_limit_keeps_the_best_and_the_newest(make_trainer: MakeTrainer) -> None:
-    written: list[list[int]] = []
-
-    class Look(TrainerCallback):
-        def on_save(self, *args: Any, **kwargs: Any) -> None:
-            written.append(checkpoints(trainer))
-
-    trainer = make_trainer(
-        **EVALUATED,
-        reward_funcs=scores_by_update(0.0, 0.9, 0.5, 0.4, 0.3),
-        load_best_model_at_end=True,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=1,
-        callbacks=[Look()],
-    )
-    trainer.train()
-    assert written == [[1], [1, 2], [1, 3], [1, 4]]
-    assert checkpoints(trainer) == [1]
-
-
 def test_save_only_model_leaves_out_what_resuming_needs(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**QUICK, save_strategy="steps", save_steps=3, save_only_model=True)
     trainer.train()
@@ -217,28 +167,6 @@ def test_save_only_model_leaves_out_what_resuming_needs(make_trainer: MakeTraine
 
 
 # ---- Optimizer and scheduler ----
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shares"),
-    [
-        ({"warmup_steps": 2}, [0.0, 0.5, 1.0, 0.5]),
-        ({"warmup_ratio": 0.5}, [0.0, 0.5, 1.0, 0.5]),
-        ({"lr_scheduler_type": "constant"}, [1.0] * 4),
-        ({"lr_scheduler_type": "cosine"}, [(1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]),
-        (
-            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}},
-            [0.75 + math.cos(math.pi * step / 4) / 4 for step in range(4)],
-        ),
-    ],
-)
-def test_learning_rate_follows_the_schedule_by_update(
-    arguments: dict[str, Any], shares: list[float], make_trainer: MakeTrainer
-) -> None:
-    trainer = make_trainer(**{**QUICK, "total_episodes": 8, "num_ppo_epochs": 2}, learning_rate=0.001, **arguments)
-    trainer.train()
-    assert logged(trainer, "lr") == pytest.approx([0.001 * share for share in shares])
-    assert logged(trainer, "learning_rate") == logged(trainer, "lr")
 
 
 # ---- Precision and memory ----
@@ -291,20 +219,6 @@ def _trained(make_trainer: MakeTrainer, **overrides: Any) -> PPOTrainer:
     return trainer
 
 
-@pytest.mark.slow
-def test_torch_compile_compiles_and_changes_little(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 1)  # further shapes run as they are, which is faster
-
-    def run(**overrides: Any) -> PPOTrainer:
-        return _trained(make_trainer, total_episodes=4, model=tiny_policy(num_hidden_layers=1), **overrides)
-
-    plain, compiled = run(), run(torch_compile=True, torch_compile_backend="eager")
-    assert type(compiled.model_wrapped).__name__ == "OptimizedModule"
-    assert logged(compiled, "loss") == pytest.approx(logged(plain, "loss"), abs=1e-4)
-    compiled.save_model()
-    assert Path(cast(str, compiled.args.output_dir), "model.safetensors").is_file()
-
-
 # ---- Seeds ----
 
 
@@ -316,16 +230,6 @@ def test_seed_decides_everything(make_trainer: MakeTrainer) -> None:
 
 
 # ---- Data ----
-
-
-def test_grouping_by_length_puts_similar_lengths_together(make_trainer: MakeTrainer) -> None:
-    rows = [{"input_ids": [3] * length} for length in (1, 5, 2, 6, 3, 4)]
-    seen = seen_in(make_trainer, train_sampling_strategy="group_by_length", train_dataset=Dataset.from_list(rows))
-    lengths = [sorted(len(ids) for ids in batch) for batch in seen]
-    assert 6 in lengths[0]  # the longest comes first, so that a lack of memory shows at once
-    assert sorted(lengths) != sorted([sorted(pair) for pair in ((1, 5), (2, 6), (3, 4))])
-    other = seen_in(make_trainer, train_dataset=Dataset.from_list(rows))
-    assert lengths != [sorted(len(ids) for ids in batch) for batch in other]
 
 
 @pytest.mark.parametrize("remove", [True, False])
@@ -340,40 +244,6 @@ def test_remove_unused_columns_drops_what_no_reward_function_reads(remove: bool,
     with_function = make_trainer(SeenPrompts, **QUICK, train_dataset=dataset, remove_unused_columns=remove)
     with_function.train()
     assert cast(SeenPrompts, with_function).columns[0] == {"answer", "length"}
-
-
-def test_ignore_data_skip_starts_the_epoch_anew(make_trainer: MakeTrainer) -> None:
-    run = {**QUICK, "train_dataset": Dataset.from_list(prompt_rows(8)), "save_strategy": "steps", "save_steps": 1}
-    first = cast(SeenPrompts, make_trainer(SeenPrompts, **run))
-    first.train()
-    for ignore, expected in ((False, first.seen[1:]), (True, first.seen[:2])):
-        run["output_dir"] = f"{first.args.output_dir}-{ignore}"
-        resumed = cast(SeenPrompts, make_trainer(SeenPrompts, **run, ignore_data_skip=ignore))
-        resumed.train(resume_from_checkpoint=os.path.join(first.args.output_dir, "checkpoint-1"))
-        assert resumed.seen == expected
-    later = cast(
-        SeenPrompts,
-        make_trainer(SeenPrompts, **run | {"total_episodes": 8, "output_dir": f"{first.args.output_dir}-True"}),
-    )
-    later.train(resume_from_checkpoint=True)
-    assert later.seen == first.seen[2:]
-
-
-@pytest.mark.parametrize("value", ["path", True, "true"])
-def test_resume_from_checkpoint_as_an_argument(value: Any, make_trainer: MakeTrainer) -> None:
-    run = {**QUICK, "save_strategy": "steps", "save_steps": 2}
-    first = make_trainer(**run)
-    first.train()
-    newest = os.path.join(first.args.output_dir, "checkpoint-3")
-    os.rename(newest, newest + "-aside")
-    path = os.path.join(first.args.output_dir, "checkpoint-2")
-    resumed = make_trainer(**run, resume_from_checkpoint=path if value == "path" else value)
-    resumed.train()
-    assert resumed._initial_global_step == 2
-    assert_identical(end_of_run(resumed), end_of_run(first))
-    again = make_trainer(**run, resume_from_checkpoint=path, overwrite_output_dir=True)
-    again.train(resume_from_checkpoint=False)
-    assert again._initial_global_step == 0
 
 
 # ---- Logging ----

@@ -69,12 +69,3 @@ def test_the_value_of_a_turns_first_token_learns_alone_and_micro_batches_change_
     cut.train()
     for name, weight in parameters(trainer).items():
         torch.testing.assert_close(parameters(cut)[name], weight, rtol=0, atol=2e-5)
-
-
-def test_value_metrics_count_turns_alike_in_mini_batches_of_other_numbers_of_tokens(make_trainer: MakeTrainer) -> None:
-    """Without a learning rate the values stay, so that the means do not depend on the mini-batches."""
-    trainer = make_trainer(Recorded, **RUN | {"num_mini_batches": 4, "learning_rate": 0.0, "cliprange_value": None})
-    trainer.train()
-    starts = turn_starts(trainer.rollout.loss_mask)
-    half_squares = 0.5 * (trainer.rollout.values - trainer.returned[1])[starts].square()
-    assert history(trainer)[0]["loss/value_avg"] == pytest.approx(float(half_squares.mean()), rel=1e-5)

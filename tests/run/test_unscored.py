@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -90,37 +89,6 @@ def test_the_gradient_is_that_of_the_batch_without_the_row(make_trainer: MakeTra
     assert len(exact) > 9
 
 
-def test_advantages_by_hand(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
-    """Scores 1, none, 4 at the last tokens; values 0, no KL: advantages 1, 1 | - | 4, mean 2, variance 3."""
-    trainer = make_trainer(**QUICK, gamma=1.0, lam=1.0)
-    response_mask = torch.tensor([[1, 1], [1, 0], [1, 0]]).bool()
-    zeros, scores = torch.zeros(3, 2), torch.tensor([1.0, NAN, 4.0])
-    rollout = Rollout(
-        query_responses=torch.full((3, 3), 5),
-        attention_mask=torch.cat([torch.ones(3, 1).bool(), response_mask], dim=1),
-        response_mask=response_mask,
-        ended=torch.ones(3).bool(),
-        logprobs=zeros,
-        ref_logprobs=zeros,
-        values=zeros,
-        final_values=torch.zeros(3),
-        scores=scores,
-        token_scores=zeros,
-        scores_by_source={"a": scores, "b": torch.full((3,), NAN)},
-    )
-    with caplog.at_level(logging.WARNING, logger="rlhf_ppo"):
-        experience = trainer.estimate_advantages(rollout)
-        metrics = trainer._rollout_metrics.record(rollout, experience, trainer.kl_controller, None)
-    assert experience.returns.tolist() == [[1, 1], [0, 0], [4, 0]]
-    expected = torch.tensor([[-1, -1], [0, 0], [2, 0]]) / 3**0.5
-    assert_allclose(experience.advantages, expected, rtol=1e-5)
-    assert experience.loss_mask.tolist() == [[True, True], [False, False], [True, False]]
-    assert metrics["objective/scores"] == 2.5 and metrics["rewards/a/mean"] == 2.5
-    assert "rewards/b/mean" not in metrics and "rewards/b/std" not in metrics
-    assert metrics["response/length_mean"] == pytest.approx(4 / 3)
-    assert "1 of 3 responses have no score" in caplog.text
-
-
 def nothing_at_first(completions: list[str], trainer_state: Any, **columns: Any) -> list[float | None]:
     return [None if trainer_state.global_step == 0 else float(len(text)) for text in completions]
 
@@ -138,16 +106,3 @@ def test_an_update_without_any_score_changes_nothing_and_the_next_one_learns(mak
     assert first["loss"] == 0 and second["objective/scores"] > 0 and "rewards/nothing_at_first/mean" in second
     assert not any(value != value for entry in trainer.state.log_history for value in entry.values())
     assert any(not torch.equal(value, before[name]) for name, value in parameters(trainer).items())
-
-
-def test_evaluation_and_samples_leave_them_out(make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
-    def odd(completions: list[str], number: list[int], **columns: Any) -> list[float | None]:
-        return [float(n) if n % 2 else None for n in number]
-
-    rows = Dataset.from_list([{**row, "number": n} for n, row in enumerate(prompt_rows(5))])
-    trainer = make_trainer(**QUICK, reward_funcs=odd, eval_dataset=rows, train_dataset=rows)
-    with caplog.at_level(logging.WARNING, logger="rlhf_ppo"):
-        metrics = trainer.evaluate()
-    assert (metrics["eval_score"], metrics["eval_rewards/odd/mean"]) == (2, 2)
-    assert "3 of 5 responses" in caplog.text
-    assert trainer.generate_completions()["score"].isna().tolist() == [True, False, True, False, True]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController
@@ -19,7 +18,6 @@ from tests.conftest import tiny_policy
 from tests.runs import QUICK, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
-LORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
 
 
 def train(make_trainer: MakeTrainer, **arguments: Any) -> PPOTrainer:
