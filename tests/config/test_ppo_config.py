@@ -166,7 +166,6 @@ def test_values_assigned_later_are_checked_when_the_trainer_starts():
         ("reward_weights", ['{"a": 1.0}'], {"a": 1.0}),
         ("stop_strings", "END", ["END"]),
         ("stop_strings", r'["\n\n", "é"]', ["\n\n", "é"]),
-        ("stop_strings", "[/INST]", ["[/INST]"]),
     ],
 )
 def test_a_list_may_be_given_as_text(name: str, given: Any, value: Any, tmp_path: Path):
@@ -189,7 +188,6 @@ def test_a_list_may_be_given_as_text(name: str, given: Any, value: Any, tmp_path
         ({}, {}, True, True),
         ({}, {}, False, False),
         ({"fp16": True}, {}, True, False),
-        ({"bf16": False}, {}, True, False),
         ({"use_cpu": True}, {}, True, False),
         ({}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, True, False),
         ({}, {"ACCELERATE_USE_CPU": "True"}, True, False),
@@ -205,23 +203,6 @@ def test_bf16_is_on_where_an_accelerator_can_do_it_and_gives_way(
     assert make(**asked).bf16 is expected
     words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
     assert from_command_line(*words).bf16 is expected
-
-
-# ---- Gradient checkpointing, under its old and its new name ----
-
-HAS_NEW_NAME = "activation_checkpointing" in INHERITED
-new_name = pytest.mark.skipif(not HAS_NEW_NAME, reason="this transformers has no activation_checkpointing yet")
-
-
-def checkpointing(args: PPOConfig) -> set[Any]:
-    return {args.gradient_checkpointing, getattr(args, "activation_checkpointing", args.gradient_checkpointing)}
-
-
-@new_name
-def test_the_new_name_wins():
-    assert checkpointing(make(activation_checkpointing=False)) == {False}
-    assert checkpointing(make(activation_checkpointing=True, gradient_checkpointing=False)) == {True}
-    assert checkpointing(from_command_line("--activation_checkpointing", "false")) == {False}
 
 
 # ---- Warm-up and best model ----

@@ -93,14 +93,6 @@ def test_should_training_stop_ends_the_run_after_the_update(event: str, make_tra
     assert recorder.names[-1] == "on_train_end"
 
 
-def test_should_epoch_stop_goes_on_with_the_next_epoch(make_trainer: MakeTrainer) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(**RUN, callbacks=[Asking("on_step_end", 1, "should_epoch_stop"), recorder])
-    assert trainer.train().global_step == 4, "as many updates as were asked for"
-    epochs = [event[1] for event in recorder.events if event[0] == "on_epoch_begin"]
-    assert epochs == [0, 1, 3]
-
-
 @pytest.mark.parametrize(
     ("flag", "answer"), [("should_log", "on_log"), ("should_evaluate", "on_evaluate"), ("should_save", "on_save")]
 )

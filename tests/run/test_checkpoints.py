@@ -93,20 +93,9 @@ def test_what_is_resumed_with_other_arguments_is_said_once(
     assert "gamma=0.25 (was 1.0)" in said and "kl_coef=0.5 (was 0.05)" in said and "learning_rate" not in said
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"per_device_train_batch_size": 1}, "batch_size=2 episodes per update, but it is 1"),
-        ({"save_only_model": True}, "save_only_model=True"),
-    ],
-)
-def test_what_cannot_be_resumed_is_refused(
-    changes: dict[str, Any], message: str, run: Path, make_trainer: MakeTrainer
-) -> None:
-    if "save_only_model" in changes:
-        (run / "checkpoint-1" / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match=message):
-        make_trainer(**{**SAVING, **changes}).train(resume_from_checkpoint=True)
+def test_another_batch_size_is_refused(run: Path, make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match="batch_size=2 episodes per update, but it is 1"):
+        make_trainer(**SAVING | {"per_device_train_batch_size": 1}).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])

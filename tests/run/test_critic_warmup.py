@@ -118,7 +118,7 @@ def test_the_value_model_learns_returns_of_lambda_1_as_if_the_policy_had_no_loss
     assert_identical(*ends)
 
 
-# ---- What it is said of ----
+# ---- DeepSpeed ----
 
 
 def test_deepspeed_holds_the_policys_groups_by_the_numbers_that_it_gives_them(make_trainer: MakeTrainer) -> None:

@@ -79,7 +79,6 @@ class OneRollout(PPOTrainer):
         {},
         {"kl_estimator": "k3", "temperature": 0.7},
         {"score_clip": 1.5, "missing_eos_penalty": 2.0, "reward_weights": [2.0, 0.5]},
-        {"missing_eos_score": -3.0},
         {"score_scaling": True, "missing_eos_penalty": 1.0},
     ],
 )

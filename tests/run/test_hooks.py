@@ -90,7 +90,7 @@ def test_the_logged_loss_is_the_mean_over_the_optimizer_steps_since_the_last_log
     assert output.training_loss == pytest.approx(sum(every) / len(every), rel=1e-4)
 
 
-# ---- What is counted, and when gradients are exchanged ----
+# ---- What is carried, clipped and counted ----
 
 
 def test_no_gradient_is_carried_into_the_next_optimizer_step(make_trainer: MakeTrainer) -> None:

@@ -70,11 +70,3 @@ def test_a_rest_of_prompts_makes_no_batch_and_a_stream_goes_on(make_trainer: Mak
         assert [len(set(call["number"])) for call in seen.calls] == [2] * 4
         numbers = Counter(number for call in seen.calls[:2] for number in call["number"])
         assert set(numbers.values()) == {3} and len(numbers) == 4
-
-
-def test_evaluation_and_samples_ask_each_prompt_once(make_trainer: MakeTrainer) -> None:
-    held_out = {"eval_strategy": "steps", "eval_steps": 1, "num_sample_generations": 1, "total_episodes": 4}
-    sizes = {"per_device_train_batch_size": 4, "num_generations": 2, "per_device_eval_batch_size": 3}
-    seen = trained(make_trainer, eval_dataset=Dataset.from_list(NUMBERED[:3]), **sizes, **held_out)[1]
-    assert len(seen.calls[0]["number"]) == 4
-    assert all(call["number"] == [0, 1, 2] for call in seen.calls[1:]) and len(seen.calls) >= 3

@@ -124,7 +124,7 @@ def test_two_trainers_one_after_the_other_in_one_directory(make_stepper: Steps) 
     assert history(second) == history(whole)
 
 
-# ---- Signals and resuming ----
+# ---- What is given beside the scores ----
 
 
 class OtherArithmetic:

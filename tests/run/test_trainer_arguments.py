@@ -166,9 +166,6 @@ def test_save_only_model_leaves_out_what_resuming_needs(make_trainer: MakeTraine
         make_trainer(**QUICK).train(resume_from_checkpoint=str(checkpoint))
 
 
-# ---- Optimizer and scheduler ----
-
-
 # ---- Precision and memory ----
 
 
@@ -244,6 +241,3 @@ def test_remove_unused_columns_drops_what_no_reward_function_reads(remove: bool,
     with_function = make_trainer(SeenPrompts, **QUICK, train_dataset=dataset, remove_unused_columns=remove)
     with_function.train()
     assert cast(SeenPrompts, with_function).columns[0] == {"answer", "length"}
-
-
-# ---- Logging ----

@@ -13,7 +13,6 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController
 from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
-from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, history, parameters, record_rollouts
 
@@ -60,17 +59,6 @@ def test_a_given_reference_is_used(make_trainer: MakeTrainer) -> None:
     assert {entry["objective/non_score_reward"] for entry in logged} == {0.0}
 
 
-def judge(prompts: list[str], completions: list[Any], **columns: Any) -> list[int]:
-    return [0] * len(prompts)
-
-
-@pytest.mark.parametrize(
-    "needs",
-    [
-        {"kl_controller": AdaptiveKLController(0.1, 3.0, 100)},
-        {"reward_funcs": PreferenceReward(judge, opponent="reference")},
-    ],
-    ids=["controller", "opponent"],
-)
-def test_what_needs_a_reference_has_one(make_trainer: MakeTrainer, needs: Any) -> None:
-    assert make_trainer(**QUICK, kl_coef=0.0, **needs).reference is not None
+def test_a_controller_of_the_coefficient_has_a_reference(make_trainer: MakeTrainer) -> None:
+    controller = AdaptiveKLController(0.1, 3.0, 100)
+    assert make_trainer(**QUICK, kl_coef=0.0, kl_controller=controller).reference is not None
