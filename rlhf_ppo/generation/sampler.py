@@ -14,8 +14,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import PositionLimit, Prompts, check_lengths
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
-from rlhf_ppo.generation.sampling import join_responses, naming_the_model
-from rlhf_ppo.generation.stopping import SpecialTokens
+from rlhf_ppo.generation.sampling import SpecialTokens, join_responses, naming_the_model
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered

@@ -25,7 +25,7 @@ from rlhf_ppo.data.prompts import NoPrompts, PositionLimit, num_rows, smallest
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampler import Sampler
-from rlhf_ppo.generation.stopping import SpecialTokens, special_tokens
+from rlhf_ppo.generation.sampling import SpecialTokens, special_tokens
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.generation.stopping import SpecialTokens
+from rlhf_ppo.generation.sampling import SpecialTokens
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.reporting.metrics import PhaseTimer, rate
 from rlhf_ppo.rewards.functions import LoggedByFunctions
