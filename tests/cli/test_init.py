@@ -62,16 +62,6 @@ def test_no_prompt_is_in_two_parts() -> None:
     assert judge["dataset_name"] == "runs/pipeline/data/held_out_prompts.jsonl" and judge["num_prompts"] == 20
 
 
-def test_a_split_for_tests_is_held_out() -> None:
-    Path("both").mkdir()
-    write_rows("both/train.jsonl", [{"prompt": f"w{4 + row}"} for row in range(20)])
-    write_rows("both/test.jsonl", [{"prompt": f"w{24 + row}"} for row in range(4)])
-    init("--model base --prompts both --reward_funcs length".split())
-
-    assert len(read("prompts")) == 20
-    assert {row["prompt"] for row in read("held_out_prompts")} == {"w24", "w25", "w26", "w27"}
-
-
 def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 

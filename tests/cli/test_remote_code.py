@@ -77,12 +77,3 @@ def test_code_is_refused_in_a_sentence_and_nobody_is_asked(
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert raised.value.code == 2 and "trust_remote_code" in said, said
     assert not os.path.exists("was_run")
-
-
-def test_a_judge_runs_code_that_was_allowed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("HF_MODULES_CACHE", str(place / "modules"))
-    answers = "judge --dataset_name rows.jsonl --num_prompts 2 --max_new_tokens 2 --output_dir allowed --model own"
-    main([*answers.split(), "--opponent_column", "chosen", "--judge_model", "judge", "--trust_remote_code"])
-    assert "Model win rate" in capsys.readouterr().out
-    os.remove("was_run")

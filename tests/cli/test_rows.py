@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 
 from rlhf_ppo.cli import aitraining
-from rlhf_ppo.cli.aitraining import fill_update, load_rows, remove_short_warmup, wanted_columns
+from rlhf_ppo.cli.aitraining import load_rows, remove_short_warmup, wanted_columns
 from rlhf_ppo.compat.params import LLMTrainingParams
 from tests.conftest import write_rows
 
@@ -79,14 +78,6 @@ def said(monkeypatch):
     messages: list[str] = []
     monkeypatch.setattr(aitraining.logger, "warning_once", messages.append)
     return messages
-
-
-@pytest.mark.parametrize(("count", "expected"), [(3, [0, 1, 2, 0, 1, 2, 0, 1]), (8, [*range(8)]), (9, [*range(9)])])
-def test_fewer_prompts_than_one_update_takes_are_repeated_in_their_order(count, expected, said):
-    filled = fill_update(Dataset.from_dict({"prompt": list(range(count))}), 8)
-
-    assert filled["prompt"][:] == expected
-    assert [message[:48] for message in said] == ["There are 3 prompts, but 8 episodes in an update"] * (count < 8)
 
 
 @pytest.mark.parametrize(

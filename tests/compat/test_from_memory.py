@@ -66,8 +66,7 @@ FAILS = {
 model = AutoModelForCausalLM.from_pretrained("models/sft")
 PPOTrainer(PPOConfig("out", **tiny), model, None, AutoTokenizer.from_pretrained("models/sft"))
 """,
-        "the second argument of PPOTrainer is processing_class, a tokenizer, got LlamaForCausalLM: write "
-        "PPOTrainer(args, model=..., ref_model=..., processing_class=...)",
+        "write PPOTrainer(args, model=..., processing_class=...)",
     ),
     "the old trainer: a model with a value head": (
         """from rlhf_ppo import AutoModelForCausalLMWithValueHead""",
@@ -94,7 +93,7 @@ PPOTrainer(config, model="models/sft", reward_funcs=reward_len, train_dataset="p
     ),
     "no reward": (
         """PPOTrainer(PPOConfig("out", **tiny), model="models/sft", train_dataset="prompts.jsonl")""",
-        "reward_model and reward_funcs are both None: pass one of them, or both",
+        "no reward: pass reward_funcs, a reward_model",
     ),
 }
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import runpy
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from rlhf_ppo.cli.commands import OPTIONS
 from rlhf_ppo.cli.main import configs, main
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.pipeline import COMMANDS, check_steps, read_pipeline, run_pipeline
+from rlhf_ppo.reporting.run_log import read_log
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
@@ -103,25 +102,6 @@ def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path, shared_da
     save(GPTNeoXForCausalLM(config), f"EleutherAI/pythia-{run.removeprefix('tldr_')}-deduped", shared_data)
 
     assert toy(name, judge="length") == ["sft", "reward", "ppo", "judge", "report"]
-    log = [json.loads(line) for line in Path(f"runs/{run}/ppo/log_history.jsonl").read_text().splitlines()]
+    log = read_log(f"runs/{run}/ppo")
     assert any(line["objective/scores"] == -1.0 for line in log if "objective/scores" in line)  # none has ended
     assert Path(f"runs/{run}/report.html").stat().st_size > 10_000
-
-
-def test_no_prompt_of_human_text_is_in_two_parts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = [{"prompt": f"I {row % 90}", "chosen": " ran.", "rejected": f" fell\u2028{row}."} for row in range(180)]
-    pairs += [{"prompt": "", "chosen": " a", "rejected": " b"}, {"prompt": "I 1", "chosen": " c", "rejected": " c"}]
-    Path("pairs.jsonl").write_text("".join(f"{json.dumps(pair, ensure_ascii=False)}\n" for pair in pairs), "utf-8")
-    monkeypatch.setattr(sys, "argv", ["human_text.py", "pairs.jsonl", "human_text", "--num_held_out", "9"])
-    runpy.run_path("examples/human_text.py", run_name="__main__")
-
-    rows = {path.stem: [json.loads(line) for line in path.open()] for path in Path("human_text").glob("*.jsonl")}
-    prompts = {name: {row["prompt"] for row in rows[name]} for name in rows if name != "texts"}
-    parts = ("pairs", "judge_pairs", "held_out")
-    assert sum(len(prompts[name]) for name in parts) == len(set().union(*(prompts[name] for name in parts))) == 91
-    assert prompts["prompts"] == prompts["pairs"] and len(prompts["held_out"]) == 9
-    assert len(rows["pairs"]) + len(rows["judge_pairs"]) == 181 - 2 * 9  # the pair whose sides are equal is left out
-    held_out = tuple(f"{prompt} " for prompt in prompts["held_out"])
-    assert not any(row["text"].startswith(held_out) for row in rows["texts"])
-    assert "human_text/base" in yaml.safe_load(Path("examples/human_text.yaml").read_text())["sft"].values()
-    assert Path("human_text/base/tokenizer.json").is_file()

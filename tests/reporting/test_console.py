@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from rich.console import Console
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.reporting.console import format_duration, format_number, log_line, summary_table
+from rlhf_ppo.reporting.console import log_line
 from tests.conftest import prompt_rows
 from tests.runs import QUICK
 
@@ -51,22 +50,6 @@ EVALUATION = {
 )
 def test_a_log_is_one_line(logs: dict[str, Any], line: str | None) -> None:
     assert log_line(logs, 7, 20, 4.0) == line
-
-
-def test_numbers_and_durations() -> None:
-    values = (0.0, 1.5, 0.00012, 12345.6, -2e8)
-    assert [format_number(value) for value in values] == ["0.000", "1.500", "1.20e-04", "12346", "-2.00e+08"]
-    assert [format_duration(seconds) for seconds in (59.6, 100 * 3600)] == ["0:01:00", "100:00:00"]
-
-
-def test_the_table_has_first_last_lowest_and_highest() -> None:
-    logs = [{**TRAINING, "step": step, "objective/scores": score} for step, score in enumerate((1.0, 3.0, 2.0), 1)]
-    table = summary_table([*logs, {"eval_score": 4.0, "step": 3}])
-    console = Console(width=100, record=True)
-    console.print(table)
-    text = console.export_text()
-    assert re.search(r"score +│ +1\.000 │ +2\.000 │ +1\.000 │ +3\.000", text) and "held-out score" in text
-    assert summary_table([{"loss": 1.0}]) is None
 
 
 @pytest.mark.parametrize("log_console", ["line", "full", "none"])

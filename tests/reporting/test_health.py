@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.reporting.health import CHECKS, HealthCallback, RunContext, warnings_of
+from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
 from rlhf_ppo.reporting.run_log import RunSettings, read_log
 from tests.runs import assert_identical, history
 
@@ -151,19 +151,3 @@ def test_a_healthy_run_is_not_warned_and_the_checks_change_no_number(
         assert warned(caplog) == []
         ends.append((dict(trainer.model.state_dict()), logged))
     assert_identical(*ends)
-
-
-def test_a_finding_that_comes_back_is_warned_again(caplog: pytest.LogCaptureFixture) -> None:
-    class State:
-        is_world_process_zero = True
-        log_history: list[dict[str, Any]] = []  # noqa: RUF012
-
-    state, callback = State(), HealthCallback(RUN)
-    callback.on_train_begin(None, state, None)
-    shares = [0.9] * 4 + [0.1] * 10 + [0.9] * 4
-    for step, value in enumerate(shares, start=1):
-        logs = {"loss": 0.1, "tools/failure_frequency": value}
-        state.log_history.append({**logs, "step": step})
-        callback.on_log(None, state, None, logs=logs)
-    assert len(warned(caplog)) == 2
-    assert [step for step, _ in warnings_of(state.log_history, RUN)["failed_calls"]] == [3, 17]

@@ -102,23 +102,6 @@ def test_a_push_uploads_the_policy_with_its_card_and_no_responses_and_no_secrets
     assert card.data.license == "mit" and "![Curves of the training](curves.png)" in card.text
 
 
-def test_checkpoints_are_pushed_in_the_background_with_a_card_of_that_moment(make_trainer, hub):
-    trainer = make_trainer(
-        **QUICK, save_strategy="steps", save_steps=2, push_to_hub=True, hub_always_push=True,
-        hub_strategy="checkpoint",
-    )  # fmt: skip
-
-    trainer.train()
-
-    by_message = {commit.commit_message: commit.files for commit in hub.commits}
-    assert by_message.keys() == {
-        f"Training in progress, step {step}{part}" for step in (2, 3) for part in ("", ", checkpoint")
-    }
-    assert {"README.md", "model.safetensors"} <= by_message["Training in progress, step 2"].keys()
-    whole = by_message["Training in progress, step 3, checkpoint"]
-    assert {"last-checkpoint/optimizer.pt", "last-checkpoint/trainer_state.json"} <= whole.keys()
-
-
 # ---- The card ----
 
 

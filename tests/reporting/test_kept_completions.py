@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from rlhf_ppo.reporting.completion_files import (
     TOKEN_VALUES,
     find_completions,
     read_completions,
-    texts_of_tokens,
 )
 from tests.conftest import count_w4, make_tokenizer
 from tests.runs import QUICK, record, record_rollouts
@@ -68,10 +65,3 @@ def test_gaps_have_text_and_no_figures(make_trainer: Any) -> None:
     assert gap["length"] == 2 and len(gap["token_text"]) == 4
     assert all([value is None for value in gap[name]] == [False, True, True, False] for name in TOKEN_VALUES)
     assert unscored["score"] != unscored["score"] and unscored["token_advantage"] == [0.0, 0.0]
-
-
-def test_bytes_that_make_no_character_end_no_run(shared_data: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260K")
-    names = ["<0x62>", "<0xE2>", "</s>", "▁the", "<0xC3>", "<0xA9>", "</s>"]
-    ids = tokenizer.convert_tokens_to_ids(names)
-    assert texts_of_tokens(tokenizer, ids) == ["b", "", "\ufffd</s>", " the", "", "é", "</s>"]

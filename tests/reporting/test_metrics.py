@@ -18,7 +18,6 @@ from rlhf_ppo.reporting.metrics import (
     MetricWindow,
     UpdateStatistics,
     episode_columns,
-    evaluation_metrics,
     rollout_metrics,
     sampling_metrics,
     unique_fraction,
@@ -89,19 +88,6 @@ def test_rollout_metrics_by_hand() -> None:
         "rewards/b/std": np.std([0, 3], ddof=1),
     }
     assert rollout_metrics(columns()) == pytest.approx(expected, rel=1e-6)
-
-
-def test_an_episode_without_a_score_is_left_out_of_the_scores_alone() -> None:
-    metrics, whole = rollout_metrics(columns() | {"scores": torch.tensor([1.0, NAN, 4.0])}), rollout_metrics(columns())
-    assert metrics["objective/scores"] == 2.5
-    assert metrics["objective/rlhf_reward"] == pytest.approx(2.5 - 0.17 / 3)
-    of_scores = {"objective/scores", "objective/rlhf_reward"}
-    assert {key: metrics[key] for key in metrics.keys() - of_scores} == {
-        key: whole[key] for key in whole.keys() - of_scores
-    }
-    none = columns() | {"scores": torch.full((3,), NAN)}
-    assert rollout_metrics(none).keys() == whole.keys() - of_scores
-    assert "eval_score" not in evaluation_metrics(none, "eval") and "eval_kl" in evaluation_metrics(none, "eval")
 
 
 # ---- The engine's log-probabilities ----
@@ -258,10 +244,3 @@ def test_a_window_gives_means_extremes_and_the_latest() -> None:
         "episode": 24,
     }
     assert window.drain() == {}
-
-
-def test_a_key_of_some_updates_is_averaged_over_those() -> None:
-    window = MetricWindow([{"a": 1.0, "eps": 5.0}])
-    window.add({"b": 4.0, "eps": 7.0})
-    window.add({"a": 3.0, "eps": 6.0})
-    assert window.drain() == {"a": 2.0, "eps": 6.0, "b": 4.0}

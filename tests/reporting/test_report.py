@@ -13,10 +13,9 @@ import pandas as pd
 import pytest
 
 from rlhf_ppo.cli.main import main
-from rlhf_ppo.reporting import report
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit
-from rlhf_ppo.reporting.report import SCRIPTS, drawn_points, first_and_last, write_report
+from rlhf_ppo.reporting.report import SCRIPTS, first_and_last, write_report
 from rlhf_ppo.terminal import visible
 from tests.reporting.browser import CHROMIUM, Browser
 from tests.runs import QUICK
@@ -152,14 +151,6 @@ def test_first_and_last_by_hand() -> None:
     seeds = first_and_last([[{"a": 1.0}, {"a": 2.0}], [{"a": 3.0}, {"a": 4.0}]], "a")
     assert seeds is not None and (seeds["first"], seeds["last"]) == (2.0, 3.0)
     assert first_and_last([[{"b": 1.0}]], "a") is None
-
-
-def test_a_thinned_curve_keeps_its_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
-    means = np.sin(np.arange(30_000) / 500)
-    means[[7_001, 20_003]] = 5.0, -5.0
-    means[100] = np.nan
-    kept = drawn_points(means, np.zeros(30_000))
-    assert len(kept) <= report.MAX_POINTS and {0, 7_001, 20_003, 29_999} <= {*kept.tolist()}
 
 
 def test_a_run_makes_a_report(make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +100,6 @@ def test_a_losing_run_has_its_reason(name: str, make_run: MakeRun) -> None:
     found = verdict_of([make_run(0.4, **settings)])
     assert any(reason in each for each in found.reasons), found.reasons
     assert [*found.lines()][1].startswith("Why: ") and len(found.reasons) <= 3
-
-
-def test_the_newest_judgement_against_the_sft_model_counts(make_run: MakeRun) -> None:
-    run = make_run(0.7)
-    old: Mapping[str, Any] = json.loads((run.directory / "judged/win_rate.json").read_text())
-    for number, (rate, opponent) in {2: (0.6, "out/sft"), 10: (0.3, "out/sft"), 11: (0.9, "other")}.items():
-        said = {**old, "win_rate": rate, "options": old["options"] | {"opponent": opponent}}
-        (run.directory / f"judged/win_rate-{number}.json").write_text(json.dumps(said))
-    assert verdict_of([run]).win_rate == 0.3
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -18,13 +16,6 @@ def test_a_tie_counts_half_and_a_failed_verdict_not_at_all() -> None:
     assert found.length_controlled == pytest.approx(2.5 / 4, abs=1e-4)  # where lengths say nothing
     assert str(found).startswith("Model win rate: 62.5% (95% interval ")
     assert "; 4 judged: 2 wins, 1 losses, 1 ties; 1 failed verdicts)\nLength-controlled win rate: 62.5%" in str(found)
-
-
-def test_nothing_judged_has_no_rate() -> None:
-    found = WinRate.of([None, None], [1, 2], [3, 4])
-
-    assert math.isnan(found.rate) and all(map(math.isnan, found.interval())) and found.length_controlled is None
-    assert str(found) == "Model win rate: none, as nothing was judged; 2 failed verdicts"
 
 
 def test_the_orders_agree_where_both_prefer_the_same_response_or_none() -> None:

@@ -1,7 +1,6 @@
 """Reward functions: GRPO's calling convention, and what a function may return."""
 
 import asyncio
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,16 +118,6 @@ def _finished(coroutine: Any, loop: asyncio.AbstractEventLoop) -> SimpleNamespac
 
 
 # ---- What a function logs is checked at the call ----
-
-
-def test_a_function_without_kwargs_gets_only_what_it_names(tokenizer: PreTrainedTokenizerFast) -> None:
-    def by_answer(completions: list[str], answer: list[str], *, scale: float = 2.0) -> list[float]:
-        return [scale * (text == wanted) for text, wanted in zip(completions, answer, strict=True)]
-
-    scores = source(by_answer, tokenizer)(make_batch(answer=["w2 w3", "no", "w6 w6 w6"], unused=[1, 2, 3]))
-    assert scores.tolist() == [2.0, 0.0, 2.0]
-    halved = source(functools.partial(by_answer, scale=0.5), tokenizer)(make_batch(answer=["w2 w3", "", ""]))
-    assert halved.tolist() == [0.5, 0.5, 0.0]
 
 
 # ---- What a function may return ----

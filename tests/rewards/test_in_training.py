@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,36 +112,6 @@ def test_evaluation_clips_in_deviations_of_training_and_leaves_the_moments_alone
 
 
 # ---- At the same time ----
-
-
-def test_slow_rewards_run_while_the_models_do(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reward waits for the reference's pass to begin, which begins only after the reward was started."""
-    asked, reference_began, order = threading.Event(), threading.Event(), []
-
-    async def slow(completions: list[str], **_: Any) -> list[float]:
-        asked.set()
-        order.append("asked")
-        while not reference_began.is_set():
-            await asyncio.sleep(0.001)
-        return [1.0] * len(completions)
-
-    def blocking(completions: list[str], **_: Any) -> list[float]:
-        order.append("blocking")
-        return [1.0] * len(completions)
-
-    trainer = make_trainer(**{**QUICK, "total_episodes": 2}, reward_funcs=[slow, blocking])
-    reference = cast(Any, trainer.reference.model)
-    original = reference.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        assert asked.wait(timeout=30)
-        order.append("reference")
-        reference_began.set()
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(reference, "forward", forward)
-    trainer.train()
-    assert order == ["asked", "reference", "blocking"]
 
 
 # ---- Failures ----

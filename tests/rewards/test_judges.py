@@ -15,7 +15,6 @@ from rlhf_ppo.compat.environments import make_environment
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.models.frozen import FrozenScorer
-from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import url
 from tests.rewards.test_reward_model_tokens import TEMPLATE, responses
@@ -174,15 +173,3 @@ def test_what_training_accepts_as_judge_eval_accepts(places: None, server: Any) 
         assert evaluate([*OPTIONS, kind]) == expected, kind
     body = server.requests[-1][1]
     assert set(body) == {"prompts", "completions", "completion_ids", "columns"} and "topic" in body["columns"]
-
-
-def test_scores_become_verdicts() -> None:
-    def score(completions: list[str], **kwargs: Any) -> list[float | None]:
-        return [{"good": 2.0, "bad": 1.0}.get(text) for text in completions]
-
-    pairs = [["good", "bad"], ["bad", "good"], ["good", "good"], ["good", "none"], ["none", "bad"]]
-    assert as_judge(score)(["w4"] * len(pairs), pairs) == [0.0, 1.0, 0.5, None, None]
-    judge = RewardModelJudge("nowhere")
-    assert judge.verdict(1.0, 2.0) == pytest.approx(0.731058578630)
-    assert judge.verdict(2.0, 1.0) == pytest.approx(0.268941421370)
-    assert judge.verdict(1e9, 0.0) == pytest.approx(0)

@@ -84,14 +84,6 @@ def test_one_request_that_fails_is_one_failed_verdict(
     assert [message[:24] for message in caplog.messages if "verdicts" in message] == ["1 of 3 verdicts failed: "]
 
 
-def test_where_every_request_fails_there_is_no_win_rate(server: Any) -> None:
-    server.replies = [says("bad", 400)] * 4
-    with pytest.raises(ConnectionError, match=r"the status 400 \(bad\)"):
-        ask(server)
-    with pytest.raises(ConnectionError, match=r"the status 400 \(bad\)"):
-        finished(judge(server).check())
-
-
 def test_openais_key_goes_to_openai_alone(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-key")
     server.replies = [says(completion("A"))] * 3

@@ -57,14 +57,6 @@ def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, o
     assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed_frac": 0.25}
 
 
-def test_conversations_are_judged_as_texts() -> None:
-    judge = Recorder(longer)
-    completions = [[{"role": "assistant", "content": "long answer"}]]
-    prompts = [[{"role": "user", "content": "Why?"}]]
-    assert compare(judge, completions, [[{"role": "assistant", "content": "short"}]], prompts=prompts) == [1.0]
-    assert judge.calls[0] == (["User: Why?\n\n"] * 2, [["long answer", "short"], ["short", "long answer"]])
-
-
 def test_feedback_on_one_pair() -> None:
     judge = FeedbackJudge(lambda prompt, first, second: {"a": 1.0, "b": -7.0, "c": 0.0, "d": 0.5}.get(first))
     pairs = [[first, "x"] for first in "abcde"]

@@ -3,17 +3,15 @@
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.resolve import resolve_reward, resolve_rewards
 from tests.conftest import count_w4
-from tests.runs import QUICK
 
 SOURCE = """
 from dataclasses import dataclass
@@ -78,15 +76,3 @@ def test_built_ins_and_addresses() -> None:
     assert resolve_rewards((count_w4, "length_penalty")) == [count_w4, reward]
     assert resolve_reward("think_format_reward")(completions=["<think>a</think>b", "b"]) == [1.0, 0.0]
     assert resolve_reward("https://h/a(b)") == RewardEndpoint("https://h/a(b)")
-
-
-def test_the_trainer_takes_names(folder: Path, make_trainer: Callable[..., PPOTrainer]) -> None:
-    trainer = make_trainer(
-        **QUICK,
-        reward_funcs=["my-rewards.py:brief", count_w4, "mine.rewards.fixed"],
-        reward_weights={"brief": 0.5, "count_w4": 0.0, "Fixed": 1.0},
-    )
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    assert logged["rewards/brief/mean"] == -logged["response/length_mean"]
-    assert logged["objective/scores"] == pytest.approx(2.0 - 0.5 * logged["response/length_mean"])

@@ -206,24 +206,6 @@ def test_it_scores_as_it_does_alone(
     assert cast(Any, trainer.value_model).config.vocab_size == 32
 
 
-def test_several_models_each_read_their_own_tokens(make_trainer: MakeTrainer) -> None:
-    own, other = tiny_scorer(seed=7).eval(), character_model()
-    trainer = make_trainer(
-        **QUICK,
-        reward_model=[own, other],
-        reward_processing_classes=[None, character_tokenizer()],
-        reward_weights={"reward_model": 2.0, "reward_model_2": -1.0},
-    )
-    made = responses()
-    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {})
-    scores = trainer.score_responses(made, prompts)
-    first = [alone(own, prompt + response) for prompt, response in ROWS]
-    second = [alone(other, ids) for ids in encoded({})]
-    assert scores.by_source["reward_model"].tolist() == pytest.approx(first, abs=1e-5)
-    assert scores.by_source["reward_model_2"].tolist() == pytest.approx(second, abs=1e-5)
-    assert scores.total.tolist() == pytest.approx([2 * a - b for a, b in zip(first, second, strict=True)], abs=1e-5)
-
-
 # ---- Step 1, step 2 ----
 
 

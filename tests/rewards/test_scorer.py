@@ -72,19 +72,6 @@ def test_a_source_with_the_weight_0_is_only_logged_whatever_it_gives() -> None:
         Scorer([a, b])(make_batch())
 
 
-@pytest.mark.parametrize(
-    ("names", "weights", "problem"),
-    [
-        ("", None, "pass a reward_model, reward_funcs, or both"),
-        ("ab", [1.0], r"has 1 numbers \(\[1.0\]\) for 2 rewards \(\['a', 'b'\]\)"),
-        ("ab", {"a": 1.0, "B": 1.0}, r"names \['B'\] and has no weight for \['b'\]: the rewards are \['a', 'b'\]"),
-    ],
-)
-def test_wrong_weights_are_errors_that_name_the_rewards(names: Sequence[str], weights: Any, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Scorer([Fixed(name, []) for name in names], weights)
-
-
 def test_sources_of_one_name_are_told_apart_and_keep_their_weights() -> None:
     sources = [Fixed("f", [1.0]), Fixed("f_2", [10.0]), Fixed("f", [100.0]), Fixed("f", [1000.0])]
     scores = Scorer(sources, [1.0, 2.0, 3.0, 4.0])(make_batch(rows=1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.rewards.scorer import scores_in_reward_unit, shape_scores, whole_scores
+from rlhf_ppo.rewards.scorer import scores_in_reward_unit, shape_scores
 
 NAN = float("nan")
 FIRST = float(np.std([10, -10, 1], ddof=1))
@@ -82,10 +82,6 @@ def test_an_evaluation_s_scores_keep_the_reward_s_unit(
     assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32
 
 
-def test_the_spread_is_that_of_whole_scores_of_scored_responses() -> None:
-    assert whole_scores(rollout()).tolist() == [10.0, -10.0, 1.0]
-
-
 def alone(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -100,11 +96,6 @@ def test_moments_of_batches_are_those_of_all_scores_together() -> None:
     assert moments.count == 15
     assert moments.mean == pytest.approx(whole.mean(), rel=1e-6)
     assert moments.std == pytest.approx(whole.std(ddof=1), rel=1e-4)
-
-
-@pytest.mark.parametrize("scores", [[], [5.0], [5.0, 5.0]])
-def test_without_a_spread_nothing_is_divided(scores: list[float]) -> None:
-    assert ScoreMoments().including(torch.tensor(scores), alone).std == 1.0
 
 
 @pytest.mark.parametrize("score", [10.7, -0.1, 1e-30, 3e30])
