@@ -14,17 +14,11 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.run.guards import DivergenceError
-from tests.conftest import count_w4
 from tests.runs import QUICK
 
 RUN: dict[str, Any] = {**QUICK, "num_ppo_epochs": 2, "save_strategy": "steps", "save_steps": 1}
 AT = 2
 """The update in which a value is not finite; 3 are made."""
-
-
-def second_reward_infinite(trainer_state: Any, **columns: Any) -> list[float]:
-    rewards = count_w4(**columns)
-    return [rewards[0], -math.inf] if trainer_state.global_step == AT - 1 else rewards
 
 
 class RolloutWith(PPOTrainer):
@@ -87,7 +81,6 @@ def variant(base: type, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"reward_funcs": second_reward_infinite}, "returned -inf for row 1"),
         (variant(RolloutWith), "the policy's log-probabilities of response 1"),
         (variant(RolloutWith, field="ref_logprobs"), "the reference's log-probabilities of response 1"),
         (variant(RolloutWith, field="values", value=math.inf), "the values of response 1"),
