@@ -12,6 +12,7 @@ in RLHF_PPO_JUDGE_TOKEN. `rlhf-ppo judge` has all options.
 """
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from transformers import HfArgumentParser
 
@@ -34,7 +35,7 @@ class ScriptArguments:
 
 
 if __name__ == "__main__":
-    (args,) = HfArgumentParser(ScriptArguments).parse_args_into_dataclasses()
+    (args,) = HfArgumentParser(cast(Any, ScriptArguments)).parse_args_into_dataclasses()
     judge_responses(
         JudgeArguments(
             dataset_name=args.dataset_name,

@@ -34,6 +34,8 @@ Paths may be local directories. The data have a column `prompt`, as text or conv
 out unless there is a test split. `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a file.
 """
 
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config

@@ -39,6 +39,8 @@ The data, by default `trl-lib/tldr`, have posts as `prompt`. Posts above 512 tok
 sets another limit. Without `--eval_strategy` no evaluation set is used.
 """
 
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config

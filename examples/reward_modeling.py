@@ -36,6 +36,8 @@ Rows have `chosen` and `rejected`, texts or conversations, and `prompt` unless t
 the `--reward_model_path` of `ppo.py`.
 """
 
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+
 from datasets import load_dataset
 from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, TrlParser, get_peft_config
 

@@ -36,6 +36,8 @@ python examples/sft.py \
 Rows have `text`, `messages`, or `prompt` and `completion`. The directory is the `--sft_model_path` of `ppo.py`.
 """
 
+# pyright: reportPrivateImportUsage=false, reportArgumentType=false
+
 from datasets import load_dataset
 from trl import (
     ModelConfig,

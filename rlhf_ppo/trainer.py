@@ -177,8 +177,8 @@ class PPOTrainer(TrainerBase):
                 responses, prompts = self._respond(prompts)
         ended = self.tokens.ended(responses)
         batch = ScoringBatch.of(responses, prompts, ended)
-        pending = nullcontext() if scores is not None else self.scorer.start(batch)
-        with run.streams.rewards.in_use(), pending:  # rewards have their own random numbers
+        pending = None if scores is not None else self.scorer.start(batch)
+        with run.streams.rewards.in_use(), pending or nullcontext():  # rewards have their own random numbers
             with run.timer.phase("evaluate"):
                 output = policy_and_value_outputs(run, model, responses)
                 ref_logprobs = reference_logprobs(run, model, self.reference, responses, output.logprobs)

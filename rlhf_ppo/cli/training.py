@@ -438,7 +438,8 @@ def train_and_save(
         show_samples: Whether a `PPOTrainer` shows a table of all samples at the end.
     """
     args: Any = trainer.args
-    is_policy, dataset_name = isinstance(trainer, PPOTrainer), redacted(dataset_name)  # for model cards
+    is_policy = isinstance(trainer, PPOTrainer)
+    dataset_name = redacted(dataset_name)  # for model cards
     prepare_trackers(args)
     if is_policy:
         trainer.dataset_name = dataset_name

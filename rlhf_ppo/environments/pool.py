@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rlhf_ppo.environments.tools import Kind, Tool, content_of, error_answer, kind_of_class, standalone
 from rlhf_ppo.environments.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop
@@ -274,7 +274,7 @@ def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[Answe
             text = f"Unsupported tool call type: {call.get('type')}"
             answers.append(Answer(call.get("name", "unknown"), error_answer(text), failed=True))
             continue
-        name, arguments = str(function.get("name")), function.get("arguments")
+        name, arguments = str(function.get("name")), cast(Any, function.get("arguments"))
         tool = episode.kind.tools.get(name)
         if tool is None:
             answers.append(Answer(name, error_answer(f"Tool {name} not found."), failed=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -187,7 +187,7 @@ def start_vllm(
     address = _address(args) if is_server else ""
     with naming_server(address):
         vllm: Any = VLLMGeneration(
-            model=policy,
+            model=cast(Any, policy),
             accelerator=accelerator,
             processing_class=tokenizer,
             max_num_seqs=rows * args.vllm_tensor_parallel_size,

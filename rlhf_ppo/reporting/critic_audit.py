@@ -146,7 +146,8 @@ def audit(prefixes: AuditedPrefixes, seed: int = 0, num_resamples: int = NUM_RES
         figures[name] = Estimate(value, float(low), float(high))
     signal = max(float(np.var(prefixes.means)) - prefixes.noise, 0.0)  # variance of the prefixes' true values
     found = findings(figures, float(np.std(prefixes.values)), signal**0.5)
-    return CriticAudit(figures, len(prompts), *prefixes.returns.shape, found)
+    num_prefixes, num_continuations = prefixes.returns.shape
+    return CriticAudit(figures, len(prompts), num_prefixes, num_continuations, found)
 
 
 def _figures(prefixes: AuditedPrefixes, pairs: Array) -> dict[str, float]:

@@ -93,10 +93,10 @@ def save_run_card(
     )
     metadata = {name: others[name] for name in ("language", "license") if name in others}
     found: dict[str, Any] = {"pipeline_tag": "text-generation", **metadata}
+    if is_peft_model(policy):
+        found["library_name"] = "peft"
     for name, value in found.items():
         setattr(card.data, name, value)
-    if is_peft_model(policy):
-        card.data.library_name = "peft"
     if with_curves:
         _draw(log, output_dir / CURVES)
     sections = {

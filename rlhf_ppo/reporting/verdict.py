@@ -119,7 +119,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
         f"{'policy' if runs else 'model'} wins {percent(rates.mean)} of {first.num_prompts} prompts (95% interval"
         f"{of_seeds} {100 * low:.1f} to {percent(high)})"
     )
-    if is_blind:
+    if judge is not None and is_blind:
         sentence += f", but the judge is {judge.state}: {judge}"
     elif outcome == "undecided":
         sentence += ", and the interval includes 50%"

@@ -214,13 +214,14 @@ def writing_checkpoint(run: RunState, progress: Progress, stateful: StatefulPart
 
 def export_states(parts: Sequence[Any], state: TrainerState) -> None:
     """Put the states of callbacks and control into Trainer's state, as Trainer does."""
+    states: Any = state.stateful_callbacks
     for part in parts:
         if isinstance(part, ExportableState):
             name, exported = type(part).__name__, part.state()
-            if isinstance(state.stateful_callbacks.get(name), list):
-                state.stateful_callbacks[name].append(exported)
+            if isinstance(states.get(name), list):
+                states[name].append(exported)
             else:
-                state.stateful_callbacks[name] = exported
+                states[name] = exported
 
 
 def failing_together(accelerator: Accelerator) -> AbstractContextManager[None]:
