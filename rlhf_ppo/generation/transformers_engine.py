@@ -424,7 +424,8 @@ class KeptCaches:
         cache = DynamicCache()  # without the configuration, sliding layers keep all states
         rows = [self.kept.pop(self.names[place])[1] for place in places]
         for index in range(len(rows[0])):
-            cache.update(*(_stacked([row[index][part] for row in rows], starts, columns) for part in (0, 1)), index)
+            keys, values = (_stacked([row[index][part] for row in rows], starts, columns) for part in (0, 1))
+            cache.update(keys, values, index)
         return {CACHE: cache}
 
     def keep(self, rows: Tensor, leaving: Tensor, cache: Any, ids: Tensor, mask: Tensor) -> None:
