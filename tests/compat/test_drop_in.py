@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
     DataCollatorWithPadding,
     GPT2Config,
     GPT2Model,
@@ -125,18 +123,3 @@ def test_the_value_model_may_have_any_head(make_trainer):
         expected = every[num_prompt - 1 : -1]  # the value of the state that each token is chosen in
         torch.testing.assert_close(rollout.values[row][mask], expected, atol=1e-5, rtol=0)
     assert not torch.equal(value_model.regression.weight, before.regression.weight)
-
-
-def test_the_reward_model_may_be_an_encoder(make_trainer):
-    torch.manual_seed(4)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    scorer = BertForSequenceClassification(BertConfig(vocab_size=32, num_labels=1, initializer_range=0.5, **sizes))
-    trainer = make_trainer(reward_model=scorer, value_model=None, **QUICK)
-    rollouts = record_rollouts(trainer)
-
-    trainer.train()
-
-    for row, score in enumerate(rollouts[0].scores):
-        ids = rollouts[0].query_responses[row][rollouts[0].attention_mask[row]][None]
-        with torch.no_grad():
-            torch.testing.assert_close(score, scorer(ids).logits[0, 0], atol=1e-5, rtol=0)

@@ -2,8 +2,7 @@
 
 Models and data lie in folders that are called as on the hub. Nothing of the commands is changed; a run ends after its
 first update because of `one_update/sitecustomize.py`, and the file that a user would edit says that two processes
-stand for eight GPUs. Nobody is logged in anywhere, and nobody can answer a question. OpenAI is a server on this
-machine.
+stand for eight GPUs. Nobody is logged in anywhere, and nobody can answer a question.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.cli.test_judge import chat, longer
 from tests.conftest import tiny_policy
 from tests.examples.test_ppo_example import PYTHIA, REWARD, SFT, prompts, pythia, save, save_splits
 
@@ -42,10 +39,6 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     --missing_eos_penalty 1.0 \
     --stop_token eos
 """
-JUDGE = r"""
-python examples/judge_tldr.py --model_name_or_path cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr --judge_model gpt-4o-mini --num_examples 1000
-python examples/judge_tldr.py --model_name_or_path vwxyzjn/ppo_tldr --judge_model gpt-4o-mini --num_examples 1000
-"""  # noqa: E501
 REWARD_MODEL = r"""
 rlhf-ppo llm --train --model google/gemma-3-270m --data-path ./preferences.jsonl --project-name reward-model \
     --trainer reward --prompt-text-column prompt --text-column chosen --rejected-text-column rejected
@@ -109,23 +102,6 @@ def test_trls_command_for_zero2(place):
     assert updates(place / "models/minimal/ppo_tldr") == 1
     AutoModelForCausalLM.from_pretrained(place / "models/minimal/ppo_tldr")
     assert "model response" in printed
-
-
-def test_trls_judge(place, server):
-    """It prefers the longer summary; each is asked about in both orders, after a first try."""
-    for name in (SFT, "vwxyzjn/ppo_tldr"):
-        save(pythia(), place / name)
-    posts = prompts(5).add_column("completion", ["w4", "w4 w5", "w6 w7", "w8", "w9"])
-    save_splits(place / "trl-lib/tldr", train=posts, validation=posts)
-    server.replies = [chat(longer)] * 22
-
-    printed = shell(JUDGE, place, OPENAI_API_KEY="sk-secret", OPENAI_STUB=f"http://127.0.0.1:{server.server_port}")
-
-    assert len(re.findall(r"^Model win rate: \d+\.\d%", printed, re.MULTILINE)) == 2 and "sk-secret" not in printed
-    asked = [(headers["Authorization"], body["model"]) for headers, body in server.requests]
-    assert asked == [("Bearer sk-secret", "gpt-4o-mini")] * 22
-    tables = [pd.read_parquet(place / "judged" / name) for name in ("judged.parquet", "judged-2.parquet")]
-    assert [list(table["opponent"]) for table in tables] == [list(posts["completion"])] * 2
 
 
 def test_aitrainings_commands_and_python(place):
