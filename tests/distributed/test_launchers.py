@@ -58,7 +58,7 @@ def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tm
 
     def ranks(world: int) -> list[list[dict[str, Any]]]:
         how = {"models": str(models), "local_batch_size": 8 // world}
-        by_recipe = {"in_turns": True, "gae_level": "turn", "num_ppo_epochs": 3, **recipes.PPO, "kl_stop": 2.2}
+        by_recipe = {"in_turns": True, "gae_level": "turn", "num_ppo_epochs": 3, **recipes.PPO, "kl_stop": 3.0}
         calls = [
             ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-fixed", **recipes.CISPO, **how}),
             ("two_updates_of_scaled_rewards", {"output_dir": f"{tmp_path}/{world}-turns", **by_recipe, **how}),

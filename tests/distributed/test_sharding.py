@@ -51,7 +51,7 @@ def test_tied_weights_stay_tied_where_accelerate_sends_the_weights_of_one_rank(m
 def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path):
     """Of a slow one, which is heard only after the models' passes."""
     arguments = {"scenario": "reward_function_fails_on_one_rank", "output_dir": str(tmp_path), "models": str(models)}
-    errors = processes.run("multi_gpu", "error_of", **arguments)
+    (errors,) = processes.run_all("multi_gpu", [("error_of", arguments)])
     assert errors[1] == "ZeroDivisionError: no such luck"
     assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
 
