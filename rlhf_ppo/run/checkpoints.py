@@ -117,7 +117,7 @@ def locked(output_dir: str | Path) -> Iterator[None]:
             f"output_dir={str(output_dir)!r} is in use: another trainer trains in it; call its close(), wait until it "
             "has ended, or choose another output_dir"
         )
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         with suppress(OSError):  # a file system without locks
             if fcntl is not None:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +135,7 @@ def in_use(output_dir: str | os.PathLike[str]) -> bool:
         return True
     if fcntl is None or not path.is_file():
         return False
-    with open(path, "r+") as file:
+    with open(path, "r+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
