@@ -37,15 +37,16 @@ def local(shared_data, tmp_path_factory):
     reward_model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(stories, num_labels=1))
     reward_model.save_pretrained(folder / "reward")
     AutoTokenizer.from_pretrained(stories).save_pretrained(folder / "reward")
+    (folder / "data").mkdir()
     Dataset.from_dict({"prompt": [f"Once upon a time, {i} birds" for i in range(64)]}).to_json(
-        folder / "prompts.jsonl"
+        folder / "data" / "prompts.jsonl"
     )
     return folder, stories
 
 
 def options(local, output_dir):
     folder, stories = local
-    return f"""--dataset_name {folder}/prompts.jsonl --sft_model_path {stories} --model_name_or_path {stories}
+    return f"""--dataset_name {folder}/data --sft_model_path {stories} --model_name_or_path {stories}
         --reward_model_path {folder}/reward --output_dir {output_dir} --missing_eos_penalty 1.0
         --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --disable_tqdm True {QUICK}"""
 
