@@ -2,7 +2,7 @@
 
 *decoding*: one step of a policy over a cache that is full up to there: the casts, and the bytes that its operations
 read and write, each for itself, against the least: each weight is read once in 16 bits, the cache once, and one token
-is written to it. (That a cache with room is copied once in 128 tokens is left out.) The cache is filled without
+is written to it. (`DynamicCache` copies the cache for each token; that counts.) The cache is filled without
 computing what a prompt would; all else is a run's own. *learning*: how often the host waits for its device, per
 micro-batch. What the head moves, `head_bytes.py` counts.
 

@@ -5,6 +5,7 @@ The algorithm is in `trainer.py`.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import os
@@ -25,6 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.prompts import PromptCollator, Prompts, num_rows
 from rlhf_ppo.data.rollout import Responses, Rollout
@@ -48,7 +50,7 @@ from rlhf_ppo.run.learning import CriticOnly, gradient_norms, monte_carlo_return
 from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts, count_update
 from rlhf_ppo.run.signals import StopOnSignal, stopped
-from rlhf_ppo.run.steps import ExplainsTrainer, Steps
+from rlhf_ppo.run.steps import Steps
 from rlhf_ppo.terminal import print_text
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class TrainerBase(ExplainsTrainer, Steps, Trainer):
+class TrainerBase(Steps, Trainer):
     """Trainer whose step is a PPO update.
 
     Attributes:
@@ -69,6 +71,23 @@ class TrainerBase(ExplainsTrainer, Steps, Trainer):
     model: PolicyAndValue
     optimizer: Any
     lr_scheduler: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Explain unknown arguments."""
+        known = inspect.signature(cls).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
+            reject_call(cls.__name__, args, kwargs, known, own)
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Explain missing attributes that older trainers have; raise the error of a property that lacks one."""
+            if isinstance(inspect.getattr_static(type(self), name, None), property):
+                return object.__getattribute__(self, name)
+            hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __init__(
         self,

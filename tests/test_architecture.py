@@ -37,7 +37,10 @@ ORDER = (
 )
 RANKS = {"run/distributed.py", "run/signals.py"}  # every room reads which rank it is
 MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
-LONGER = {"rlhf_ppo/trainer_base.py": 760}  # Trainer finds its overrides on one class only
+LONGER = {  # Trainer finds its overrides on one class only; the options are one dataclass
+    "rlhf_ppo/trainer_base.py": 640,
+    "rlhf_ppo/config/ppo_config.py": 500,
+}
 MAX_FUNCTION_LINES = 60  # with the docstring, without the signature
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
 OTHER_ARGUMENTS = {"rlhf_ppo/cli/judge.py"}  # whose batch_size is an option of that command
@@ -176,7 +179,7 @@ def test_counts_are_read_from_sizes(path):
 def test_the_trainer_has_no_hidden_parents():
     ours = [parent.__name__ for parent in PPOTrainer.__mro__ if parent.__module__.startswith("rlhf_ppo")]
 
-    assert ours == ["PPOTrainer", "TrainerBase"]
+    assert ours == ["PPOTrainer", "TrainerBase", "Steps"]  # `Steps` declares what PPOTrainer defines, and has no code
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -162,8 +162,8 @@ def naming_the_model(model: torch.nn.Module, role: str, moment: str) -> Iterator
 def frozen_head_cast(policy: nn.Module) -> Iterator[None]:
     """Store a frozen head in the type that autocast casts it to; products stay the same to the bit.
 
-    Autocast caches its casts of trained weights, and casts frozen weights again for each token. `cast_frozen_weights`
-    casts other linear layers, but no head that is tied to the embedding or saved with an adapter.
+    Autocast caches its casts of trained weights, and casts frozen weights again for each token; the head is the
+    largest.
 
     Args:
         policy: A causal language model, or a `PeftModel` around one.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -51,24 +47,3 @@ class Steps(ABC):
     @abstractmethod
     def _end_update(self, rollout: Rollout, experience: Experience, statistics: UpdateStatistics) -> dict[str, float]:
         """Count an update and report."""
-
-
-class ExplainsTrainer:
-    """Base of a trainer that explains unknown arguments, and attributes that older trainers have."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Explain unknown arguments."""
-        known = inspect.signature(cls).parameters
-        if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
-            reject_call(cls.__name__, args, kwargs, known, own)
-        return super().__new__(cls)
-
-    if not TYPE_CHECKING:  # type checkers know the attributes
-
-        def __getattr__(self, name: str) -> Any:
-            """Explain missing attributes that older trainers have; raise the error of a property that lacks one."""
-            if isinstance(inspect.getattr_static(type(self), name, None), property):
-                return object.__getattribute__(self, name)
-            hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")

@@ -222,15 +222,6 @@ def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
     assert cells == ["slow", "48.00", "12.00", "2.00x", "3.00", "3.00", "6.00", "30", "1.50x"]
 
 
-@pytest.mark.thorough
-def test_a_step_of_decoding_moves_at_most_half_as_much_again_as_it_must() -> None:
-    """Under bf16's autocast; with a head that is the embedding, which stays in float32, and a cache of 2 bytes."""
-    from moved_bytes import Shape, decoding
-
-    counted = decoding(Shape(16, 256, 256, 4096, tied=True))
-    assert counted.total <= 1.5 * counted.least and counted.cache == 2
-
-
 def test_the_page_and_the_picture_show_the_table(tmp_path: Path) -> None:
     from picture import draw, measured, trained_megabytes
 

@@ -63,7 +63,7 @@ MISTAKES = [
     (f"{LLM} --use-sweep", "there is no option --use-sweep"),
     (f"{LLM} --rl-gamma 7", "gamma=7.0 must be in [0, 1]"),
     (f"{LLM} --rl-reward-fn custom", "--rl-reward-fn custom needs the function"),
-    (f"{LLM} --rl-reward-weights '{{'", "rl_reward_weights='{' is not JSON"),
+    (f"{LLM} --rl-reward-weights '{{'", "rl_reward_weights='{' must be a dict or the JSON text of an object"),
     (f"{LLM} --rl-mini-batch-size 3", "--rl-mini-batch-size 3 does not divide the 8 episodes"),
     (f"{LLM} --text-column nothing", "text_column='nothing': the data set has no column 'nothing'"),
     (f"{LLM} --rl-env-type nowhere", "must be one of ['text_generation'"),

@@ -106,7 +106,7 @@ def test_make_targets_and_paths_that_are_named_exist(page):
 OF_OTHERS = {
     "docs/distributed.md": "gpus-per-node nodes nproc_per_node ntasks-per-node signal".split(),  # torchrun, SLURM
     "docs/judging.md": ["num_examples"],
-    "docs/faults.md": ["signal"],  # SLURM
+    "docs/faults.md": ["signal", "pid"],  # SLURM, py-spy
     "docs/pipeline.md": "preferences prompts texts".split(),
     "docs/command-line.md": "environment tools".split(),
     "docs/agents.md": "environment tools".split(),
