@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.scorer import Scores
+from rlhf_ppo.rewards.scorer import PendingScores, Scores
 
 
 class Steps(ABC):
@@ -29,7 +29,7 @@ class Steps(ABC):
         """Sample a response to each prompt."""
 
     @abstractmethod
-    def score_responses(self, responses: Responses, prompts: Prompts) -> Scores:
+    def score_responses(self, responses: Responses, prompts: Prompts, pending: PendingScores | None = None) -> Scores:
         """Score responses with all reward sources."""
 
     @abstractmethod
