@@ -24,8 +24,8 @@ def by_last_word(completion_ids: list[list[int]], last_word: list[int], **_: Any
 def test_the_policys_first_update_finds_values_that_explain_the_returns(tmp_path: Path) -> None:
     args = PPOConfig(
         **QUIET, output_dir=str(tmp_path), per_device_train_batch_size=64, num_ppo_epochs=4, num_mini_batches=2,
-        max_steps=22, response_length=6, learning_rate=1e-3, critic_learning_rate=3e-3, lr_scheduler_type="constant",
-        cliprange_value=None, vf_coef=1.0, kl_coef=0.01, logging_steps=1, seed=1, critic_warmup_steps=10,
+        max_steps=26, response_length=6, learning_rate=1e-3, critic_learning_rate=3e-3, lr_scheduler_type="constant",
+        cliprange_value=None, vf_coef=1.0, kl_coef=0.01, logging_steps=1, seed=1, critic_warmup_steps=14,
     )  # fmt: skip
     rows = [row | {"last_word": row["input_ids"][-1]} for row in prompt_rows(256, longest=3)]
     trainer = PPOTrainer(

@@ -25,8 +25,8 @@ def test_markdown_shows_no_markup() -> None:
 
 def test_printed_and_logged_text_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
     stream = io.StringIO()
-    print_text("[bold]\x1b[31m" + "word " * 50, stream, style="red")
-    assert stream.getvalue() == "[bold]\\x1b[31m" + "word " * 50 + "\n"
+    print_text("[bold]\x1b[31m" + "word " * 50 + "end", stream, style="red")
+    assert stream.getvalue() == "[bold]\\x1b[31m" + "word " * 50 + "end\n"
     logger = visible_logger("rlhf_ppo.test")
     with caplog.at_level(logging.WARNING):
         logger.warning("of a %s\x1b", "model")
