@@ -97,11 +97,15 @@ def test_a_prompt_that_just_fits_has_its_whole_response(trained: PPOTrainer) -> 
 
 def test_what_vllm_cuts_all_the_same_is_an_error(trained: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past every other check: a limit of vLLM's that nobody knows of."""
-    monkeypatch.setattr("rlhf_ppo.trainer.check_lengths", lambda *given: None)
+    monkeypatch.setattr("rlhf_ppo.generation.sampler.check_lengths", lambda *given: None)
     monkeypatch.setattr("rlhf_ppo.run.datasets.check_lengths", lambda *given: None)
     rows = [{"input_ids": [4 + row] * 60} for row in range(6)]
     with pytest.raises(RuntimeError, match=r"'vllm' cut the response to row \d .*: 4 tokens after a prompt of 60, wh"):
         trained.evaluate(rows)
+
+
+def test_prompts_of_one_token(trained: PPOTrainer) -> None:
+    trained.evaluate(prompt_rows(4, longest=1))
 
 
 def test_episodes_of_several_turns(saved: Path, tmp_path: Path) -> None:
@@ -162,7 +166,3 @@ def test_one_base_and_a_float32_checkpoint_that_vllm_reads_in_16_bits(
     assert_unchanged(trainer, before)
     largest = max(log["sampling/sampling_logp_difference/max"] for log in first_logs(trainer))
     assert NEAR < largest < 1
-
-
-def test_prompts_of_one_token(trained: PPOTrainer) -> None:
-    trained.evaluate(prompt_rows(4, longest=1))
