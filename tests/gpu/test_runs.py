@@ -58,7 +58,7 @@ def test_a_run_reaches_its_reward(make_device_trainer: MakeTrainer) -> None:
 @pytest.mark.needs("cuda")
 def test_the_host_waits_at_most_twice_for_a_micro_batch(make_device_trainer: MakeTrainer) -> None:
     trainer = make_device_trainer(num_ppo_epochs=1, num_mini_batches=1, max_steps=2)
-    update, policy_loss, waits, parts = trainer.update, trainer.policy_loss, [], []
+    learn, policy_loss, waits, parts = trainer.learn, trainer.policy_loss, [], []
 
     def noting(*given):  # type: ignore
         parts.append(1)
@@ -69,12 +69,12 @@ def test_the_host_waits_at_most_twice_for_a_micro_batch(make_device_trainer: Mak
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                return update(*given)
+                return learn(*given)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
                 waits.append(sum("synchroniz" in str(each.message) for each in caught))
 
-    trainer.update, trainer.policy_loss = counted, noting  # type: ignore
+    trainer.learn, trainer.policy_loss = counted, noting  # type: ignore
     trainer.train()
     assert parts and sum(waits[1:]) <= 2 * len(parts)
 

@@ -57,23 +57,6 @@ def test_a_run_that_died_and_was_resumed_ends_bit_for_bit_like_one_that_did_not(
         assert not all(map(torch.equal, weights, small_policy().parameters()))
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"bf16": False}, "needs flash attention on a GPU, which does not compute in float32"),
-        ({"full_determinism": True, "top_p": 0.9}, "cannot sample with top_p=0.9 deterministically on a GPU"),
-    ],
-)
-def test_continuous_batching_is_refused_where_a_gpu_cannot(
-    given: dict[str, Any],
-    error: str,
-    make_device_trainer: MakeTrainer,  # noqa: F811
-    determinism_restored: None,
-) -> None:
-    with pytest.raises(ValueError, match=error):
-        make_device_trainer(generation_engine="continuous", **given)
-
-
 def test_answers_are_those_of_the_cpu() -> None:
     """The likeliest tokens, as `rlhf-ppo judge` and `answer` generate them."""
     rows, how = prompt_rows(5), Answering(max_new_tokens=8, temperature=0.0, batch_size=3)
