@@ -12,7 +12,7 @@ from measure import given
 from torch.profiler import ProfilerActivity, profile
 from workloads import WORKLOADS, Workload, hyper_parameters
 
-PHASES = {"generate": "generate_responses", "score": "_score_rollout", "learn": "learn"}
+PHASES = {"generate": "generate_responses", "score": "score_responses", "learn": "learn"}
 """The method of the trainer that makes most of each phase."""
 
 

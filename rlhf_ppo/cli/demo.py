@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -302,6 +302,7 @@ def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | 
     Returns:
         The measurements that were printed.
     """
+    disable_progress_bars()
     torch.set_num_threads(1)
     size, console = size or DemoSize(), console or Console()
     sft_dir, reward_model_dir, ppo_dir = (output_dir / name for name in ("sft", "reward_model", "ppo"))

@@ -31,6 +31,7 @@ def test_no_warning_of_a_library_stands_between_its_lines(tmp_path):
     run = subprocess.run([sys.executable, "-c", TINY], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "Judge prefers PPO over SFT" in run.stdout
     assert [line for line in run.stderr.splitlines() if "Warning" in line or "WARNING" in line] == []
+    assert "examples/s" not in run.stderr  # a bar of datasets
 
 
 @pytest.fixture(scope="module")
