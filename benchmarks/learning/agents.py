@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib
 from intervals import mean
-from lake import EPISODES, RESULTS, SETTINGS, read_results
+from lake import EPISODES, RESULTS, SETTINGS, STORED, read_results
 from matplotlib.figure import Figure
 
 PAGE = RESULTS.parents[2] / "docs" / "agents.md"
@@ -40,7 +40,7 @@ def lake_table(rows: Sequence[Row]) -> str:
         "| Setting | optimum, random | held-out games won, by seed | episodes to 0.9 of the optimum | CPU s |",
         "|---|---|---|---|---|",
     ]
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, *STORED):
         if runs := runs_of(rows, setting):
             won = ", ".join(f"{run['held_out']:.3f}" for run in runs)
             reached = ", ".join(f"{at:,}" if (at := reached_at(run, 0.9)) else "not reached" for run in runs)

@@ -35,15 +35,16 @@ SLIPPING: dict[str, Any] = {
 """Options for the lakes whose moves slip, chosen on seeds 10 and 11."""
 SETTINGS = {
     "plain": "",
-    "token": "--gae token",
+    "token": """--options '{"gae_level": "token"}'""",
     "plain, longer": "--updates 47",
-    "one credit, longer": "--updates 47 --credit episode",
     "rate 0.8": f"--slippery --rate 0.8 --updates 62 --held_out 4000 --options '{json.dumps(SLIPPING)}'",
     "8x8": "--size 8 --moves 40 --updates 23 --progress",
     "8x8, goal alone": "--size 8 --moves 40 --updates 23",
     "slippery": f"--slippery --moves 50 --updates 62 --options '{json.dumps(SLIPPING)}'",
 }
 """Arguments of the example by the name of a setting."""
+STORED = {"one credit, longer": "--updates 47"}
+"""Settings of stored runs that the example no longer has: no critic, one credit for all tokens of an episode."""
 
 
 def optimum(size: int, moves: int, slippery: bool, rate: float) -> tuple[float, float]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
+import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 
+from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.conversation import check_versions
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +30,15 @@ def test_the_optimum_is_that_of_dynamic_programming(arguments: str, best: float,
     import lake
 
     assert lake.optimum(*lake.game_of(arguments)) == pytest.approx((best, at_random), abs=5e-5)
+
+
+def test_the_example_takes_the_arguments_of_every_setting() -> None:
+    import lake
+
+    example = runpy.run_path(str(lake.EXAMPLE))
+    names = {field.name for field in dataclasses.fields(PPOConfig)}
+    for arguments in lake.SETTINGS.values():
+        assert set(json.loads(example["command_line"](shlex.split(arguments)).options)) <= names
 
 
 def test_no_simulated_player_beats_the_optimum() -> None:
