@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,55 +17,9 @@ from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.scorer import whole_scores
-from tests.conftest import tiny_scorer
-from tests.episodes import EOS, RespondsInTurns
-from tests.recorded_update import RecordingTrainer, check_update, run_update, share_of_w4
 from tests.runs import assert_identical
 
 MakeTrainer = Callable[..., PPOTrainer]
-
-
-# ---- A whole update, against NumPy on unpadded rows ----
-
-
-class RecordedTurns(RespondsInTurns, RecordingTrainer):
-    """Keeps what flows through an update on responses of several turns."""
-
-
-def reward_of_each_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
-    """Large at every token, so that those of tools would be seen."""
-    return [[5.0 - 0.1 * token + place for place, token in enumerate(ids)] for ids in completion_ids]
-
-
-UPDATES: dict[str, dict[str, Any]] = {
-    "packed": {"bootstrap_truncated": True, "gamma": 0.9, "lam": 0.8, "missing_eos_penalty": 1.5},
-    "padded": {
-        "config": {"attn_implementation": "eager"},
-        "whiten_rewards": True,
-        "reward_funcs": [share_of_w4, reward_of_each_token],
-        "reward_weights": [2.0, 0.5],
-    },
-    "a_reward_model_and_few_tokens_a_pass": {
-        "reward_model": tiny_scorer(seed=7),
-        "reward_funcs": reward_of_each_token,
-        "kl_estimator": "k3",
-        "kl_coef": 0.005,  # between these models k3 is in the hundreds, and exp(log-ratio) as far off as its rounding
-        "max_tokens_per_micro_batch": 20,
-        "bootstrap_truncated": True,
-        "missing_eos_score": -1.5,
-    },
-}
-
-
-@pytest.mark.parametrize("variant", UPDATES)
-def test_an_update_equals_numpy(make_trainer: MakeTrainer, variant: str) -> None:
-    update = run_update(make_trainer, trainer_class=RecordedTurns, **UPDATES[variant])
-    written = [episode.written for episode in update.episodes]
-    assert any(False in row[: len(episode.own)] for row, episode in zip(written, update.episodes, strict=True))
-    assert {row[-1] for row in written} == {row[0] for row in written} == {True, False}
-    assert any(EOS in np.array(row.response)[row.own] and not row.ended for row in update.episodes)
-    assert 0 < update.logged["response/ended_frac"] < 1
-    check_update(update)
 
 
 # ---- What stands in the gaps ----

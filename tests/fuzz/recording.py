@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +69,9 @@ REWARDS: dict[str, list[Callable[..., Any]]] = {
     "some None of one": [sometimes, share],
     "None in the second update": [in_time],
     "model": [],
+    "of all kinds": [length, share, tokens],
 }
-HAVE_MODEL = {"several", "model"}
+HAVE_MODEL = {"several", "model", "of all kinds"}
 
 
 def squared(logprobs: Tensor, experience: Experience, args: Any) -> PolicyLoss:
@@ -179,6 +180,7 @@ class SeenUpdate:
     prompts: list[list[int]]
     weights: dict[str, Array]
     rollout: Any = None
+    experience: Any = None
     answers: Sampled | None = None
     episodes: list[Any] = field(default_factory=list)
     steps: list[SeenStep] = field(default_factory=list)
@@ -208,6 +210,11 @@ class Recorder(PPOTrainer):
         seen.rollout, seen.answers = rollout, engine.answers[-1] if engine.answers else None
         seen.episodes = list(getattr(self, "episodes", ()))
         return rollout
+
+    def estimate_advantages(self, rollout: Rollout) -> Experience:
+        experience = super().estimate_advantages(rollout)
+        self.updates[-1].experience = experience
+        return experience
 
     def optimizer_step(self, minibatch: Experience, statistics: Any) -> Any:
         if "updates" in vars(self):
@@ -282,6 +289,7 @@ def make(
     output_dir: Path,
     answers: list[Any] | None = None,
     callbacks: tuple[TrainerCallback, ...] = (),
+    given: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> Any:
     """Make the trainer of a configuration.
@@ -291,6 +299,7 @@ def make(
         output_dir: Its directory.
         answers: What the engine answers; None: it samples.
         callbacks: Those of the trainer.
+        given: Other objects that it is given.
         overrides: Further options.
 
     Raises:
@@ -301,18 +310,25 @@ def make(
     bases = [RespondsInTurns] * (objects["responses"] == "turns") + [InOnePass] * (objects["loss"] == "at once")
     made_class: Any = type("Recording", (*bases, Recorder), {})
     args = PPOConfig(**{**QUIET, **SAVING, **options, "output_dir": str(output_dir), **overrides})
-    trainer = made_class(
-        args,
-        make_tokenizer(),
-        **given_models(objects),
-        reward_funcs=REWARDS[objects["reward"]] or None,
-        train_dataset=Dataset.from_list(prompt_rows(NUM_PROMPTS)),
-        ptx_dataset=TEXTS if options.get("ptx_coef") else None,
-        callbacks=list(callbacks),
-    )
+    values = {
+        "processing_class": make_tokenizer(),
+        "reward_funcs": REWARDS[objects["reward"]] or None,
+        "train_dataset": Dataset.from_list(prompt_rows(NUM_PROMPTS)),
+        "ptx_dataset": TEXTS if options.get("ptx_coef") else None,
+        "callbacks": list(callbacks),
+    }
+    trainer = made_class(args, **{**values, **given_models(objects), **(given or {})})
     engine: Any = Engine(trainer._sampler.engine, objects["engine"] != "transformers", answers)
     trainer._sampler.engine = engine
     _keep_texts(trainer)
+    return trainer
+
+
+def train(configuration: Configuration, output_dir: Path, given: Mapping[str, Any] | None = None) -> Any:
+    """Train and return the trainer, which has kept what flowed through it."""
+    snapshots = Snapshots(-1, False)
+    trainer = snapshots.trainer = make(configuration, output_dir, None, (snapshots,), given, save_strategy="no")
+    trainer.train()
     return trainer
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.fuzz import recording
 from tests.fuzz.formulas import (
@@ -61,6 +63,8 @@ class Twins:
                 self.value = get_peft_model(self.value, recording.lora("SEQ_CLS"))
         for model in (self.policy, self.reference, self.value):
             model.double().eval()
+            for norm in (module for module in model.modules() if isinstance(module, LlamaRMSNorm)):
+                norm.forward = partial(_normed, norm)  # transformers' own computes in float32
 
     def put(self, weights: Mapping[str, Array]) -> None:
         """Set policy and value model."""
@@ -99,6 +103,10 @@ class Twins:
     def score(self, episode: Episode) -> float:
         hidden = self.rewarding.model(input_ids=torch.tensor([episode.ids])).last_hidden_state[0, -1]
         return float(self.rewarding.score(hidden))
+
+
+def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 def _right_padded(episodes: Sequence[Episode]) -> tuple[Any, list[tuple[int, int]]]:
@@ -300,18 +308,21 @@ class Simulation:
         self._end(known, logged, figures)
         return steps
 
+    def tokens(self, known: Known, weights: Mapping[str, Array], rows: list[int]) -> tuple[TokenLosses, Any, Any, Any]:
+        """What weights say of the tokens of a mini-batch; and log-probabilities, entropies and values."""
+        episodes, alone = [known.episodes[row] for row in rows], self.warms_up
+        self.twins.put(weights)
+        logprobs, entropies = self.twins.logprobs(self.twins.policy, episodes, self.settings.temperature)
+        values, _ = self.twins.values(episodes)
+        now = np.concatenate([known.logprobs[row] for row in rows]) if alone else logprobs.detach().numpy()
+        own = (now, entropies.detach().numpy(), values.detach().numpy())
+        return losses_of(known, rows, *own, self.settings, alone), logprobs, entropies, values
+
     def _step(
         self, known: Known, step: SeenStep, rows: list[int]
     ) -> tuple[Step, TokenLosses, tuple[float, float], list[tuple[float, int]]]:
-        settings, episodes = self.settings, [known.episodes[row] for row in rows]
-        self.twins.put(step.before)
-        logprobs, entropies = self.twins.logprobs(self.twins.policy, episodes, settings.temperature)
-        values, _ = self.twins.values(episodes)
-        alone = self.warms_up
-        old = np.concatenate([known.logprobs[row] for row in rows])
-        now = old if alone else logprobs.detach().numpy()
-        own = (now, entropies.detach().numpy(), values.detach().numpy())
-        tokens = losses_of(known, rows, *own, settings, alone)
+        settings, alone = self.settings, self.warms_up
+        tokens, logprobs, entropies, values = self.tokens(known, step.before, rows)
         for model in (self.twins.policy, self.twins.value):
             model.zero_grad()
         values.backward(torch.from_numpy(tokens.d_values))

@@ -77,9 +77,7 @@ def _logprobs(sampled: Sampled) -> torch.Tensor:
 def test_tokens_and_logprobs_are_of_the_distribution_asked_for(make_args: MakeArgs, asked: dict[str, Any]) -> None:
     policy, prompt = tiny_policy(), [5, 9, 3]
     args = make_args(response_length=1, **{"temperature": 1.0, **asked})
-    with torch.no_grad():
-        logits = policy(torch.tensor([prompt])).logits[0, -1].double().numpy()
-    probabilities = np.exp(oracles.log_softmax(logits / args.temperature))
+    probabilities = np.exp(oracles.log_softmax(oracles.logits_after(policy, prompt) / args.temperature))
     expected = filtered(probabilities, args.top_k, args.top_p, args.min_p)
 
     sampled = sample(policy, prompts(*[prompt] * 600), sampling_config(args, stop_token_id=None), max_rows=600)

@@ -23,7 +23,6 @@ from rlhf_ppo.generation.transformers_engine import (
 from rlhf_ppo.models.packing import looked_at
 from tests import oracles
 from tests.conftest import tiny_policy
-from tests.oracles import Llama
 
 MakeArgs = Callable[..., PPOConfig]
 
@@ -84,9 +83,8 @@ def test_greedy_takes_the_likeliest(make_args: MakeArgs) -> None:
     policy, tokens = tiny_policy(), [5, 9, 3]
     config = greedy_config(make_args(response_length=6, temperature=5.0, top_k=3), stop_token_id=None)
     responses = sample(policy, prompts(tokens, [4]), config)
-    llama, weights = Llama.of(policy.config), oracles.weights_of(policy)
     for _ in range(6):
-        tokens = [*tokens, int((llama.states(weights, tokens)[-1] @ weights["lm_head.weight"].T).argmax())]
+        tokens = [*tokens, int(oracles.logits_after(policy, tokens).argmax())]
     assert responses[0].tolist() == tokens[3:]
 
 
@@ -200,9 +198,7 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(make_args: MakeAr
     first = Counter(row[0] for row in sampled).most_common(1)[0][0]
     counts = np.bincount([row[1] for row in sampled if row[0] == first], minlength=10)
 
-    llama, weights = Llama.of(policy.config), oracles.weights_of(policy)
-    logits = llama.states(weights, [5, first])[-1] @ weights["lm_head.weight"].T
-    probabilities = np.exp(oracles.log_softmax(logits / how["temperature"]))
+    probabilities = np.exp(oracles.log_softmax(oracles.logits_after(policy, [5, first]) / how["temperature"]))
     expected = filtered(probabilities, how.get("top_k", 0), how.get("top_p", 1.0), how.get("min_p")) * counts.sum()
 
     possible = expected > 0
