@@ -253,6 +253,8 @@ class TrainerBase(Steps, Trainer):
         run.fire("on_train_begin")
         if args.eval_on_start:
             self._evaluate(None, ignore_keys, skip_scheduler=True)
+        if self.state.global_step == 0:
+            self._make_samples()
 
     def _prompt_batches(self) -> Iterator[Prompts]:
         """Yield this rank's prompts for each update, pass after pass, from where a resumed run has stopped.

@@ -28,6 +28,7 @@ from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, win_rate_besi
 from rlhf_ppo.reporting.model_card import show_judgements
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
 from rlhf_ppo.reporting.win_rate import Answering, WinRate, given_answers, respond
+from rlhf_ppo.rewards.builtin import prompt_text
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.judges import (
     OPENAI_URL,
@@ -97,8 +98,9 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     path = keep(table, folder, JUDGED)
     keep_win_rate(found, args, path)
     if args.num_shown > 0:
-        texts = table[["prompt", "model", "opponent"]].fillna("")
-        print_table(texts.assign(better=table["verdict"].map(_better)), num_rows=args.num_shown)
+        texts: Any = table[["prompt", "model", "opponent"]].fillna("")
+        shown = texts.assign(prompt=texts["prompt"].map(prompt_text), better=table["verdict"].map(_better))
+        print_table(shown, num_rows=args.num_shown)
     print_text(found)
     if not found.judged:
         raise ValueError(f"no verdict on any of {len(table)} prompts; judge them again with {_again(path)}")

@@ -118,8 +118,11 @@ def first_prompts(
 
 # Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers
 
-NUM_PRINTED, MAX_CHARACTERS = 2, 400
+NUM_PRINTED, MAX_CHARACTERS = 2, 300
 """Rows of a table in the terminal, and characters of a text there; files and trackers have all."""
+
+PROMPT_COLUMNS, TEXT_COLUMNS = ("query", "prompt"), ("model response", "model", "opponent")
+"""Columns of texts in the terminal: of a prompt the end is shown, of the others the beginning."""
 
 _COLUMNS = {"query": "query", "model response": "response", "score": "score"}
 """The first columns of a table, and their keys in `sample_rows`."""
@@ -189,18 +192,18 @@ def table_of(rows: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> pd.Da
 def is_due(update: int, num_updates: int, num_tables: int) -> bool:
     """Return whether a table is printed after an update.
 
-    Table `i` of `0 ... k - 1`, with `k <= N`, is printed after update `1 + floor(i (N - 1) / (k - 1))`, thus after the
-    first and the last update; a single table is printed after the last.
+    Table `i` of `0 ... k - 1`, with `k <= N + 1`, is printed after update `floor(i N / (k - 1))`, thus before the
+    first update and after the last; a single table is printed after the last.
 
     Args:
-        update: Number of the update, from 1.
+        update: Number of finished updates.
         num_updates: `N`, the updates of the run.
         num_tables: Number of tables.
     """
-    last = min(num_tables, num_updates) - 1
+    last = min(num_tables - 1, num_updates)
     if last < 1:
         return num_tables > 0 and update == num_updates
-    return update - 1 in {table * (num_updates - 1) // last for table in range(last + 1)}
+    return update in {table * num_updates // last for table in range(last + 1)}
 
 
 def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str = "") -> str:
@@ -218,12 +221,13 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
         The printed text.
     """
     prompts = "held-out" if held_out else "training"
-    title = f"After update {trainer.state.global_step}: {prompts} prompts"
+    step = trainer.state.global_step
+    title = f"{f'After update {step}' if step else 'Before the first update'}: {prompts} prompts"
     shown = f"{title}\n{df.head(NUM_PRINTED).to_csv(index=False)}"
     if shown != printed:
         with beside_bars():
             print_table(df, title=title)
-    path = Path(output_directory(trainer.args), SAMPLES_DIR, f"update-{trainer.state.global_step:05d}.csv")
+    path = Path(output_directory(trainer.args), SAMPLES_DIR, f"update-{step:05d}.csv")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, df.to_csv(index=False))
     report_table(df, trainer)
@@ -231,19 +235,33 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
 
 
 def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_PRINTED) -> None:
-    """Print the first samples in the terminal, with shortened texts; conversations have a line for each message."""
+    """Print the first samples in the terminal, with shortened texts; conversations have a line for each message.
+
+    Columns that hold neither prompts nor responses share the last column, so that texts stay wide enough to read.
+    """
     df = df.head(num_rows)
     if "messages" in df:
         pairs = zip(df["messages"], df["model response"], strict=True)
         shown = [as_lines(messages) if isinstance(messages, str) else text for messages, text in pairs]
         df = df.assign(**{"model response": shown}).drop(columns="messages")
+    texts = [column for column in df.columns if column in (*PROMPT_COLUMNS, *TEXT_COLUMNS)]
+    first, *others = (column for column in df.columns if column not in texts)
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
-    for column in df.columns:
+    for column in (*texts, first):
         table.add_column(cell(column))
-    for row in df.itertuples(index=False):
-        texts = map(_figure, row)
-        table.add_row(*[cell(f"{t[:MAX_CHARACTERS]}..." if len(t) > MAX_CHARACTERS else t) for t in texts])
+    for row in df.to_dict("records"):
+        shown = {name: _shortened(_figure(value), name) for name, value in row.items()}
+        figures = [shown[first], *(f"{name}: {shown[name]}" for name in others)]
+        table.add_row(*(cell(shown[name]) for name in texts), cell("\n".join(figures)))
     Console().print(table)
+
+
+def _shortened(text: str, column: str) -> str:
+    is_prompt = column in PROMPT_COLUMNS
+    text = text.strip() if is_prompt else text
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"...{text[-MAX_CHARACTERS:]}" if is_prompt else f"{text[:MAX_CHARACTERS]}..."
 
 
 def report_table(df: pd.DataFrame, trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from rlhf_ppo.reporting.evaluation import is_due, table_of
+from rlhf_ppo.reporting.evaluation import is_due, print_table, table_of
 
 NAN = float("nan")
 QUERIES = ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"]
@@ -26,6 +26,26 @@ def samples(queries: list[str], responses: list[str], scores: list[float], **by_
 @pytest.fixture
 def table() -> pd.DataFrame:
     return samples(QUERIES, RESPONSES, [1.25, -0.5], reward_model=[1.25, 0.5], brevity=[NAN, -1.0])
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_texts_are_readable_beside_many_figures_and_prompts_end_with_what_is_asked(
+    width: int, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    prompts = [f"\n\nHuman: {'old words ' * 60}\n\nHuman: the question\n\nAssistant:"]
+    many = {f"a_long_name_{number}": [1.0] for number in range(6)}
+    print_table(samples(prompts, ["several words " * 40 + "the end"], [1.25], **many))
+
+    lines = capsys.readouterr().out.splitlines()
+    body = lines[3:-1]
+    query, response, scores = (
+        "\n".join(parts) for parts in zip(*(line[1:-1].split("│") for line in body), strict=True)
+    )
+    assert query.split()[-3:] == ["the", "question", "Assistant:"] and query.strip().startswith("...")
+    assert response.strip().endswith("...") and "a_long_name_5: 1.000" in scores
+    assert max(map(len, lines)) <= width and min(map(len, (query.split("\n")[0], response.split("\n")[0]))) >= 20
+    assert len(lines) <= 30
 
 
 def make_trainer(*trackers: str, callbacks: list[Any] | None = None) -> Any:
@@ -51,9 +71,9 @@ def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:
 def test_as_many_tables_are_due_as_are_asked_for_evenly_over_any_run() -> None:
     for num_updates in range(1, 50):
         for num_tables in range(60):
-            due = [update for update in range(1, num_updates + 1) if is_due(update, num_updates, num_tables)]
-            assert len(due) == min(num_tables, num_updates), (num_updates, num_tables)
+            due = [update for update in range(num_updates + 1) if is_due(update, num_updates, num_tables)]
+            assert len(due) == min(num_tables, num_updates + 1), (num_updates, num_tables)
             assert not due or due[-1] == num_updates
             if len(due) > 1:
                 gaps = [after - before for before, after in itertools.pairwise(due)]
-                assert due[0] == 1 and max(gaps) - min(gaps) <= 1, (num_updates, num_tables, due)
+                assert due[0] == 0 and max(gaps) - min(gaps) <= 1, (num_updates, num_tables, due)

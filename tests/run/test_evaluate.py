@@ -124,7 +124,7 @@ def test_training_does_not_notice_evaluations_and_sample_tables(make_trainer: Ma
     watched = run(
         eval_dataset=FIVE_ROWS, eval_strategy="steps", eval_steps=1, eval_on_start=True, num_sample_generations=4
     )
-    assert sorted(watched.tables) == [1, 2, 3, 4] and not plain.tables
+    assert sorted(watched.tables) == [0, 1, 2, 4] and not plain.tables
     end = end_of_run(watched)
     evaluations = [entry for entry in end["history"] if "eval_score" in entry]
     assert len(evaluations) == 5
