@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_ppo.models.heads import empty_classifier, head_of_scorer, scalar_head
+from rlhf_ppo.models.heads import scalar_head
 from rlhf_ppo.models.unwrapping import (
     active_adapter,
     backbone,
@@ -22,6 +22,7 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
     with_adapters,
 )
+from rlhf_ppo.models.value_model import new_value_model
 from rlhf_ppo.run.distributed import get_logger
 
 if TYPE_CHECKING:
@@ -361,18 +362,16 @@ def shares_parameters(model: nn.Module, other: nn.Module) -> bool:
 
 
 def _scorer_with_zero_head(policy: nn.Module) -> nn.Module:
-    """Make a sequence classifier over the policy's base, without the policy's adapters."""
+    """Make a value model over the policy's base, without the policy's adapters."""
     original = transformers_model(policy)
     device = next(original.parameters()).device
     with torch.device("meta"):
-        scorer = empty_classifier(original)
+        scorer = new_value_model(original)
     shared = {id(value): value for value in backbone(policy).parameters()}
     body = copy.deepcopy(backbone(policy), shared)
     _strip_adapters(body)
-    setattr(scorer, transformers_model(scorer).base_model_prefix, body)
-    head = head_of_scorer(scorer).to_empty(device=device)
-    for parameter in head.parameters():
-        nn.init.zeros_(parameter)
+    setattr(scorer, scorer.base_model_prefix, body)
+    nn.init.zeros_(scorer.score.to_empty(device=device).weight)
     for name in ("is_quantized", "hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
         if hasattr(original, name):  # PEFT and Trainer treat quantized models as their own kind
             setattr(scorer, name, getattr(original, name))

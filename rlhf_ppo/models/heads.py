@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
 
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.packing import hidden_states
@@ -78,6 +75,8 @@ def reads_last_token(model: nn.Module) -> bool:
     if scalar_head(model) is None:
         return False
     base = transformers_model(model)
+    if getattr(base, "reads_last_token", False):  # made here
+        return True
     by_name = isinstance(getattr(base, "score", None), nn.Module)
     if is_sharded(model):
         return by_name
@@ -230,26 +229,3 @@ def multiply_in_float32(head: nn.Module) -> None:
 def is_in_float32(head: nn.Module) -> bool:
     """Return whether a head, which may have adapters, multiplies in float32."""
     return any(type(layer) is Float32Linear for layer in head.modules())
-
-
-def empty_classifier(model: nn.Module) -> nn.Module:
-    """Make a float32 classifier with one label and new weights, of a language model's architecture.
-
-    Args:
-        model: The language model, or a `PeftModel` around one.
-
-    Raises:
-        ValueError: The architecture has no sequence-classification class.
-    """
-    base = transformers_model(model)
-    config = copy.deepcopy(base.config)
-    config.num_labels = 1
-    kind = AutoModelForSequenceClassification.__name__
-    if getattr(base, "_auto_class", None):  # code that the user has let run: its module is loaded
-        named = (getattr(config, "auto_map", None) or {}).get(kind, "")
-        own: Any = getattr(sys.modules[type(base).__module__], named.rpartition(".")[2], None)
-        if own is not None:
-            own.register_for_auto_class(kind)  # so that its code is saved with it
-            return own._from_config(config, dtype=torch.float32)
-    # None would ask on stdin.
-    return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, trust_remote_code=False)

@@ -18,10 +18,7 @@ from rlhf_ppo.models.adapters import (
 )
 from rlhf_ppo.models.heads import (
     check_one_label,
-    empty_classifier,
-    head_of_scorer,
     reads_last_token,
-    scalar_head,
 )
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.unwrapping import (
@@ -32,6 +29,7 @@ from rlhf_ppo.models.unwrapping import (
     is_peft_model,
     transformers_model,
 )
+from rlhf_ppo.models.value_model import AutoClassifier, new_value_model
 
 # ---- Loading ----
 
@@ -156,24 +154,14 @@ def make_value_model(original: nn.Module) -> nn.Module:
 
     Returns:
         A float32 model with a per-token scalar head, without adapters.
-
-    Raises:
-        ValueError: Its architecture has no sequence-classification class.
     """
     if reads_last_token(original):
         return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
-
-    value_model = empty_classifier(source)
-    if type(backbone(value_model)) is not type(backbone(source)) or scalar_head(value_model) is None:
-        raise ValueError(
-            f"value_model=None, but {type(value_model).__name__}, the sequence classifier that transformers has "
-            f"for {type(source).__name__}, has another structure; pass value_model"
-        )
+    value_model = new_value_model(source)
     copy_weights(backbone(source), backbone(value_model))
-    head: Any = head_of_scorer(value_model).weight
-    with gathered([head], modify=True):
-        nn.init.zeros_(head)
+    with gathered([value_model.score.weight], modify=True):
+        nn.init.zeros_(value_model.score.weight)
     return value_model.to(next(source.parameters()).device).train()
 
 
@@ -238,6 +226,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
             return _adapted_classifier(path, argument, **kwargs)
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     is_language_model = auto_class is AutoModelForCausalLM
+    if auto_class is AutoModelForSequenceClassification:
+        auto_class = AutoClassifier
     settings = {"dtype": torch.float32, **kwargs} | ({"output_loading_info": True} if is_language_model else {})
     given = f"{argument}={os.fspath(path)!r}"
     try:

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 WIDTHS = (
     "hidden_size d_model n_embd dim embedding_size embed_dim word_embed_proj_dim emb_dim d_embed lru_width "
@@ -111,8 +108,3 @@ def tiny_model(family: str, kind: Any = AutoModelForCausalLM, seed: int = 0, **c
 def families() -> list[str]:
     """All families that the installed transformers offers as causal language models."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def has_classifier(family: str) -> bool:
-    """Whether transformers has a sequence classifier that a value model can be made of."""
-    return family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and family != "mbart"

@@ -20,8 +20,8 @@ from rlhf_ppo.models.heads import scalar_head
 from rlhf_ppo.models.packing import PACKS
 from rlhf_ppo.models.policy_and_value import response_logprobs, response_values
 from rlhf_ppo.models.unwrapping import backbone
-from tests.conftest import count_w4, tiny_scorer
-from tests.models.architectures import families, has_classifier, tiny_model
+from tests.conftest import count_w4
+from tests.models.architectures import families, tiny_model
 from tests.runs import history, record_rollouts
 
 FAST = [
@@ -51,7 +51,7 @@ def cases(names: Iterable[str], fast: list[str]) -> list[Any]:
 
 def make(make_trainer: Any, family: str, **changes: Any) -> PPOTrainer:
     policy = tiny_model(family)
-    given: dict[str, Any] = {"value_model": None if has_classifier(family) else tiny_scorer(vocab_size=48), **changes}
+    given: dict[str, Any] = {"value_model": None, **changes}
     return make_trainer(
         model=policy,
         reward_funcs=count_w4,

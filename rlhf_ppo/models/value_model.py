@@ -1,0 +1,131 @@
+"""The value model of any language model: its backbone and a linear head of one output."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from rlhf_ppo.models.heads import last_real
+from rlhf_ppo.models.unwrapping import backbone, transformers_model
+
+SUFFIX = "ForTokenValues"
+"""Ends the names of classes whose checkpoints only `value_model=` loads; the backbone's begins them."""
+
+_CLASSIFIER = AutoModelForSequenceClassification.__name__
+
+
+class ValueModel(PreTrainedModel):
+    """A backbone and a linear head: `v_t = w h_t`.
+
+    `_joined` adds a family's own `PreTrainedModel`, so that it attends, shards, saves and loads as the family does.
+    """
+
+    body_class: type[PreTrainedModel]
+    reads_last_token = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        body = self.body_class._from_config(config)
+        setattr(self, self.base_model_prefix, body)
+        width = body.get_decoder().get_input_embeddings().embedding_dim  # OPT's states have it, not `hidden_size`
+        self.score = nn.Linear(width, self.num_labels, bias=False)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> SequenceClassifierOutput:
+        """Return the head's output at each row's last real token as `logits`, `(B, 1)`."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
+        states = self.base_model(input_ids=input_ids, attention_mask=mask, **(given | {"return_dict": True}))[0]
+        last = last_real(mask.bool())
+        return SequenceClassifierOutput(logits=self.score(states)[torch.arange(len(last), device=last.device), last])
+
+
+def new_value_model(language_model: nn.Module) -> ValueModel:
+    """Make a float32 value model with new weights, of a language model's architecture.
+
+    Args:
+        language_model: The language model, or a `PeftModel` around one.
+    """
+    base, body = transformers_model(language_model), backbone(language_model)
+    config = copy.deepcopy(body.config)
+    config.num_labels = 1
+    return _joined(type(body), config, base)._from_config(config, dtype=torch.float32)
+
+
+def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[ValueModel]:
+    """Make the class for a backbone.
+
+    It has the name of the family's sequence classifier where that has the same weights, and so writes its checkpoints.
+    """
+    family = [kind for kind in body_class.__mro__ if issubclass(kind, PreTrainedModel)][-2]
+    prefix = body_class.base_model_prefix
+    members: dict[str, Any] = {
+        "body_class": body_class,
+        "config_class": type(config),
+        "base_model_prefix": prefix if prefix.isidentifier() else "model",
+        "__module__": body_class.__module__,  # transformers reads its source
+    }
+    kind: Any = type(body_class.__name__ + SUFFIX, (ValueModel, family), members)
+    theirs = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if getattr(source, "_auto_class", None):  # code that the user has let run: its module is loaded
+        named = _own_classes(config).get(_CLASSIFIER, "").rpartition(".")[2]
+        theirs = getattr(sys.modules[type(source).__module__], named, None)
+        kind._auto_class = None if theirs is None else _CLASSIFIER  # so that its code is saved with it
+    if theirs is not None and _names_of_weights(theirs, config) == _names_of_weights(kind, config):
+        kind.__name__ = kind.__qualname__ = theirs.__name__
+    return kind
+
+
+def _names_of_weights(kind: type[PreTrainedModel], config: Any) -> list[str]:
+    with torch.device("meta"):
+        return [*kind(copy.deepcopy(config)).state_dict()]
+
+
+# ---- Loading ----
+
+
+class AutoClassifier:
+    """Loads sequence classifiers and value models: `AutoModelForSequenceClassification` for every family."""
+
+    @staticmethod
+    def from_pretrained(path: Any, **kwargs: Any) -> Any:
+        """Load a model; its head is new if it is not in the directory.
+
+        Args:
+            path: A directory, or a hub name.
+            **kwargs: For `from_pretrained`.
+        """
+        own = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+        config = AutoConfig.from_pretrained(path, **own)
+        name = (config.architectures or [""])[0]
+        if name.endswith(SUFFIX):
+            modeling = type(config).__module__.replace(".configuration_", ".modeling_")
+            body_class = getattr(importlib.import_module(modeling), name.removesuffix(SUFFIX))
+        elif type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _CLASSIFIER in _own_classes(config):
+            return AutoModelForSequenceClassification.from_pretrained(path, **kwargs)
+        else:
+            body_class = MODEL_MAPPING[type(config)]
+        config.num_labels = kwargs.pop("num_labels", config.num_labels)
+        kwargs.pop("trust_remote_code", None)
+        return _joined(body_class, config).from_pretrained(path, config=config, **kwargs)
+
+
+def _own_classes(config: Any) -> dict[str, str]:
+    """Return the classes in code that comes with a model, by the auto class that loads them."""
+    return getattr(config, "auto_map", None) or {}
