@@ -25,14 +25,12 @@ Whitening over the five: sum 1.0, mean 0.2; deviations 0.1, -0.3, 0.8, -0.1, -0.
     row 1: -0.2   -1.0
 """
 
-import pytest
 import torch
 
 from rlhf_ppo.algorithm import (
     approx_kl,
     clipped_policy_loss,
     clipped_value_loss,
-    explained_variance,
     gae,
     kl_estimate,
     masked_mean,
@@ -62,14 +60,14 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, torch.as_tensor(expected), atol=1e-6, rtol=0)
 
 
-def chain(estimator="k1", whiten_rewards=False, bootstrap_values=None):
+def chain(whiten_rewards=False):
     """Run the library from scores to whitened advantages; return every stage."""
-    kl = kl_estimate(LOGPROBS, REF_LOGPROBS, estimator)
+    kl = kl_estimate(LOGPROBS, REF_LOGPROBS, "k1")
     scores = penalize_missing_eos(SCORES, STOPPED, 1.0)
     non_score_reward, rewards = token_rewards(kl, scores, MASK, kl_coef=0.2)
     if whiten_rewards:
         rewards = masked_whiten(rewards, MASK, shift_mean=False)
-    advantages, returns = gae(rewards, VALUES, MASK, gamma=0.5, lam=0.8, bootstrap_values=bootstrap_values)
+    advantages, returns = gae(rewards, VALUES, MASK, gamma=0.5, lam=0.8)
     return scores, non_score_reward, rewards, advantages, returns, masked_whiten(advantages, MASK)
 
 
@@ -134,12 +132,6 @@ def test_value_loss_and_gradient():
     assert_equal(masked_mean(result.clipped, MASK), 0.4)
 
 
-def test_explained_variance():
-    # Var(R - V) = Var(A) = 0.25. Returns: mean 1.6 / 5 = 0.32, deviations 0.08, 0.18, 1.08, -0.52, -0.82, squares
-    # 0.0064 + 0.0324 + 1.1664 + 0.2704 + 0.6724 = 2.148, over 4: 0.537. 1 - 0.25 / 0.537 = 0.5344507.
-    assert_equal(explained_variance(VALUES, RETURNS, MASK), 0.5344507)
-
-
 def test_whiten_rewards_keeps_their_mean():
     """Rewards 0.14, -0.10, 1.40, 0.02, -0.50: sum 0.96, mean 0.192.
 
@@ -159,12 +151,3 @@ def test_whiten_rewards_keeps_their_mean():
     assert_equal(advantages, [[0.3096679, -0.0244895, 1.4770747], [-0.0772443, -0.5732912, 0.0]])
     assert_equal(returns, [[0.4096679, 0.5755105, 1.8770747], [-0.3772443, -0.7732912, 0.0]])
     assert_equal(whitened, [[0.1135498, -0.3209625, 1.6315552], [-0.3895608, -1.0345817, 0.0]])
-
-
-def test_the_cut_row_bootstraps():
-    """Row 1's value after the cut is 0.8: delta_2 = -0.3 + 0.4 = 0.1, A_1 = 0.22 + 0.04 = 0.26. Row 0 ended: 0."""
-    *_, advantages, returns, whitened = chain(bootstrap_values=torch.tensor([0.0, 0.8]))
-    assert_equal(advantages, [[0.3, -0.1, 1.0], [0.26, 0.1, 0.0]])
-    assert_equal(returns, [[0.4, 0.5, 1.4], [-0.04, -0.1, 0.0]])
-    # Sum 1.56, mean 0.312; squares 0.000144 + 0.169744 + 0.473344 + 0.002704 + 0.044944 = 0.69088, over 4: 0.17272.
-    assert whitened[0, 2].item() == pytest.approx(0.688 / 0.4155960, abs=1e-6)

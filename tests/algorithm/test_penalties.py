@@ -1,13 +1,10 @@
 """KL estimators and coefficient, the missing-EOS penalty and where the reward lands."""
 
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlhf_ppo.algorithm.advantages import (
     AdaptiveKLController,
@@ -116,30 +113,6 @@ def test_the_coefficient_moves_by_at_most_a_fifth_of_the_share_of_the_horizon(
     controller = AdaptiveKLController(0.2, target=6.0, horizon=1000)
     controller.update(kl, episodes)
     assert controller.coef == pytest.approx(coef, rel=1e-9)
-
-
-positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-anything = st.floats()
-
-
-@given(positive, positive, st.floats(min_value=1, allow_infinity=False), st.lists(st.tuples(anything, st.integers(1))))
-def test_the_coefficient_stays_positive_and_finite_and_moves_towards_the_target(
-    coef: float, target: float, horizon: float, updates: list[tuple[float, int]]
-) -> None:
-    controller = AdaptiveKLController(coef, target, horizon)
-    for kl, episodes in updates:
-        before = controller.coef
-        controller.update(kl, episodes)
-        check_coefficient(controller)
-        assert 0 < controller.coef < math.inf
-        least, most = max(0.8 * before, sys.float_info.min), max(1.2 * before, sys.float_info.min)
-        assert min(least, sys.float_info.max) * (1 - 1e-9) <= controller.coef <= most * (1 + 1e-9)
-        if kl > target:
-            assert controller.coef >= before
-        elif kl < target:
-            assert controller.coef <= max(before, sys.float_info.min)
-        elif math.isnan(kl):
-            assert controller.coef == before
 
 
 @pytest.mark.parametrize("coef", [-1e-9, math.nan, math.inf])

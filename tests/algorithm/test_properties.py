@@ -187,25 +187,3 @@ def test_equal_values_whiten_to_exactly_zero(value, rows, length, random, cut):
         whitened = on_ranks(lambda v, m, reduce_sum, s=shift_mean: masked_whiten(v, m, s, reduce_sum), shards)
         assert torch.equal(torch.cat(whitened), expected)
     assert [float(var) for var in on_ranks(masked_var, shards)] == [0.0] * len(shards)
-
-
-small = st.floats(-3, 3, width=32)
-
-
-@examples
-@given(small, small, st.floats(0.015625, 0.5, width=32), st.floats(0.015625, 0.5, width=32))
-def test_a_wider_clip_never_gives_a_larger_loss(log_ratio, advantage, narrow, wider_by):
-    """Both losses are pessimistic: at least the unclipped loss, and falling towards it as the clip range grows."""
-    new, old = torch.tensor([log_ratio]), torch.zeros(1)
-    for loss in (clipped_policy_loss, clipped_value_loss):
-        narrow_loss = loss(new, old, torch.tensor([advantage]), narrow).loss.item()
-        wide_loss = loss(new, old, torch.tensor([advantage]), narrow + wider_by).loss.item()
-        unclipped = loss(new, old, torch.tensor([advantage]), 1e6).loss.item()
-        assert unclipped - 1e-5 <= wide_loss <= narrow_loss + 1e-5
-
-
-@examples
-@given(st.lists(st.tuples(small, small), min_size=1, max_size=8))
-def test_k3_is_never_negative(pairs):
-    logprobs, ref_logprobs = torch.tensor(pairs).T
-    assert (kl_estimate(logprobs, ref_logprobs, "k3") >= 0).all()

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.distributed import processes
-
 SESSION = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "eps", "time/tokens_per_second"}
 
 
@@ -37,19 +35,6 @@ def assert_same_end(resumed, whole):
         for ours, theirs in zip(one["optimizer"], other["optimizer"], strict=True):
             np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_array_equal(one["random"], other["random"])
-
-
-def whole_and_other(config, scenario, models, folder, other, **run):
-    """Train with checkpoints, resume from the first one with the same end, and train another way; return both ends."""
-
-    def call(name, **arguments):
-        return scenario, {"output_dir": str(folder / name), "models": str(models), **run, **arguments}
-
-    resume = str(folder / "whole" / "checkpoint-1")
-    calls = [call("whole"), call("resumed", resume=resume), call("other", **other)]
-    whole, resumed, others = processes.run_all(config, calls)
-    assert_same_end(resumed, whole)
-    return whole, others
 
 
 def assert_same_step(two, one):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -40,7 +41,7 @@ class Walk:
 
 
 class Speaking:
-    """transformers' `generate` with all its passes, whose words are replaced by others that the context gives."""
+    """transformers' `generate` with some of its passes, whose words are replaced by others that the context gives."""
 
     reads_sharded = False
 
@@ -51,7 +52,9 @@ class Speaking:
         self.calls.append(len(prompts))
         of_all_ranks: Any = gather
         inner = TransformersEngine(2, None, of_all_ranks)
-        inner.sample(policy, prompts, config)
+        passes = copy.deepcopy(config)
+        passes.max_new_tokens = min(8, config.max_new_tokens)
+        inner.sample(policy, prompts, passes)
         rows = []
         for ids in prompt_rows(prompts):
             generator = torch.Generator().manual_seed(sum(place * token for place, token in enumerate(ids, 1)))

@@ -14,11 +14,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo import trainer as trainers
 from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation import transformers_engine
@@ -205,6 +204,9 @@ class KeepWeights(TrainerCallback):
     on_train_end = on_step_begin
 
 
+TRAINED = ("policy", "value_model")
+
+
 def warm_the_critic_up(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
     """Train two updates of critic warm-up and one of both models; return how far each moved, in learning rates."""
     weights = KeepWeights()
@@ -214,25 +216,12 @@ def warm_the_critic_up(output_dir: str, models: str, adapters: bool = False, **o
         **overrides,
     )  # fmt: skip
     trainer.train()
-    kept, logs = weights.kept, [log for log in trainer.state.log_history if "val/critic_warmup" in log]
-    moved = [
-        {name: np.abs(after[name] - before[name]).max() / trainer.args.learning_rate for name in after}
-        for before, after in itertools.pairwise(kept)
-    ]
-    of = {model: lambda name, model=model: name.startswith(model) for model in ("policy", "value_model")}
-    return {
-        **launched_as(trainer),
-        "largest": [
-            {
-                model: max((far for name, far in update.items() if is_of(name)), default=0.0)
-                for model, is_of in of.items()
-            }
-            for update in moved
-        ],
-        "warmup": [log["val/critic_warmup"] for log in logs],
-        "ratio": [log["val/ratio"] for log in logs],
-        "policy_norms": [log["policy/grad_norm"] for log in logs if "policy/grad_norm" in log],
-    }
+    largest = []
+    for before, after in itertools.pairwise(weights.kept):
+        moved = {name: np.abs(after[name] - before[name]).max() / trainer.args.learning_rate for name in after}
+        by_model = {model: [far for name, far in moved.items() if name.startswith(model)] for model in TRAINED}
+        largest.append({model: max(far, default=0.0) for model, far in by_model.items()})
+    return {"largest": largest, "warmup": [log["val/critic_warmup"] for log in trainer.state.log_history[:-1]]}
 
 
 @torch.no_grad()
@@ -242,20 +231,6 @@ def logits_of(policy: Any) -> np.ndarray:
     return (
         policy.eval()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().cpu().numpy()
     )
-
-
-def load_policies(whole: str, adapter: str, base: str) -> dict[str, np.ndarray]:
-    """Load what `save_model` wrote, as its users do; return the logits of each."""
-    merged = f"{adapter}/merged"
-    AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(merged)
-    return {
-        "whole": logits_of(AutoModelForCausalLM.from_pretrained(whole)),
-        "adapter": logits_of(AutoPeftModelForCausalLM.from_pretrained(adapter)),
-        "adapter over a base": logits_of(
-            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
-        ),
-        "merged": logits_of(AutoModelForCausalLM.from_pretrained(merged)),
-    }
 
 
 def one_step(
@@ -366,21 +341,27 @@ def keep_finished_rows() -> None:
     transformers_engine.UNFINISHED_SHARE = 0.0
 
 
-def train_with_reward_model(output_dir: str, models: str, **overrides: Any) -> dict[str, Any]:
+def train_with_reward_model(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
     """Evaluate, then train on a reward model, with the reference and the value model made by the trainer.
+
+    Responses are also compared with the reference's and with the policy's own.
 
     Micro-batches are cut by tokens, of which the ranks have different numbers; a stop string ends most responses, so
     that the ranks generate for different numbers of tokens.
     """
     keep_finished_rows()
-    given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": None}
+    rewards = [PreferenceReward(prefers_larger_words, kind, name=kind) for kind in ("reference", "self")]
+    given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": rewards}
+    given |= lora() if adapters else {}
+    torch.manual_seed(0)  # of the adapters
     run = {"max_tokens_per_micro_batch": 12, "stop_strings": ["w1"], **overrides}
     trainer = make_trainer(output_dir, models, given=given, **run)
     built = sum(own_numbers(parameter) for parameter in trainer.model.parameters())
     widths = note_widths(trainer)
     before = trainer.evaluate()
     trainer.train()
-    frozen = [*trainer.reward_model.parameters(), *trainer.reference.model.parameters()]
+    reference = trainer.reference.model  # None with adapters
+    frozen = [*trainer.reward_model.parameters(), *([] if reference is None else reference.parameters())]
     return report(
         trainer,
         before=before,
@@ -408,17 +389,6 @@ def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[flo
     """A judge that depends on every word, so that another response is another verdict."""
     sums = [[sum(int(word[1:]) for word in text.split() if word[0] == "w") for text in pair] for pair in pairs]
     return [0.5 if first == second else float(second > first) for first, second in sums]
-
-
-def train_against_opponents(output_dir: str, models: str, adapters: bool, **overrides: Any) -> dict[str, Any]:
-    """Train on comparisons with the reference and with the policy itself, with stop strings; return the log."""
-    keep_finished_rows()
-    rewards = [PreferenceReward(prefers_larger_words, kind, name=kind) for kind in ("reference", "self")]
-    given = {"reward_funcs": rewards, **(lora() if adapters else {})}
-    trainer = make_trainer(output_dir, models, given=given, stop_strings=["w7", "w12 w"], **overrides)
-    before = trainer.evaluate()
-    trainer.train()
-    return report(trainer, before=before)
 
 
 def own_numbers(parameter: Any) -> int:
@@ -575,10 +545,8 @@ def train_longer_at_two_rates(output_dir: str, models: str) -> dict[str, Any]:
     }
 
 
-def first_update_in_bf16(
-    output_dir: str, models: str, adapters: bool = False, local_batch_size: int = 4
-) -> dict[str, Any]:
-    """One SGD step of rate 1 on 8 rows in micro-batches of 2; return rollout, ratios, log and gradients.
+def first_update_in_bf16(output_dir: str, models: str, adapters: bool) -> dict[str, Any]:
+    """One SGD step of rate 1 on 8 rows in micro-batches of 2; return rollout and log; DeepSpeed's gradients.
 
     With adapters one of them is on the tied head.
     """
@@ -587,13 +555,13 @@ def first_update_in_bf16(
     torch.manual_seed(0)  # of the adapters
     trainer = make_trainer(
         output_dir, models, FixedResponses, given={"reward_model": reward_model, **(of_adapters if adapters else {})},
-        num_prompts=8, gradient_accumulation_steps=local_batch_size // 2, bf16=True, num_ppo_epochs=1,
+        num_prompts=8, bf16=True, num_ppo_epochs=1,
         num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
     )  # fmt: skip
     rollouts, steps, own = record_rollouts(trainer), FirstStep(), own_gradients(trainer.model)
-    trainer.add_callback(steps)
-    with recorded_ratios() as ratios:
-        trainer.train()
+    if trainer.accelerator.state.deepspeed_plugin is not None:
+        trainer.add_callback(steps)
+    trainer.train()
     rollout = rollouts[0]
     return report(
         trainer,
@@ -601,7 +569,6 @@ def first_update_in_bf16(
             name: getattr(rollout, name).cpu().numpy()
             for name in ("logprobs", "ref_logprobs", "values", "final_values")
         },
-        ratios=np.concatenate(ratios),
         gradients=steps.gradients,
         own_gradients={name: total.numpy() for name, total in own.items()},
     )
@@ -623,20 +590,6 @@ def own_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return totals
 
 
-@contextmanager
-def recorded_ratios() -> Iterator[list[np.ndarray]]:
-    """Keep each micro-batch's ratios of probabilities, now to rollout, of its real tokens."""
-    loss, ratios = trainers.clipped_policy_loss, []
-
-    def recording(logprobs: torch.Tensor, old_logprobs: torch.Tensor, *others: Any) -> Any:
-        terms = loss(logprobs, old_logprobs, *others)
-        ratios.append(terms.ratio.detach()[old_logprobs != 0].numpy())
-        return terms
-
-    with patch.object(trainers, "clipped_policy_loss", recording):
-        yield ratios
-
-
 class FirstStep(TrainerCallback):
     """Gives the gradients of the first step of SGD at rate 1: how far it moved each weight, in float32.
 
@@ -656,14 +609,9 @@ class FirstStep(TrainerCallback):
 
 
 def exact_weights(model: Any) -> dict[str, np.ndarray]:
-    """What is trained, whole and as the optimizer has it, in float32; every rank calls this."""
+    """What is trained, whole and as DeepSpeed's optimizer has it, in float32; every rank calls this."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    def whole(parameter: Any) -> torch.Tensor:
-        if hasattr(parameter, "full_tensor"):
-            return parameter.full_tensor()
-        exact = safe_get_full_fp32_param(parameter)
-        return parameter if exact is None else exact
-
     named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
-    return {name.removeprefix("module."): whole(value).detach().float().clone().numpy() for name, value in named}
+    exact = {name: safe_get_full_fp32_param(value) for name, value in named}
+    return {name.removeprefix("module."): value.detach().clone().numpy() for name, value in exact.items()}

@@ -9,9 +9,6 @@ from tests.distributed.processes import LAUNCHERS
 pytestmark = pytest.mark.distributed
 
 BF16 = ["--mixed_precision", "bf16"]
-GRADIENT_ROUNDING = 4 * 2**-9
-"""Largest relative difference of a gradient matrix in the Frobenius norm. Rounding to bf16 is off by 2^-9: each
-micro-batch's gradient once, and under DeepSpeed each rank's sum once more, on either side. .0032 was seen."""
 
 
 @pytest.mark.parametrize("config", sorted(LAUNCHERS.keys() - {"deepspeed_zero1"}))
@@ -20,39 +17,26 @@ def test_the_first_update(config, models, tmp_path):
     run = {"output_dir": str(tmp_path), "models": str(models)}
     calls = [("first_update_in_bf16", {**run, "adapters": adapters}) for adapters in (False, True)]
     whole, adapters = processes.run_all(config, calls, options=BF16)
-    (one,) = processes.run(config, "first_update_in_bf16", 1, options=BF16, local_batch_size=8, **run)
-
-    assert one["num_processes"] == 1
     for rank in (*whole, *adapters):
         assert (rank["num_processes"], rank["zero_stage"]) == (2, LAUNCHERS[config][1])
         assert_in_float32_and_not_yet_learned(rank)
-    for rank in whole:
-        assert_same_gradients(rank["gradients"], one["gradients"])
-    if config.startswith("deepspeed"):  # FSDP2's parameters in a pass are not the trainer's
+    if config.startswith("deepspeed"):
         assert_added_up_in_float32(whole)
         assert_added_up_in_float32(adapters)
 
 
 def assert_in_float32_and_not_yet_learned(rank):
     assert rank["mixed_precision"] == "bf16"
-    figures, ratios, first = rank["figures"], rank["ratios"], rank["log"][0]
+    figures, first = rank["figures"], rank["log"][0]
     np.testing.assert_array_equal(figures["logprobs"], figures["ref_logprobs"])
     for name, values in figures.items():
         assert values.dtype == np.float32, name
     for name in ("logprobs", "values", "final_values"):
         assert share_beyond_bf16(figures[name]) > 0.9, name
     assert first["objective/kl"] == 0
-    assert ratios.dtype == np.float32 and np.abs(ratios - 1).max() < 2e-2 and abs(np.mean(ratios) - 1) < 1e-3
+    assert first["val/first_logratio"] < 1e-2
     assert first["val/ratio"] == pytest.approx(1, abs=1e-3)
     assert first["policy/approxkl_avg"] == pytest.approx(0, abs=1e-5)
-
-
-def assert_same_gradients(two, one):
-    """Of 2 x 4 rows and of 1 x 8: a sum or a mean that is missing differs by 1/2 or 1, a wrong sign by 2."""
-    assert two.keys() == one.keys() and all(value.any() for value in one.values())
-    for name, expected in one.items():
-        difference = np.linalg.norm(two[name] - expected)
-        assert difference <= GRADIENT_ROUNDING * np.linalg.norm(expected), name
 
 
 def assert_added_up_in_float32(ranks):

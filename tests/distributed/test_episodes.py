@@ -16,8 +16,6 @@ pytestmark = pytest.mark.distributed
 PLAY = "tests.distributed.playing.play"
 LAUNCHERS = {
     "DDP": ("multi_gpu", {}),
-    "ZeRO-2": ("deepspeed_zero2", {}),
-    "ZeRO-3": ("deepspeed_zero3", {}),
     "ZeRO-3 that gathers layer by layer": ("deepspeed_zero3", {"ds3_gather_for_generation": False}),
     "FSDP2": ("fsdp2", {}),
 }

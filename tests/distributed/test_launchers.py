@@ -27,13 +27,8 @@ def runs(config, folder, models):
 
 
 @pytest.fixture(scope="module")
-def ddp_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ddp")
-
-
-@pytest.fixture(scope="module")
-def ddp(ddp_folder, models):
-    return runs("multi_gpu", ddp_folder, models)
+def ddp(models, tmp_path_factory):
+    return runs("multi_gpu", tmp_path_factory.mktemp("ddp"), models)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +80,8 @@ def assert_same_updates(one, two):
 
 
 @pytest.mark.parametrize("config", LAUNCHERS)
-def test_every_launcher_trains_alike_and_saves_what_it_trained(config, models, ddp, ddp_folder, one_process, tmp_path):
-    folder = ddp_folder if config == "multi_gpu" else tmp_path
-    whole, adapter, *steps = ddp if config == "multi_gpu" else runs(config, folder, models)
+def test_every_launcher_trains_alike(config, models, ddp, one_process, tmp_path):
+    whole, adapter, *steps = ddp if config == "multi_gpu" else runs(config, tmp_path, models)
 
     kind, stage = LAUNCHERS[config]
     for rank in (*whole, *adapter, *steps[0], *steps[1]):
@@ -101,7 +95,6 @@ def test_every_launcher_trains_alike_and_saves_what_it_trained(config, models, d
         assert all(sum(rank["chunks"]) > 2 * len(rank["chunks"]) for rank in two)
         assert [rank["gathered_by_the_way"] for rank in two] == [0, 0]
         assert two[0]["chunks"] != two[1]["chunks"]
-    assert_loads_as_trained(whole, adapter, folder, models)
 
 
 def assert_trained_alike(ranks, of_ddp):
@@ -110,17 +103,6 @@ def assert_trained_alike(ranks, of_ddp):
     assert ranks[0]["policy"].keys() == of_ddp[0]["policy"].keys()
     for name, value in ranks[0]["policy"].items():
         np.testing.assert_allclose(value, of_ddp[0]["policy"][name], rtol=0, atol=1e-4)
-
-
-def assert_loads_as_trained(whole, adapter, folder, models):
-    """A process that has seen none of it loads the trainer's own policies, to their logits."""
-    saved = {"whole": str(folder / "whole"), "adapter": str(folder / "adapter"), "base": str(models / "policy")}
-    loaded = processes.run("multi_gpu", "load_policies", world=1, **saved)[0]
-    assert not np.allclose(whole[0]["logits"], adapter[0]["logits"], atol=1e-3)
-    for name, logits in loaded.items():
-        trained = whole if name == "whole" else adapter
-        rounding = 1e-5 if name == "merged" else 1e-6  # merged, the sum of two products is another one
-        np.testing.assert_allclose(logits, trained[0]["logits"], rtol=0, atol=rounding, err_msg=name)
 
 
 def test_ranks_share_the_prompts_of_an_epoch_and_answer_with_random_numbers_of_their_own(models, tmp_path):

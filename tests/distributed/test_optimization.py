@@ -33,5 +33,4 @@ def assert_warmed_up(rank):
     assert [update["policy"] for update in largest[:2]] == [0, 0]
     assert [update["value_model"] > 0.3 for update in largest] == [True] * 3
     assert largest[0]["value_model"] == pytest.approx(1, abs=0.1) and largest[2]["policy"] == pytest.approx(1, abs=0.1)
-    assert rank["warmup"] == [1, 1, 0] and rank["ratio"][:2] == [1, 1]
-    assert [norm == 0 for norm in rank["policy_norms"]] == ([True, True, False] if rank["zero_stage"] is None else [])
+    assert rank["warmup"] == [1, 1, 0]

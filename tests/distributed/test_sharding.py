@@ -10,34 +10,47 @@ from tests.distributed.processes import LAUNCHERS
 pytestmark = pytest.mark.distributed
 
 
+def with_reward_model(folder, models, adapters, **arguments):
+    return "train_with_reward_model", {"output_dir": folder, "models": str(models), "adapters": adapters, **arguments}
+
+
 @pytest.fixture(scope="module")
 def ddp(models, tmp_path_factory):
+    """The run of all weights, and that of adapters."""
     folder = str(tmp_path_factory.mktemp("ddp"))
-    return processes.run("multi_gpu", "train_with_reward_model", output_dir=folder, models=str(models))
+    return processes.run_all("multi_gpu", [with_reward_model(folder, models, adapters) for adapters in (False, True)])
 
 
 @pytest.mark.parametrize(
-    ("config", "arguments"),
-    [("deepspeed_zero3", {}), ("deepspeed_zero3", {"ds3_gather_for_generation": False}), ("fsdp2", {})],
+    ("config", "arguments", "with_adapters"),
+    [
+        ("deepspeed_zero3", {}, [False]),
+        ("deepspeed_zero3", {"ds3_gather_for_generation": False}, [False, True]),
+        ("fsdp2", {}, [False, True]),
+    ],
     ids=["ZeRO-3", "ZeRO-3 that gathers layer by layer", "FSDP2"],
 )
-def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, models, ddp, tmp_path):
-    ranks = processes.run(config, "train_with_reward_model", output_dir=str(tmp_path), models=str(models), **arguments)
+def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, with_adapters, models, ddp, tmp_path):
+    calls = [with_reward_model(str(tmp_path), models, adapters, **arguments) for adapters in with_adapters]
+    runs = processes.run_all(config, calls)
+    for ranks, of_ddp in zip(runs, ddp, strict=False):
+        assert [(rank["num_processes"], rank["zero_stage"]) for rank in ranks] == [(2, LAUNCHERS[config][1])] * 2
+        assert [rank["widths"] for rank in ranks] == [rank["widths"] for rank in of_ddp]
+        assert of_ddp[0]["widths"] != of_ddp[1]["widths"]
+        assert_logs_alike(ranks[0], of_ddp[0])
+        assert len({entry.get("rewards/reference/mean") for entry in ranks[0]["log"]}) > 2, "the verdicts must differ"
+        names = ("eval_score", "eval_kl", "eval_response_length_mean", "eval_reference/win_rate", "eval_self/win_rate")
+        for name in names:
+            assert ranks[0]["before"][name] == pytest.approx(of_ddp[0]["before"][name], rel=1e-4, abs=1e-5)
 
-    assert [(rank["num_processes"], rank["zero_stage"]) for rank in ranks] == [(2, LAUNCHERS[config][1])] * 2
     policy = AutoModelForCausalLM.from_pretrained(models / "policy")
     reward_model = AutoModelForSequenceClassification.from_pretrained(models / "reward_model")
     whole = sum(value.numel() for model in (policy, reward_model) for value in model.parameters())
-    assert ddp[0]["frozen_numbers_here"] == whole
-    here = [rank["frozen_numbers_here"] for rank in ranks]
+    assert ddp[0][0]["frozen_numbers_here"] == whole
+    here = [rank["frozen_numbers_here"] for rank in runs[0]]
     assert sum(here) >= whole and max(here) < 0.55 * whole  # padding comes to the halves
     if config == "deepspeed_zero3":  # the constructor loads what is trained in shards, too
-        assert max(rank["built_numbers_here"] for rank in ranks) < 0.55 * ddp[0]["built_numbers_here"]
-    assert [rank["widths"] for rank in ranks] == [rank["widths"] for rank in ddp]
-    assert ddp[0]["widths"] != ddp[1]["widths"]
-    assert_logs_alike(ranks[0], ddp[0])
-    for name in ("eval_score", "eval_kl", "eval_response_length_mean"):
-        assert ranks[0]["before"][name] == pytest.approx(ddp[0]["before"][name], rel=1e-4, abs=1e-5)
+        assert max(rank["built_numbers_here"] for rank in runs[0]) < 0.55 * ddp[0][0]["built_numbers_here"]
 
 
 def test_tied_weights_stay_tied_where_accelerate_sends_the_weights_of_one_rank(models, ddp, tmp_path):
@@ -45,7 +58,7 @@ def test_tied_weights_stay_tied_where_accelerate_sends_the_weights_of_one_rank(m
     arguments = {"output_dir": str(tmp_path), "models": str(models)}
     options = ["--fsdp_cpu_ram_efficient_loading", "true"]
     (ranks,) = processes.run_all("fsdp2", [("train_with_reward_model", arguments)], options=options)
-    assert_logs_alike(ranks[0], ddp[0])
+    assert_logs_alike(ranks[0], ddp[0][0])
 
 
 def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path):
@@ -54,39 +67,3 @@ def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path
     (errors,) = processes.run_all("multi_gpu", [("error_of", arguments)])
     assert errors[1] == "ZeroDivisionError: no such luck"
     assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
-
-
-@pytest.fixture(scope="module")
-def ddp_against_opponents(models, tmp_path_factory):
-    """The run of all weights, and that of adapters."""
-    folder = str(tmp_path_factory.mktemp("ddp"))
-    return processes.run_all("multi_gpu", [against_opponents(folder, models, adapters) for adapters in (False, True)])
-
-
-def against_opponents(folder, models, adapters, **arguments):
-    run = {"output_dir": folder, "models": str(models), "adapters": adapters, **arguments}
-    return "train_against_opponents", run
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments", "with_adapters"),
-    [
-        ("deepspeed_zero3", {}, [False]),
-        ("deepspeed_zero3", {"ds3_gather_for_generation": False}, [True]),
-        ("fsdp2", {}, [False, True]),
-    ],
-    ids=["ZeRO-3", "ZeRO-3 that gathers layer by layer", "FSDP2"],
-)
-def test_sharded_opponents_say_what_whole_ones_say(
-    config, arguments, with_adapters, models, ddp_against_opponents, tmp_path
-):
-    runs = processes.run_all(
-        config, [against_opponents(str(tmp_path), models, adapters, **arguments) for adapters in with_adapters]
-    )
-
-    for ranks, adapters in zip(runs, with_adapters, strict=True):
-        assert ranks[0]["zero_stage"] == LAUNCHERS[config][1]
-        ddp = ddp_against_opponents[adapters][0]
-        assert_logs_alike(ranks[0], ddp)
-        assert len({entry.get("rewards/reference/mean") for entry in ddp["log"]}) > 2, "the verdicts must differ"
-        assert "eval_reference/win_rate" in ddp["before"] and "eval_self/win_rate" in ddp["before"]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from examples.reward_server import make_server
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
-from tests.runs import QUICK
 
 
 @pytest.fixture
@@ -44,15 +42,3 @@ def test_the_token_of_the_environment(address: str, monkeypatch: pytest.MonkeyPa
             ask(f"{address}/brevity", ["a"], [[5]])
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     assert ask(f"{address}/brevity", ["a b"], [[5]]) == [0.5]
-
-
-def test_a_run_is_paid_by_it(address: str, make_trainer: Callable[..., PPOTrainer]) -> None:
-    trainer = make_trainer(
-        **QUICK,
-        reward_funcs=[f"{address}/brevity", f"{address}/no_repetition"],
-        reward_weights={"brevity": 0.0, "no_repetition": 0.5},
-    )
-    trainer.train()
-    entry = trainer.state.log_history[0]
-    assert 0 < entry["rewards/brevity/mean"] <= 1 and entry["rewards/no_repetition/mean"] <= 0
-    assert entry["objective/scores"] == pytest.approx(0.5 * entry["rewards/no_repetition/mean"], abs=1e-6)

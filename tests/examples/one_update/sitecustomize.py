@@ -1,4 +1,4 @@
-"""Loaded by the Python of a documented command: a run ends after an update, engines run on CPUs, OpenAI is a stub."""
+"""Loaded by the Python of a documented command: a run ends after an update, engines run on CPUs."""
 
 import os
 import runpy
@@ -28,8 +28,3 @@ if LAUNCHED or SCRIPT in ("ppo.py", "rlhf-ppo"):
         return train(self, *args, **kwargs)
 
     PPOTrainer.train = train_once
-
-if SCRIPT == "judge_tldr.py":
-    from rlhf_ppo.rewards import judges
-
-    judges.OPENAI_URL = judges.OPENAI_URL.replace("https://api.openai.com", os.environ["OPENAI_STUB"])
