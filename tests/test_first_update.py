@@ -18,7 +18,7 @@ from rlhf_ppo.models import fused, policy_and_value
 from tests.conftest import make_tokenizer, prompt_rows
 from tests.fuzz.recording import NUM_PROMPTS, padded, stopping_policy, train
 from tests.fuzz.simulation import Simulation, matched
-from tests.fuzz.test_configurations import check_simulation
+from tests.fuzz.test_configurations import check_simulation, check_steps
 
 ONE_UPDATE: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -72,6 +72,7 @@ SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
     "pad_is_eos": lambda: {"processing_class": make_tokenizer(pad_token="<eos>")},
     "pad_outside_the_vocabulary": pad_outside_the_vocabulary,
     "right_padding": right_padding,
+    "dropout": lambda: {"model": stopping_policy(attention_dropout=0.5)},
     "leaking_generation_config": lambda: {"model": leaking_policy()},
 }
 """What must move no number."""
@@ -101,10 +102,34 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "several_rewards": {"reward": "several", "reward_weights": [0.5, -2.0, 3.0]},
     "rewards_of_all_kinds": {**ALL_REWARDS, "score_clip": 0.7, "missing_eos_score": -1.0},
     "scaling_clip_and_penalty": {**ALL_REWARDS, "score_scaling": True, "score_clip": 1.0, "missing_eos_penalty": 0.25},
+    "cliprange_high": {"cliprange_high": 0.6},
+    "no_cliprange_value": {"cliprange_value": None},
+    "entropy": {"entropy_coef": 0.1},
+    "texts_beside": {"ptx_coef": 0.5},
+    "means_of_sequences": {"loss_aggregation": "sequence"},
+    "two_lambdas": {"lam_policy": 0.3, "lam_critic": 0.9},
+    "critic_learning_rate": {"critic_learning_rate": 0.05, "weight_decay": 0.1},
+    "a_norm_that_clips": {"max_grad_norm": 0.05},
+    "no_norm": {"max_grad_norm": 0.0},
+    "at_once": {"loss": "at once", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 12},
+    "adapters": {"adapter": "lora", "reference": "the policy"},
+    "one_base": {"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
+    "one_base_at_once": {
+        **{"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
+        "loss": "at once",
+    },
+    "stop_strings": {"stop_strings": ["w3", "w4"]},
+    "an_engine_that_says": {"engine": "says log-probabilities", "importance_sampling_clip_max": 1.2},
+    "an_engine_without_correction": {"engine": "says log-probabilities", "importance_sampling_correction": False},
+    "kl_target": {"kl_target": 0.5, "kl_horizon": 30, "total_episodes": 36},
+    "kl_stop": {"kl_stop": 0.3, "num_ppo_epochs": 4},
+    "critic_warmup": {"critic_warmup_steps": 2, "total_episodes": 36},
+    "log_of_several_updates": {"logging_steps": 2, "total_episodes": 36},
     "unscored": {"reward": "some None", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 12},
     "unscored_whitened": {"reward": "some None", "whiten_rewards": True, "missing_eos_penalty": 1.0},
     "unscored_scaled": {"reward": "some None", "score_scaling": True, "score_clip": 1.0},
     "turns": {**TURNS, "bootstrap_truncated": True, "missing_eos_penalty": 1.5},
+    "advantages_of_turns": {**TURNS, "gae_level": "turn", "bootstrap_truncated": True},
     "padded_turns": {**TURNS, "reward": "tokens", "reward_weights": [2.0, 0.5], "whiten_rewards": True},
     "turns_of_few_tokens_a_pass": {
         **ALL_REWARDS,
@@ -136,6 +161,12 @@ def test_the_turns_leave_gaps_and_their_policy_ends_some_itself(tmp_path: Path) 
     assert any(False in row[: len(episode.own)] for row, episode in zip(written, trainer.episodes, strict=True))
     assert {row[-1] for row in written} == {row[0] for row in written} == {True, False}
     assert any(1 in np.array(row.response)[row.own] and not row.ended for row in trainer.episodes)
+
+
+@pytest.mark.parametrize("variant", ["whiten_rewards", "an_engine_that_says", "turns"])
+def test_step_takes_the_update_of_the_same_responses(tmp_path: Path, variant: str) -> None:
+    configuration = {**ONE_UPDATE, **NUMBERS[variant]}
+    check_steps(configuration, train(configuration, tmp_path), tmp_path / "steps")
 
 
 @pytest.mark.parametrize("setup", SETUPS)

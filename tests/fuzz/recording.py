@@ -84,9 +84,9 @@ def squared(logprobs: Tensor, experience: Experience, args: Any) -> PolicyLoss:
 # ---- Models ----
 
 
-def stopping_policy(seed: int = 0) -> Any:
+def stopping_policy(seed: int = 0, **overrides: Any) -> Any:
     """A tiny policy that likes EOS here and there, so that responses end at different lengths."""
-    policy = tiny_policy(seed, **TINY)
+    policy = tiny_policy(seed, **TINY, **overrides)
     policy.lm_head.weight.data[EOS] *= 2
     return policy
 

@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.algorithm.losses import PolicyLoss
-from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.run.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
 from tests.runs import (
     QUICK,
     InOnePass,
-    assert_identical,
     history,
     parameters,
 )
@@ -98,26 +95,6 @@ def test_the_policy_stays_and_nothing_of_it_is_begun(
     assert last["val/critic_warmup"] == 0 and last["policy/grad_norm"] > 0 and "policy/entropy_avg" in last
 
 
-class WithoutPolicy(PPOTrainer):
-    def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
-        loss = super().policy_loss(logprobs, experience)
-        return loss._replace(loss=0.0 * loss.loss)
-
-
-def test_the_value_model_learns_returns_of_lambda_1_as_if_the_policy_had_no_loss(make_trainer: MakeTrainer) -> None:
-    """With an optimizer without weight decay and clipping, under which each model's steps are its own."""
-    run, ends = WARM | {"weight_decay": 0.0, "max_grad_norm": 0.0}, []
-    for trainer_class, options in (
-        (PPOTrainer, {}),
-        (WithoutPolicy, {"critic_warmup_steps": 0, "lam_critic": 1.0}),
-    ):
-        seen = Snapshots()
-        seen.trainer = make_trainer(trainer_class, **run | options, callbacks=[seen])
-        seen.trainer.train()
-        ends.append(seen.weights[2])
-    assert_identical(*ends)
-
-
 # ---- DeepSpeed ----
 
 
@@ -131,34 +108,3 @@ def test_deepspeed_holds_the_policys_groups_by_the_numbers_that_it_gives_them(ma
     held = {id(each) for index in optimization.policy_groups for each in kept[index]}
     assert held == {id(each) for each in trainer.policy_model.parameters() if each.requires_grad}
     assert len(kept) < len(groups)
-
-
-# ---- The gradient's norm of each model ----
-
-
-@pytest.mark.parametrize("models", MODELS)
-def test_gradient_norms_are_those_of_each_models_own_parameters_before_clipping(
-    make_trainer: MakeTrainer, models: str
-) -> None:
-    """Of two micro-batches in one step; together they are Trainer's norm of all."""
-    run = WARM | {"critic_warmup_steps": 0, "num_ppo_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e-3}
-    gradients: list[list[Tensor]] = []
-    trainer = make_trainer(**run | MODELS[models]())
-
-    def clip(model: Any) -> Any:
-        policy = own_of_policy(trainer)
-        own = [each for each in model.value_model.parameters() if not any(each is other for other in policy)]
-        gradients.append(
-            [torch.cat([each.grad.flatten() for each in part if each.grad is not None]) for part in (policy, own)]
-        )
-        return PPOTrainer._clip_grad_norm(trainer, model)
-
-    trainer._clip_grad_norm = clip
-    trainer.train()
-    logs = [log for log in history(trainer) if "val/grad_norm" in log]
-    assert len(logs) == len(gradients) == 3
-    for log, (of_policy, of_value_model) in zip(logs, gradients, strict=True):
-        assert log["policy/grad_norm"] == pytest.approx(float(of_policy.norm()), rel=1e-5) and of_policy.any()
-        assert log["val/grad_norm"] == pytest.approx(float(of_value_model.norm()), rel=1e-5) and of_value_model.any()
-        both = (log["policy/grad_norm"] ** 2 + log["val/grad_norm"] ** 2) ** 0.5
-        assert log["grad_norm"] == pytest.approx(both, rel=1e-5)

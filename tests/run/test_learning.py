@@ -8,36 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models.unwrapping import backbone
-from tests.runs import QUICK, InOnePass, history, parameters
+from tests.runs import QUICK, parameters
 
 RUN = QUICK | {"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "vf_coef": 0.7, "learning_rate": 0.01}
-SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
-    "plain": dict,
-    "recomputed activations": lambda: {"gradient_checkpointing": True},
-    "one base": lambda: {
-        "peft_config": LoraConfig(init_lora_weights=False), "value_model": None, "share_base_model": True
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_it_trains_like_one_backward_pass_for_both(make_trainer: Callable[..., Any], setup: str) -> None:
-    ends = []
-    for trainer_class in (PPOTrainer, InOnePass):
-        torch.manual_seed(0)  # of the adapters
-        trainer = make_trainer(trainer_class, **{**RUN, **SETUPS[setup]()})
-        before = parameters(trainer)
-        trainer.train()
-        ends.append((parameters(trainer), history(trainer)))
-        moved = [name for name, value in before.items() if not torch.equal(value, ends[-1][0][name])]
-        assert {name.split(".")[0] for name in moved} == {"policy", "value_model"}
-    (ours, our_log), (theirs, their_log) = ends
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert our_log == their_log
 
 
 def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer: Callable[..., Any]) -> None:
