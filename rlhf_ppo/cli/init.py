@@ -20,7 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.cli.training import load_tokenizer
-from rlhf_ppo.data.prompts import is_conversation, prompt_column, text_of_content
+from rlhf_ppo.data.prompts import (
+    PromptEncoder,
+    is_conversation,
+    prepare_prompts,
+    prompt_column,
+    text_of_content,
+)
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits, separate_prompts
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.terminal import print_text
@@ -85,9 +91,12 @@ def init(argv: Sequence[str] | None = None) -> None:
         tokenizer = load_tokenizer(args.model, False, "model")
         given = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
         data = {name: read_data(getattr(args, name), name, tokenizer) for name in given}
+        config: Any = load_pretrained(AutoConfig, args.model, "model")
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
+        response = response_length(data, positions)
+        data["prompts"] = fitting(data["prompts"], tokenizer, positions - response)
         sections = split(args, data)
-        config = load_pretrained(AutoConfig, args.model, "model")
-        text = written(args, sections, propose(config, sections))
+        text = written(args, sections, propose(config, sections, positions, response))
         folder.mkdir(parents=True)
         for each in sections.values():
             if each.is_split:
@@ -113,6 +122,7 @@ class Data:
         prompts: Tokens of the prompts of a sample of rows; 0 without a prompt.
         responses: Tokens of texts or responses of the sample; of a pair, of the longer one.
         is_split: Whether the rows are split off and `name` is the file to write.
+        num_dropped: Number of prompts that were too long.
     """
 
     name: str
@@ -121,6 +131,7 @@ class Data:
     prompts: Sequence[int]
     responses: Sequence[int]
     is_split: bool = False
+    num_dropped: int = 0
 
     def describe(self) -> str:
         """Return rows and lengths in one line."""
@@ -167,6 +178,29 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase) -> D
     elif "prompt" in sample.column_names:
         prompts = num_tokens(sample["prompt"], tokenizer)
     return Data(name, rows, held_out, prompts, [max(each) for each in zip(*responses, strict=True)])
+
+
+def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> Data:
+    """Drop the prompts that `train` would drop, say how many, and measure the others.
+
+    Args:
+        prompts: The prompts.
+        tokenizer: The model's.
+        longest: Tokens of the longest prompt that leaves room for a response.
+
+    Raises:
+        ValueError: A prompt cannot be read, or none is left.
+    """
+
+    def kept(rows: Any, name: str) -> tuple[Any, list[int]]:
+        prepared = prepare_prompts(rows, PromptEncoder(tokenizer, name, len(tokenizer)), longest)
+        lengths = [len(ids) for ids in prepared["input_ids"]]
+        return prepared.remove_columns([*({*prepared.column_names} - {*rows.column_names})]), lengths
+
+    rows, lengths = kept(prompts.rows, prompts.name)
+    held_out = prompts.held_out and kept(prompts.held_out, f"{prompts.name}, split test")[0]
+    num_dropped = len(prompts.rows) - len(rows)
+    return replace(prompts, rows=rows, held_out=held_out, prompts=lengths, num_dropped=num_dropped)
 
 
 def num_tokens(values: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -229,17 +263,25 @@ def distinct_prompts(rows: Any) -> Any:
 # ---- Options ----
 
 
-def propose(config: Any, data: Mapping[str, Data]) -> dict[str, dict[str, Any]]:
+def response_length(data: Mapping[str, Data], positions: int) -> int:
+    """Propose a response length from the data by option, at most half of the model's positions."""
+    source = data.get("preferences") or data.get("texts")
+    response = 128 if source is None else -(-(quantile(source.responses, 0.9) + 1) // 4) * 4
+    return min(256, positions // 2, response)
+
+
+def propose(config: Any, data: Mapping[str, Data], positions: int, response: int) -> dict[str, dict[str, Any]]:
     """Propose the options of each section.
 
     Args:
         config: The model's configuration.
         data: The data by section.
+        positions: The model's longest sequence.
+        response: Length of responses.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     size = sum(weight.numel() for weight in model.parameters())
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
     sections: dict[str, dict[str, Any]] = {}
     for name in ("sft", "reward", "judge_reward"):
         if each := data.get(name):
@@ -249,15 +291,13 @@ def propose(config: Any, data: Mapping[str, Data]) -> dict[str, dict[str, Any]]:
                 "learning_rate": learning_rate(2e-5 if name == "sft" else 1e-5, size),
                 "max_length": min(1024, positions, -(-(quantile(totals, 0.98) + 2) // 8) * 8),
             }
-    source = data.get("reward") or data.get("sft")
-    response = 128 if source is None else -(-(quantile(source.responses, 0.9) + 1) // 4) * 4
-    response = min(256, positions // 2, response)
-    prompts, num_prompts = data["ppo"].prompts, len(data["ppo"].rows)
+    num_prompts = len(data["ppo"].rows)
+    num_prompts -= min(100, num_prompts // 10)  # `train` evaluates on these
     batch = min(BATCH, 2 ** int(math.log2(num_prompts)))
     sections["ppo"] = {
         "learning_rate": learning_rate(3e-6, size),
         "response_length": response,
-        **({"max_prompt_length": positions - response} if max(prompts) + response > positions else {}),
+        **({"max_prompt_length": positions - response} if data["ppo"].num_dropped else {}),
         "total_episodes": min(200, max(20, num_prompts // batch)) * batch,
         "per_device_train_batch_size": min(8, batch),
         "gradient_accumulation_steps": batch // min(8, batch),

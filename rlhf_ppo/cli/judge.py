@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
 from rlhf_ppo.data.files import write_json
+from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
+from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
+from rlhf_ppo.models.capabilities import stated_limit
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.reporting.evaluation import print_table
 from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, win_rate_beside
 from rlhf_ppo.reporting.model_card import show_judgements
+from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
 from rlhf_ppo.reporting.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.rewards.builtin import prompt_text
@@ -80,7 +85,10 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = make_judge(args)
     rows = load_rows(args)
-    ours, theirs = _answers(args, rows)
+    trusts, named = args.trust_remote_code, {"model": args.model, "opponent": args.opponent}
+    tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items() if path is not None}
+    rows = fitting_rows(args, rows, tokenizers, chosen)  # before any generation
+    ours, theirs = _answers(args, rows, tokenizers)
     table = pd.DataFrame(
         {
             "prompt": [rows[row]["prompt"] if one is None else one.asked for row, one in enumerate(ours)],
@@ -197,20 +205,60 @@ def load_rows(args: JudgeArguments) -> Any:
     return rows
 
 
-def _answers(args: JudgeArguments, rows: Any) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
+def fitting_rows(args: JudgeArguments, rows: Any, tokenizers: Mapping[str, Any], judge: Any) -> Any:
+    """Drop prompts that leave no room for a response in a model or the judge, or that PPO dropped; print how many.
+
+    Args:
+        args: The models, and `max_new_tokens`.
+        rows: The prompts.
+        tokenizers: The tokenizer of each model that responds.
+        judge: The judge.
+
+    Raises:
+        ValueError: A prompt cannot be read, or none is left.
+    """
+    for name, tokenizer in tokenizers.items():
+        path = getattr(args, name)
+        longest = _longest_prompt(args, name, tokenizer, judge)
+        encode = PromptEncoder(tokenizer, args.dataset_name, len(tokenizer), template_kwargs=_template_kwargs(args))
+        kept = [index for index, row in enumerate(rows) if len(encode(row, index)["input_ids"]) <= longest]
+        told = f"{len(rows) - len(kept)} of {len(rows)} prompts, longer than {longest} tokens"
+        if not kept:
+            what = f"any of {len(rows)} prompts of dataset_name={args.dataset_name!r} in {name}={path!r} or the judge"
+            raise ValueError(f"max_new_tokens={args.max_new_tokens} leaves no room for {what}: lower it")
+        if len(kept) < len(rows):
+            print_text(f"{args.dataset_name}: dropped {told}")
+        rows = rows.select(kept)
+    return rows
+
+
+def _longest_prompt(args: JudgeArguments, name: str, tokenizer: Any, judge: Any) -> float:
+    path = getattr(args, name)
+    base: Any = base_of_adapter(path) if is_adapter_directory(path) else path
+    config: Any = load_pretrained(AutoConfig, base, name, trust_remote_code=args.trust_remote_code)
+    limit = stated_limit(config.get_text_config(), path)
+    totals = [limit and limit.tokens, isinstance(judge, RewardModelJudge) and judge.positions_of(tokenizer)]
+    rooms = [total - args.max_new_tokens for total in totals if total]
+    return min([*rooms, RunSettings.load(path).arguments.get("max_prompt_length") or math.inf])
+
+
+def _answers(
+    args: JudgeArguments, rows: Any, tokenizers: Mapping[str, Any]
+) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
     prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
-    named = {name: path for name in ("model", "opponent") if (path := getattr(args, name)) is not None}
-    trusts = args.trust_remote_code
-    tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items()}  # before any generation
-    answers = {name: _respond(args, rows, path, tokenizers[name], name) for name, path in named.items()}
+    answers = {name: _respond(args, rows, tokenizer, name) for name, tokenizer in tokenizers.items()}
     ours = answers.get("model") or given_answers(prompts, rows[args.model_column])
     return ours, answers.get("opponent") or given_answers(prompts, rows[args.opponent_column], ours)
 
 
-def _respond(args: JudgeArguments, rows: Any, path: str, tokenizer: Any, argument: str) -> list[Answer]:
+def _respond(args: JudgeArguments, rows: Any, tokenizer: Any, argument: str) -> list[Answer]:
     model: Any = load_pretrained(
-        AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=args.trust_remote_code
+        AutoModelForCausalLM,
+        getattr(args, argument),
+        argument,
+        dtype="auto",
+        trust_remote_code=args.trust_remote_code,
     )
     how = Answering(
         args.max_new_tokens,
@@ -219,9 +267,13 @@ def _respond(args: JudgeArguments, rows: Any, path: str, tokenizer: Any, argumen
         args.batch_size,
         args.generation_engine,
         args.seed,
-        template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs),
+        _template_kwargs(args),
     )
     return respond(model.to(PartialState().device), tokenizer, list(rows), args.dataset_name, how)
+
+
+def _template_kwargs(args: JudgeArguments) -> dict[str, Any] | None:
+    return template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs)
 
 
 def compare(judge: Any, rows: Any, ours: Sequence[Answer | None], theirs: Sequence[Answer | None]) -> list[Compared]:

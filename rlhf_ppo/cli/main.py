@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     words = (restore_hidden_words(sys.argv[1:]) if argv is None else argv) or ["--help"]
     os.environ.setdefault("TQDM_DELAY", "1")  # no bars of steps that take less than a second
+    warnings.simplefilter("ignore", FutureWarning)  # between libraries
     command, options = words[0], words[1:]
     if command in ("-h", "--help"):
         print_text("usage: rlhf-ppo COMMAND [options]\n\nRLHF with PPO as a transformers.Trainer.\n")
@@ -135,7 +136,6 @@ def demo(argv: Sequence[str] | None = None) -> None:
 
     with user_errors(parser.prog):
         output_dir.mkdir(parents=True, exist_ok=True)
-    warnings.simplefilter("ignore", FutureWarning)  # between libraries
     if not run_demo(output_dir).is_clear:
         sys.exit(1)
 

@@ -274,7 +274,13 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
         eval_dataset: Rows for evaluation, or None.
     """
     check_columns(train_dataset, [{"chosen", "rejected"}])
-    return _trl_trainer(RewardTrainer, args, model_args, train_dataset, eval_dataset)
+    trainer: Any = _trl_trainer(RewardTrainer, args, model_args, train_dataset, eval_dataset)
+    if isinstance(train_dataset, Dataset) and (dropped := len(train_dataset) - len(trainer.train_dataset)):
+        told = f"dropped {dropped} of {len(train_dataset)} pairs, longer than max_length={args.max_length} tokens"
+        if dropped == len(train_dataset):
+            raise ValueError(f"train_dataset: {told}; raise it, or shorten the prompts")
+        logger.warning(f"train_dataset: {told}")
+    return trainer
 
 
 def measured_reward_trainer(

@@ -583,7 +583,8 @@ class _LengthFilter:
             raise ValueError(f"{self.name} has no rows")
         if num_kept == 0:
             raise ValueError(
-                f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length}: raise it"
+                f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length} tokens: "
+                "raise it, or take a model with more positions"
             )
         if not PartialState().is_main_process:
             return

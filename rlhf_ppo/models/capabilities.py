@@ -21,14 +21,23 @@ from rlhf_ppo.run.distributed import get_logger
 def position_limit(model: nn.Module) -> PositionLimit | None:
     """Return the longest sequence of a model, or None if it states no limit.
 
+    Args:
+        model: A transformers model, or a `PeftModel` around one.
+    """
+    return stated_limit(text_config(model), type(transformers_model(model)).__name__)
+
+
+def stated_limit(config: Any, name: str) -> PositionLimit | None:
+    """Return the longest sequence that a configuration states.
+
     Longrope (Phi-3 with 128k) and dynamic NTK scaling change the angles of all positions of a pass once its longest
     row exceeds the original length. A row's log-probabilities would then depend on the other rows, and earlier cached
     keys would differ from those of the forward pass.
 
     Args:
-        model: A transformers model, or a `PeftModel` around one.
+        config: Of the language model.
+        name: The model's name in errors.
     """
-    config, name = text_config(model), type(transformers_model(model)).__name__
     limits = [
         PositionLimit(original, f"beyond {original} the {kind} of {name} changes for all rows of a batch")
         for kind, original in _changing_ropes(config)

@@ -15,12 +15,10 @@ from torch.nn import functional
 from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import PromptEncoder, Prompts, check_lengths, smallest
+from rlhf_ppo.data.prompts import PromptEncoder, Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.protocol import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
-from rlhf_ppo.models.capabilities import position_limit
-from rlhf_ppo.models.unwrapping import text_config
 from rlhf_ppo.reporting.judgements import wilson_interval
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.reward_model import Answer
@@ -225,8 +223,6 @@ def respond(
     engine = make_engine(args, model, Accelerator(), tokenizer, None)
     longest = max(len(row["input_ids"]) for row in encoded)
     limit = getattr(engine, "longest_sequence", None)  # of vLLM, which would cut responses
-    if not getattr(text_config(model), "rope_parameters", None):  # rotary positions have no table that ends
-        limit = smallest([limit, position_limit(model)])
     fix = "lower max_new_tokens, leave out prompts, or take another engine"
     check_lengths(longest, how.max_new_tokens, limit, "max_new_tokens", fix)
     config = (sampling_config if how.temperature else greedy_config)(args, ends[0] if ends else None)

@@ -41,7 +41,7 @@ from rlhf_ppo.rewards.functions import (
     takes_any_argument,
     unwrapped,
 )
-from rlhf_ppo.rewards.reward_model import Answer, RewardModel, shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards.reward_model import Answer, RewardModel, reward_model_ids, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import check_scores
 from rlhf_ppo.terminal import redact_url, visible_logger
 
@@ -108,9 +108,26 @@ class RewardModelJudge(ScoringJudge):
     def __init__(self, path: str, batch_size: int = 32, trust_remote_code: bool = False) -> None:
         self.path, self.batch_size, self.trust_remote_code = path, batch_size, trust_remote_code
 
-    def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float]:
-        """Score answers."""
-        return self.model.score_answers(answers, self._tokenizer_for).tolist()
+    def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float | None]:
+        """Score answers; those with more tokens than the model has positions have no score."""
+        scores: list[float | None] = [None] * len(answers)
+        lengths = [len(reward_model_ids(answer, self._tokenizer_for(answer))) for answer in answers]
+        fitting = [row for row, length in enumerate(lengths) if length <= (self.model.max_positions or length)]
+        if len(fitting) < len(answers):
+            logger.warning(
+                f"{self.path}: {len(answers) - len(fitting)} of {len(answers)} answers are not scored, because they "
+                f"have more tokens than the reward model has positions, {self.model.max_positions}"
+            )
+        if fitting:
+            found = self.model.score_answers([answers[row] for row in fitting], self._tokenizer_for).tolist()
+            for row, score in zip(fitting, found, strict=True):
+                scores[row] = score
+        return scores
+
+    def positions_of(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
+        """Return the longest text in a policy's tokens; None without a limit, or if the model reads other tokens."""
+        reads_them = self._tokenizer_for(Answer(None, "", tokenizer=tokenizer)) is None
+        return self.model.max_positions if reads_them else None
 
     def verdict(self, first: float, second: float) -> float:
         """Return the probability that the second is better."""

@@ -62,6 +62,24 @@ def test_no_prompt_is_in_two_parts() -> None:
     assert judge["dataset_name"] == "runs/pipeline/data/held_out_prompts.jsonl" and judge["num_prompts"] == 20
 
 
+def test_prompts_without_room_for_a_response_are_dropped_at_the_start_and_an_update_fits_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of 64 prompts `train` evaluates on 6."""
+    save_models(base=tiny_policy(max_position_embeddings=64))
+    texts = [f"w{4 + row % 20} w{4 + row // 20} w4" for row in range(80)] + [f"w{row} " * 33 for row in range(4, 14)]
+    write_rows("prompts.jsonl", [{"prompt": text} for text in texts])
+    init("--model base --prompts prompts.jsonl --reward_funcs length".split())
+
+    assert "dropped 10 of 90 prompts, longer than 32 tokens" in caplog.text
+    rows = [read(name) for name in ("prompts", "held_out_prompts")]
+    assert [len(each) for each in rows] == [64, 16] and {*rows[0][0]} == {"prompt"}
+    assert max(len(row["prompt"].split()) for each in rows for row in each) == 3
+    ppo = yaml.safe_load(Path("run.yaml").read_text())["ppo"]
+    assert ppo["max_prompt_length"] == ppo["response_length"] == 32
+    assert ppo["per_device_train_batch_size"] * ppo["gradient_accumulation_steps"] == 32
+
+
 def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 

@@ -26,6 +26,7 @@ from tests.conftest import (
     save_thinking_run,
     tiny_policy,
     tiny_scorer,
+    write_rows,
 )
 
 ROWS = Dataset.from_list([{"prompt": f"w{index}", "answer": str(index)} for index in range(4)])
@@ -62,7 +63,7 @@ def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
 
 @pytest.fixture
 def places(empty_place):
-    save_models(one=tiny_policy(), two=tiny_policy(seed=1))
+    save_models(one=tiny_policy(max_position_embeddings=256), two=tiny_policy(1, max_position_embeddings=256))
     ROWS.add_column("chosen", ["w4"] * 4).to_json("prompts.jsonl")
 
 
@@ -92,6 +93,33 @@ def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, 
         evaluate(["--model", "one", "--opponent", "none", "--judge", "length", *SHORT])
 
     assert "none" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("positions", "recorded", "longest"), [((64, 32, 16), None, 8), ((16, 32, 32), None, 8), ((64, 64, 64), 5, 5)]
+)
+def test_prompts_without_room_in_any_model_or_that_training_dropped_are_dropped_for_all(
+    positions, recorded, longest, places, capsys
+):
+    """The policy, the opponent and the judge have these positions; a response has 8 tokens."""
+    one, two, judge = positions
+    models = {"one": tiny_policy(max_position_embeddings=one), "two": tiny_policy(1, max_position_embeddings=two)}
+    save_models(**models, judge=tiny_scorer(max_position_embeddings=judge))
+    Path("one/ppo_settings.json").write_text(json.dumps({"arguments": {"max_prompt_length": recorded}}))
+    write_rows("prompts.jsonl", [{"prompt": " ".join(["w5"] * length)} for length in (3, longest, longest + 1, 30)])
+    found = evaluate(["--model", "one", "--opponent", "two", "--judge_model", "judge", *SHORT])
+
+    assert (found.judged, found.failed) == (2, 0)
+    assert f"dropped 2 of 4 prompts, longer than {longest} tokens" in capsys.readouterr().out
+
+
+def test_an_answer_that_is_too_long_for_the_judge_has_no_verdict(places, caplog):
+    save_models(judge=tiny_scorer(max_position_embeddings=16))
+    write_rows("rows.jsonl", [{"prompt": "w4", "a": " w5" * length, "b": " w6"} for length in (3, 30)])
+    columns = ["--model_column", "a", "--opponent_column", "b"]
+    found = evaluate(["--dataset_name", "rows.jsonl", *columns, "--judge_model", "judge"])
+
+    assert (found.judged, found.failed) == (1, 1) and "1 of 4 answers are not scored" in caplog.text
 
 
 CHARACTERS = """
