@@ -27,9 +27,10 @@ from transformers import AutoModelForCausalLM
 from workloads import Workload, llama, make_models, make_prompts, make_tokenizer
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.data.prompts import PromptCollator, Prompts
+from rlhf_ppo.data.prompts import PromptCollator
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.protocol import sample_with
+from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.transformers_engine import TransformersEngine, sampling_config
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

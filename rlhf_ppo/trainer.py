@@ -18,8 +18,7 @@ from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, token
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
 from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Experience, Responses, Rollout
+from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -52,20 +51,17 @@ class PPOTrainer(TrainerBase):
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
         ref_model: The reference of the KL penalty. None: the initial policy, or no reference with `args.kl_coef=0`.
         reward_model: A sequence-classification model with one label, or a list; None if only `reward_funcs` score.
-        train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`, or a path or hub name;
-            `reward_funcs` receive the other columns.
+        train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; a path or hub name loads them.
         value_model: A sequence-classification model with one label, trained with the policy. None starts from the
             reward model, or from the policy's backbone with a zero head.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
         eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name, or a dict of these.
         optimizers: An optimizer over all trainable parameters of both models, and a scheduler that counts PPO updates.
-            Either may be a function, called when training starts, of the list of `(name, parameter)`, with names like
-            `policy.lm_head.weight`, or of the optimizer and the number of updates.
+            Either may be a function: of the `(name, parameter)` pairs, or of the optimizer and the number of updates.
         callbacks: Trainer callbacks.
         peft_config: Adds an adapter to the policy. The reference is then the policy without the adapter.
-        reward_funcs: One or several Python functions with `GRPOTrainer`'s signature, sync or async, or their names
-            (see `rlhf_ppo.rewards.resolve.resolve_reward`); or objects that score the token ids of a whole batch (see
-            `rlhf_ppo.rewards.scorer.RewardSource`).
+        reward_funcs: One or several functions with `GRPOTrainer`'s signature, sync or async, their names (see
+            `resolve_reward`), or objects that score the token ids of a whole batch (see `RewardSource`).
         reward_processing_classes: The tokenizer of each reward model; None: the one beside it, if it differs.
         value_peft_config: Adds an adapter to the value model; only adapter and head are trained. With
             `args.share_base_model`, None copies the policy's configuration.
@@ -75,9 +71,9 @@ class PPOTrainer(TrainerBase):
         ptx_dataset: Rows in `SFTTrainer`'s formats for an added language-modeling loss, weighted by `args.ptx_coef`.
         tools: Functions, sync or async, with type hints and Google docstrings, that the policy may call.
         rollout_func: A function of prompts and trainer that makes whole rollouts, as for `GRPOTrainer`.
-        environment_factory: A function without arguments that makes an environment, or a dict of such functions, of
-            which the column `environment` names one. As for `GRPOTrainer`, it has `reset(**row)` and methods that the
-            policy may call as tools. It may have `get_reward`, `turn_rewards` and `done`, and make its own tasks.
+        environment_factory: A function that makes an environment, or a dict of such functions by the names in column
+            `environment`. As for `GRPOTrainer`, it has `reset(**row)` and methods that the policy may call as tools.
+            It may have `get_reward`, `turn_rewards` and `done`, and make its own tasks.
 
     Raises:
         ValueError: Arguments are incompatible. The check runs before any training.
@@ -144,9 +140,9 @@ class PPOTrainer(TrainerBase):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         self._begin_run(resume_from_checkpoint, ignore_keys_for_eval)
-        for prompts in self._prompt_batches():
-            rollout = self.collect_rollout(prompts)  # 1. sample, score, evaluate
-            self._accept(rollout)
+        for prompts in self._prompt_batches():  # ends with the data, or at a signal
+            rollout = self.collect_rollout(prompts)  # 1. sample, score, compute log-probabilities and values
+            self._accept(rollout)  # counts the scores in the moments by which stage 2 scales them
             experience = self.estimate_advantages(rollout)  # 2. rewards, KL, GAE
             statistics = self.learn(experience)  # 3. epochs x mini-batches x micro-batches
             self._end_update(rollout, experience, statistics)  # 4. KL coefficient, metrics, log, evaluate, save
@@ -171,10 +167,13 @@ class PPOTrainer(TrainerBase):
             The rollout. Its `logprobs` come from learning's own forward function, so the first importance ratio is 1.
         """
         run, model = self._run, self._prepared
-        model.eval()  # which returns None under DeepSpeed
+        model.eval()  # not chained: DeepSpeed returns None
         if responses is None:
             with run.timer.phase("generate"):
-                responses, prompts = self._respond(prompts)
+                if self._play is None:
+                    responses, prompts = self.generate_responses(prompts), self._with_baselines(prompts)
+                else:
+                    responses, prompts = self._play_episodes(prompts)
         ended = self.tokens.ended(responses)
         batch = ScoringBatch.of(responses, prompts, ended)
         pending = None if scores is not None else self.scorer.start(batch)
@@ -266,7 +265,7 @@ class PPOTrainer(TrainerBase):
             rollout: `B` responses of this rank.
 
         Returns:
-            Rewards, float32 `(B, T)`, 0 outside the response mask.
+            Rewards, float32 `(B, T)`, 0 outside the response mask; NaN at the end of a response without a score.
         """
         scores, token_scores = shape_scores(rollout, self.args, self._score_unit)
         kl = rollout.kl(self.args.kl_estimator)
@@ -327,7 +326,8 @@ class PPOTrainer(TrainerBase):
         num_tokens = float(run.sum_over_ranks(minibatch.loss_mask.sum()))
         if num_tokens == 0:
             return 0.0
-        losses, ptx_loss = list[Tensor](), self._learn_from_texts(statistics)
+        losses: list[Tensor] = []
+        ptx_loss = self._learn_from_texts(statistics)  # its own backward pass
         parts = learning.weighted_micro_batches(minibatch, num_tokens, run.unwrapped(model).packs_rows, run)
         for number, micro_batch in enumerate(parts, start=1):
             with learning.accumulate(self.accelerator, model, number == len(parts), self.args):
@@ -342,12 +342,12 @@ class PPOTrainer(TrainerBase):
     def _backward(self, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
         """Run the backward pass of a micro-batch; return its loss, and model outputs and losses of each token.
 
-        On one process policy and value model have separate backward passes, to hold one model's activations at a
-        time. Several processes, `torch_compile`, and an overridden `compute_loss` use `compute_loss` and one pass.
+        Several processes, `torch_compile` and an overridden `compute_loss` use `compute_loss` and one pass. Otherwise,
+        and in warm-up, each model has its own pass, to hold one model's activations at a time.
         """
         model, args, warms_up = self._prepared, self.args, self._critic_only.warms_up
         has_own_loss = type(self).compute_loss is not PPOTrainer.compute_loss
-        if has_own_loss or not (learning.takes_turns(self.accelerator, args) or warms_up):
+        if has_own_loss or not (learning.has_separate_passes(self.accelerator, args) or warms_up):
             with self._forward_context():
                 loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
             return learning.backward(self.accelerator, loss), figures
@@ -378,7 +378,7 @@ class PPOTrainer(TrainerBase):
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
         To change a term, override `policy_loss` or `value_loss`. Training calls this method if you override it, and
-        with several processes or `torch_compile`; else one term after the other. In warm-up it is the value term.
+        with several processes or `torch_compile`; else one term after the other. In warm-up the policy loss is 0.
 
         Args:
             model: The `PolicyAndValue`.

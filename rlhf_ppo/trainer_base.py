@@ -28,8 +28,8 @@ from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
-from rlhf_ppo.data.prompts import PromptCollator, Prompts, num_rows
-from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.data.prompts import PromptCollator, num_rows
+from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import as_module, configuration_kept
@@ -45,8 +45,7 @@ from rlhf_ppo.run import construction, datasets, distributed, rollouts, saving
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
 from rlhf_ppo.run.distributed import get_logger, preserve_rng, raise_on_all_ranks
 from rlhf_ppo.run.external import given_responses
-from rlhf_ppo.run.guards import DivergenceGuard
-from rlhf_ppo.run.learning import CriticOnly, gradient_norms, monte_carlo_returns
+from rlhf_ppo.run.learning import CriticOnly, DivergenceGuard, gradient_norms, monte_carlo_returns
 from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts, count_update
 from rlhf_ppo.run.signals import StopOnSignal, stopped
@@ -296,19 +295,20 @@ class TrainerBase(Steps, Trainer):
         return self.score_moments.moments if self.args.score_scaling else None
 
     def _respond(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
-        """Sample responses, or play episodes.
-
-        Args:
-            prompts: `B` prompts.
-            config: Sampling settings of the policy; None uses those of training.
-
-        Returns:
-            The responses, and the prompts with the responses of the baselines that rewards compare with as columns.
-        """
+        """Sample responses, or play episodes; return them and the prompts with their new columns."""
         if self._play is not None:
-            settings = config or self._sampler.settings()
-            play = self._play
-            return self._sampler.on_policy(self._prepared, lambda policy: play(policy, prompts, settings))
+            return self._play_episodes(prompts, config)
+        return self.generate_responses(prompts, config), self._with_baselines(prompts)
+
+    def _play_episodes(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
+        """Play episodes of several turns; return them and the prompts as the episodes changed them."""
+        with self._sampler.policy_of(self._prepared) as policy:
+            return cast(Any, self._play)(policy, prompts, config or self._sampler.settings())
+
+    def _with_baselines(self, prompts: Prompts) -> Prompts:
+        """Add as columns the responses of the baselines that rewards compare with."""
+        if not self._baselines.kinds:
+            return prompts
 
         def respond_as(kind: str) -> Responses:
             if kind == "self" or self.reference is None:
@@ -316,8 +316,7 @@ class TrainerBase(Steps, Trainer):
             with self.reference.generating(self._prepared, self.policy_model) as generating:
                 return self.generate_responses(prompts, policy=generating)
 
-        responses = self.generate_responses(prompts, config)
-        return responses, self._baselines.respond(prompts, respond_as) if self._baselines.kinds else prompts
+        return self._baselines.respond(prompts, respond_as)
 
     def _learn_from_texts(self, statistics: UpdateStatistics) -> Tensor | float:
         """Add the gradients of `ptx_dataset`'s next rows; return their loss."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Prompts, Responses
 from tests.oracles import Episode
 
 EOS = 1

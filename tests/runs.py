@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Prompts
 
 QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 2,

@@ -49,7 +49,7 @@ from rlhf_ppo.reporting.run_log import RunSettings, where_results_are
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
-from rlhf_ppo.run.guards import DivergenceError
+from rlhf_ppo.run.learning import DivergenceError
 from rlhf_ppo.run.signals import say
 from rlhf_ppo.terminal import (
     RedactsSecrets,

@@ -7,17 +7,15 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, TypeGuard, cast
+from typing import Any, NoReturn, TypeGuard, cast
 
 import datasets
-import numpy as np
 import torch
 from accelerate import PartialState
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
-from rlhf_ppo.data.rollout import Responses, check_shape
+from rlhf_ppo.data.rollout import left_padded
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
@@ -26,54 +24,6 @@ PROMPT_COLUMNS = ("input_ids", "prompt", "text")
 
 MARK = "answer-5f0c2d"
 """Content of a test message: it shows whether and where a chat template writes contents."""
-
-
-class PositionLimit(NamedTuple):
-    """A longest sequence.
-
-    Attributes:
-        tokens: Number of tokens.
-        reason: What sets the limit, for error messages.
-        remedy: How to raise it, for error messages.
-    """
-
-    tokens: int
-    reason: str
-    remedy: str = "use a model with more positions"
-
-
-def smallest(limits: Iterable[PositionLimit | None]) -> PositionLimit | None:
-    """Return the limit with the fewest tokens, or None if there is none."""
-    return min((limit for limit in limits if limit is not None), key=lambda limit: limit.tokens, default=None)
-
-
-def check_lengths(
-    longest_prompt: int,
-    response_length: int,
-    limit: PositionLimit | None,
-    option: str = "response_length",
-    fix: str | None = None,
-) -> None:
-    """Check that a prompt and its response fit the models: `longest_prompt + response_length <= limit.tokens`.
-
-    Args:
-        longest_prompt: Tokens of the longest prompt.
-        response_length: Tokens generated for each prompt.
-        limit: The longest sequence; None without a limit.
-        option: Name of the option that sets `response_length`, for the message.
-        fix: What to change, for the message; None: options of a training run.
-
-    Raises:
-        ValueError: They do not fit.
-    """
-    total = longest_prompt + response_length
-    if limit is not None and total > limit.tokens:
-        room = limit.tokens - response_length
-        shorter = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
-        raise ValueError(
-            f"the longest prompt ({longest_prompt} tokens) and {option}={response_length} take {total} positions, but "
-            f"{limit.reason}: {fix or f'{shorter}, or {limit.remedy}'}"
-        )
 
 
 @dataclass(frozen=True)
@@ -327,111 +277,6 @@ def _as_list(ids: Any) -> list[int]:
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Left-padded prompts and the data set's other columns.
-
-    Attributes:
-        input_ids: Token ids, long `(B, C)`, padded on the left.
-        attention_mask: True on real tokens, bool `(B, C)`.
-        columns: The data set's other columns, each a list of `B` values; reward functions receive them.
-        on_host: A copy of the mask on the host, a bool NumPy array, and the copied mask; made if None or of another
-            mask.
-
-    Raises:
-        ValueError: A prompt is empty, or the mask has another shape than the ids.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    columns: Mapping[str, list[Any]]
-    on_host: Any = field(default=None, kw_only=True, repr=False)
-
-    def __post_init__(self) -> None:
-        check_shape("attention_mask", self.attention_mask, tuple(self.input_ids.shape))
-        if self.on_host is None or self.on_host[1] is not self.attention_mask:
-            object.__setattr__(self, "on_host", (self.attention_mask.bool().cpu().numpy(), self.attention_mask))
-        has_tokens = self.mask.any(axis=1)
-        if not has_tokens.all():
-            row = int(has_tokens.argmin())
-            raise ValueError(f"prompt {row} of the batch is empty (its attention_mask is all zeros); drop such rows")
-
-    @property
-    def mask(self) -> Any:
-        """The mask on the host, copied from the device once: a bool NumPy array `(B, C)`."""
-        return self.on_host[0]
-
-    def __len__(self) -> int:
-        return self.input_ids.shape[0]
-
-    @classmethod
-    def of_rows(
-        cls,
-        rows: Sequence[Sequence[int]],
-        pad: int,
-        device: torch.device,
-        columns: Mapping[str, list[Any]] | None = None,
-    ) -> Prompts:
-        """Stack each row's token ids, padded on the left."""
-        mask = left_padded([[1] * len(row) for row in rows], 0).bool()
-        return cls(left_padded(rows, pad).to(device), mask.to(device), columns or {})
-
-    @classmethod
-    def of_responses(cls, responses: Responses) -> Prompts:
-        """Return the prompts of responses, without columns."""
-        context = slice(None, responses.context_length)
-        return cls(responses.query_responses[:, context], responses.attention_mask[:, context], {})
-
-    @classmethod
-    def from_collated(cls, batch: Mapping[str, Any], device: torch.device) -> Prompts:
-        """Make prompts of a collator's output, padded on either side; move the padding to the left.
-
-        Args:
-            batch: `input_ids` and `attention_mask`, both `(B, C)`, and other columns.
-            device: Device of the prompts.
-
-        Returns:
-            The prompts, without columns that are padding in every row.
-
-        Raises:
-            ValueError: The shapes differ, or a prompt is empty.
-        """
-        ids, mask = collated_tensors(batch)
-        ids, mask = ids.to(device, torch.long), mask.to(device).bool()
-        lengths, width = mask.cpu().numpy().sum(axis=1), mask.shape[1]
-        order = mask.to(torch.int8).argsort(dim=1, stable=True)  # padding (0) first, real tokens in their own order
-        longest = int(lengths.max())
-        ids, mask = ids.gather(1, order)[:, -longest:], mask.gather(1, order)[:, -longest:]
-        columns = {name: list(values) for name, values in batch.items() if name not in ("input_ids", "attention_mask")}
-        on_host: Any = (np.arange(width) >= width - lengths[:, None])[:, -longest:]
-        return cls(ids, mask, columns, on_host=(on_host, mask))
-
-    def repeated(self, times: int) -> Prompts:
-        """Repeat every prompt `times` times in adjacent rows: 0, 0, ..., 1, 1, ..."""
-        if times == 1:
-            return self
-        columns = {name: [value for value in values for _ in range(times)] for name, values in self.columns.items()}
-        ids, mask = (rows.repeat_interleave(times, dim=0) for rows in (self.input_ids, self.attention_mask))
-        return Prompts(ids, mask, columns, on_host=(self.mask.repeat(times, axis=0), mask))
-
-    def take(self, rows: Sequence[int]) -> Prompts:
-        """Return some rows, in this order."""
-        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        mask = self.attention_mask[list(rows)]
-        return Prompts(self.input_ids[list(rows)], mask, columns, on_host=(self.mask[list(rows)], mask))
-
-
-def collated_tensors(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the ids and the mask of a collator's output; raise a `ValueError` if their shapes differ."""
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    if ids.ndim != 2 or ids.shape != mask.shape:
-        raise ValueError(
-            f"the data_collator returned input_ids and attention_mask of the shapes {tuple(ids.shape)} and "
-            f"{tuple(mask.shape)}; both must be `(B, C)`"
-        )
-    return ids, mask
-
-
 def num_rows(dataset: Any) -> int | None:
     """Return the number of rows, or None for a stream."""
     return len(dataset) if has_length(dataset) else None
@@ -523,12 +368,6 @@ class PromptCollator:
             "attention_mask": left_padded([[1] * len(ids) for ids in prompts], 0),
             **{key: [row.get(key) for row in rows] for key in others},
         }
-
-
-def left_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """Stack `B` lists of at most `C` integers into a long `(B, C)` tensor, padded with `value` on the left."""
-    length = max(len(row) for row in rows)
-    return torch.tensor([[value] * (length - len(row)) + list(row) for row in rows], dtype=torch.long)
 
 
 class NoPrompts(torch.utils.data.IterableDataset[dict[str, Any]]):

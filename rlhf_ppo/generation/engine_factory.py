@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampling import StopStrings

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, with_observation
-from rlhf_ppo.data.prompts import PositionLimit, Prompts, is_conversation
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.prompts import is_conversation
+from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses
 from rlhf_ppo.environments.pool import Episode, EpisodeError, Round, answer_turns
-from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, stop_tokens
-from rlhf_ppo.generation.sampling import StopStrings
+from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
+from rlhf_ppo.generation.sampling import StopStrings, stop_tokens
 
 Sample = Callable[[Prompts, int], Sampled]
 """Takes prompts and the maximum number of tokens to sample after each."""

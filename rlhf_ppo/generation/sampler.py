@@ -1,26 +1,33 @@
-"""Sampling: the engine, the sampling settings, and the gathering of sharded weights."""
+"""Sampling: the engine, the sampling settings, the gathering of sharded weights, and the checks of responses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
+import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import GenerationConfig
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import PositionLimit, Prompts, check_lengths
-from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.generation.protocol import GenerationEngine, length_and_filling, sample_with
-from rlhf_ppo.generation.sampling import SpecialTokens, join_responses, naming_the_model
+from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, check_lengths, sent
+from rlhf_ppo.generation.protocol import GenerationEngine, Sampled
+from rlhf_ppo.generation.sampling import (
+    NonFiniteLogitsError,
+    SpecialTokens,
+    StopStrings,
+    join_responses,
+    length_and_filling,
+    naming_the_model,
+    stop_tokens,
+)
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.run.distributed import raise_on_all_ranks, zero_stage
-
-T = TypeVar("T")
 
 
 class Sampler:
@@ -63,84 +70,191 @@ class Sampler:
         """
         settings, tokens = config or self.settings(), self.tokens
         check_lengths(prompts.input_ids.shape[1], length_and_filling(settings)[0], self.longest_sequence)
-        sampled = self.on_policy(
-            model, lambda policy: sample_with(self.engine, policy, prompts, settings, tokens.stop_strings)
-        )
+        with self.policy_of(model) as policy:
+            sampled = self.engine.sample(policy, prompts, settings)
+            sampled = checked(self.engine, sampled, prompts, settings, tokens.stop_strings)
         return join_responses(prompts, sampled.ids, tokens.stop, tokens.pad, tokens.stop_strings, sampled.logprobs)
 
-    def on_policy(self, model: nn.Module, function: Callable[[nn.Module], T]) -> T:
-        """Call a function with the language model in the form that the engine reads, under autocast.
+    @contextmanager
+    def policy_of(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the language model in the form that the engine reads, under autocast.
 
         An error of one rank is raised on all ranks, with the model's name.
 
         Args:
             model: As for `sample`.
-            function: Takes the language model.
         """
-        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        plain = cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
         role = "policy" if isinstance(plain, PolicyAndValue) else "reference"
-
-        def called(policy: nn.Module) -> T:
+        whole = whole_policy(model, self.accelerator, self.args.ds3_gather_for_generation)
+        with nullcontext(plain.policy) if self.engine.reads_sharded else whole as policy:
             naming = naming_the_model(policy, role, self.moment())
             with raise_on_all_ranks(self.accelerator), naming, self.accelerator.autocast():
-                return function(policy)
-
-        if self.engine.reads_sharded:
-            return called(cast(PolicyAndValue, plain).policy)
-        return on_whole_policy(model, self.accelerator, self.args.ds3_gather_for_generation, called)
+                yield policy
 
 
-def on_whole_policy(model: nn.Module, accelerator: Accelerator, gather: bool, function: Callable[[nn.Module], T]) -> T:
-    """Call a function with the policy in a form that `generate` can run.
+@contextmanager
+def whole_policy(model: nn.Module, accelerator: Accelerator, gathers: bool) -> Iterator[nn.Module]:
+    """Yield the policy in a form that `generate` can run.
 
-    Under ZeRO-3 the policy's parameters, not the value model's, are gathered once for the whole call. Under FSDP2 a
-    layer stays unsharded after its first use.
+    Under ZeRO-3 the policy's parameters, not the value model's, are gathered once. Under FSDP2 a layer stays unsharded
+    after its first use.
 
     Args:
         model: The prepared `PolicyAndValue`, or the placed `FrozenPolicy`.
         accelerator: Prepared it.
-        gather: With ZeRO-3, False gathers each layer at each token instead.
-        function: Takes the policy.
-
-    Returns:
-        The result of the function.
+        gathers: With ZeRO-3, False gathers each layer at each token instead.
     """
     policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
     is_prepared = not isinstance(model, PolicyAndValue)
     # After a step all small parameters may be gathered; hooks would still reshard them, on each rank at another time.
-    if zero_stage(accelerator) == 3 and gather and is_prepared:
-        return _with_gathered(model, policy, function)
-    if isinstance(model, FSDPModule):
-        return _with_unsharded(model, accelerator.state, function)
-    return function(policy)
+    if zero_stage(accelerator) == 3 and gathers and is_prepared:
+        with _gathered(model, policy):
+            yield policy
+    elif isinstance(model, FSDPModule):
+        with _unsharded(model, accelerator.state):
+            yield policy
+    else:
+        yield policy
 
 
-def _with_gathered(model: nn.Module, policy: nn.Module, function: Callable[[nn.Module], T]) -> T:
+@contextmanager
+def _gathered(model: Any, policy: nn.Module) -> Iterator[None]:
     from trl.models.utils import add_hooks, remove_hooks
 
-    engine = cast(Any, model)
     with gathered(policy.parameters()):
-        remove_hooks(engine)
+        remove_hooks(model)
         try:
-            return function(policy)
+            yield
         finally:
-            add_hooks(engine)
+            add_hooks(model)
 
 
-def _with_unsharded(model: Any, state: Any, function: Callable[[nn.Module], T]) -> T:
-    """Keep blocks gathered while a function runs.
+@contextmanager
+def _unsharded(model: Any, state: Any) -> Iterator[None]:
+    """Keep blocks gathered after their first use.
 
-    Afterwards they are resharded after each pass as configured. Parameters outside of blocks, the first shard, stay
-    gathered between a forward and a backward pass.
+    Afterwards they are resharded after each pass as configured. Parameters outside of blocks, the first shard, are
+    gathered for the whole context.
     """
     shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
     register_fsdp_forward_method(model, "on_policy")
+    model.on_policy(lambda policy: None)  # the first forward method that runs tells FSDP2 the root
+    model.unshard()
     for shard in shards[1:]:
         shard.set_reshard_after_forward(False, recurse=False)
     try:
-        return model.on_policy(function)
+        yield
     finally:
         for shard in shards[1:]:
             shard.set_reshard_after_forward(state.fsdp_plugin.reshard_after_forward, recurse=False)
         for shard in shards:
             shard.reshard()
+
+
+# ---- Checks of responses ----
+
+
+def sample_with(
+    engine: GenerationEngine,
+    policy: nn.Module,
+    prompts: Prompts,
+    config: GenerationConfig,
+    stop_strings: StopStrings | None = None,
+) -> Sampled:
+    """Sample responses with an engine, and check them; arguments as for `checked`, and the policy."""
+    return checked(engine, engine.sample(policy, prompts, config), prompts, config, stop_strings)
+
+
+def checked(
+    engine: GenerationEngine,
+    answer: Sampled,
+    prompts: Prompts,
+    config: GenerationConfig,
+    stop_strings: StopStrings | None = None,
+) -> Sampled:
+    """Check every token that the policy will learn from.
+
+    Args:
+        engine: The engine, for errors.
+        answer: Its responses.
+        prompts: `B` left-padded prompts.
+        config: The sampling distribution, the stop token (or several) and the length limit.
+        stop_strings: Texts that also end a row, or None.
+
+    Returns:
+        The engine's responses.
+
+    Raises:
+        NonFiniteLogitsError: The log-probability of a token is missing, NaN or infinite.
+        RuntimeError: A row ends before the limit without a stop token or string, or holds a suppressed id.
+        ValueError: The result has another type or shape.
+    """
+    answer = _of_right_shape(engine, answer, len(prompts.input_ids), config)
+    ids = answer.ids
+    width, (most, _) = ids.shape[1], length_and_filling(config)
+    lengths = torch.full_like(ids[:, 0], width) if answer.lengths is None else answer.lengths.to(ids.device)
+    stops = sent(torch.tensor(stop_tokens(config), dtype=ids.dtype), ids.device)
+    sampled = torch.arange(width, device=ids.device) < lengths[:, None]
+    is_stop = torch.isin(ids, stops) & sampled
+    is_real = sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)
+    is_cut = ~is_stop.any(dim=1) & (lengths < most)
+    suppressed = sent(torch.tensor(config.suppress_tokens or [], dtype=ids.dtype), ids.device)
+    is_forbidden = is_real & ((ids < 0) | torch.isin(ids, suppressed))
+    values = torch.zeros_like(ids) if answer.logprobs is None else answer.logprobs
+    is_unknown = is_real & ~values.isfinite()
+    if bool(is_cut.any() | is_forbidden.any() | is_unknown.any()):  # one wait for the device
+        _refuse_cut_rows(engine, answer, is_cut, lengths, prompts, most, stop_strings)
+        _refuse_tokens(engine, answer, is_forbidden, is_unknown)
+    return answer
+
+
+def _of_right_shape(engine: GenerationEngine, answer: Sampled, num_rows: int, config: GenerationConfig) -> Sampled:
+    answer = Sampled(*answer)
+    ids, logprobs, _ = answer
+    most, _ = length_and_filling(config)
+    expected = (num_rows, min(ids.shape[-1], most))
+    if ids.dtype != torch.long or ids.shape != expected or (logprobs is not None and logprobs.shape != expected):
+        raise ValueError(
+            f"{called(engine)} gave ids {ids.dtype} {tuple(ids.shape)} and log-probabilities of "
+            f"{None if logprobs is None else tuple(logprobs.shape)}; sample() must return Sampled(ids, logprobs) of "
+            f"({num_rows}, T) with T <= {most}, ids torch.int64"
+        )
+    return answer
+
+
+def called(engine: GenerationEngine) -> str:
+    """Return an engine's name in error messages: its argument and value."""
+    return getattr(engine, "called", f"engine={type(engine).__name__}")
+
+
+def _refuse_cut_rows(
+    engine: GenerationEngine,
+    answer: Sampled,
+    is_cut: Tensor,
+    lengths: Tensor,
+    prompts: Prompts,
+    most: int,
+    stop_strings: StopStrings | None,
+) -> None:
+    for row in is_cut.nonzero().flatten().tolist():
+        length, prompt = int(lengths[row]), int(prompts.attention_mask[row].sum())
+        if stop_strings is not None and stop_strings.is_in(answer.ids[row, :length].tolist()):
+            continue
+        fix = getattr(engine, "cut_rows_advice", "give a row's stop token, or that many tokens")
+        raise RuntimeError(
+            f"{called(engine)} cut the response to row {row} of the batch: {length} tokens after a prompt of "
+            f"{prompt}, where {most} were asked for, and no stop token at its end; {fix}"
+        )
+
+
+def _refuse_tokens(engine: GenerationEngine, answer: Sampled, is_forbidden: Tensor, is_unknown: Tensor) -> None:
+    for row, place in is_unknown.nonzero().tolist():
+        raise NonFiniteLogitsError(
+            f"{called(engine)} gave no finite log-probability for token {place} of row {row} of the batch"
+        )
+    for row, place in is_forbidden.nonzero().tolist():
+        raise RuntimeError(
+            f"{called(engine)} sampled the id {int(answer.ids[row, place])} in row {row} of the batch, which not all "
+            "models have; it must respect suppress_tokens of the GenerationConfig"
+        )

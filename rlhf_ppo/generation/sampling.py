@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import Prompts, eos_id, pad_id
-from rlhf_ppo.data.rollout import HostMasks, Responses, check_masks, sent
+from rlhf_ppo.data.prompts import eos_id, pad_id
+from rlhf_ppo.data.rollout import HostMasks, Prompts, Responses, check_masks, sent
 from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.unwrapping import autocast_dtype, transformers_model
 from rlhf_ppo.run.distributed import get_logger
@@ -483,3 +483,14 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
         )
     strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
     return SpecialTokens(pad=filling, stop=stop, end=end, stop_strings=strings)
+
+
+def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
+    """Return `max_new_tokens` and `pad_token_id`."""
+    return cast(int, config.max_new_tokens), cast(int, config.pad_token_id)
+
+
+def stop_tokens(config: GenerationConfig) -> list[int]:
+    """Return the tokens that end a row: `eos_token_id`, which may be a number, a list or None."""
+    given: Any = config.eos_token_id
+    return [] if given is None else [given] if isinstance(given, int) else list(given)

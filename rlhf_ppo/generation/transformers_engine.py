@@ -23,9 +23,8 @@ from transformers import (
 )
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import pad_right, padding_columns, sent, split_until
-from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled, length_and_filling, stop_tokens
+from rlhf_ppo.data.rollout import Prompts, pad_right, padding_columns, sent, split_until
+from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
     StopsAtStrings,
@@ -34,7 +33,9 @@ from rlhf_ppo.generation.sampling import (
     default_generation_config,
     float32_head_apart,
     frozen_head_cast,
+    length_and_filling,
     sampling_processors,
+    stop_tokens,
 )
 from rlhf_ppo.models.packing import looked_at
 from rlhf_ppo.models.unwrapping import (

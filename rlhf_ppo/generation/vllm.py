@@ -13,8 +13,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import PositionLimit, Prompts
-from rlhf_ppo.generation.protocol import Sampled, length_and_filling, prompt_rows, stack_rows, stop_tokens
+from rlhf_ppo.data.rollout import PositionLimit, Prompts
+from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.generation.sampling import length_and_filling, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base
 from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
 from rlhf_ppo.run.distributed import (

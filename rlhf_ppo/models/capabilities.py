@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.data.prompts import PositionLimit, smallest
+from rlhf_ppo.data.rollout import PositionLimit, smallest
 from rlhf_ppo.models.packing import looked_at
 from rlhf_ppo.models.policy_and_value import logits
 from rlhf_ppo.models.unwrapping import is_sharded, own_share, text_config, transformers_model

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.heads import (
     last_token_score,
     multiply_scores_in_float32,
@@ -18,7 +17,6 @@ from rlhf_ppo.models.heads import (
     reads_last_token,
 )
 from rlhf_ppo.models.packing import pack_rows
-from rlhf_ppo.models.policy_and_value import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.unwrapping import (
     no_split_modules,
     transformers_model,
@@ -117,36 +115,3 @@ class FrozenScorer(Frozen):
             One score per row, float32 `(B,)`.
         """
         return self._score(self.model, input_ids, attention_mask)
-
-
-class FrozenPolicy(Frozen):
-    """A language model whose forward pass gives the log-probabilities of responses.
-
-    Args:
-        policy: The model; it is frozen.
-        temperature: Sampling temperature that divides the logits.
-    """
-
-    def __init__(self, policy: nn.Module, temperature: float) -> None:
-        super().__init__(policy)
-        self.temperature = temperature
-
-    @property
-    def policy(self) -> nn.Module:
-        """The language model, as `PolicyAndValue` calls its own."""
-        return self.model
-
-    def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
-        """Call `function` with the language model; FSDP registers this method to run the way it runs `forward`."""
-        return function(self.model)
-
-    def forward(
-        self,
-        query_responses: Tensor,
-        attention_mask: Tensor,
-        response_mask: Tensor,
-        places: PackedIndices | None = None,
-    ) -> ResponseLogprobs:
-        """Evaluate responses, without entropy; shapes as in `response_logprobs`."""
-        batch = query_responses, attention_mask, response_mask
-        return response_logprobs(self.model, *batch, self.temperature, with_entropy=False, places=places)

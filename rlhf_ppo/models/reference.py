@@ -6,14 +6,16 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.adapters import adapter_kind, adapter_state, adds_nothing
-from rlhf_ppo.models.frozen import FrozenPolicy
+from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.loading import low_precision_parameters
+from rlhf_ppo.models.policy_and_value import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.unwrapping import (
     active_adapter,
     copy_model,
@@ -24,6 +26,39 @@ from rlhf_ppo.run.distributed import get_logger
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+class FrozenPolicy(Frozen):
+    """A language model whose forward pass gives the log-probabilities of responses.
+
+    Args:
+        policy: The model; it is frozen.
+        temperature: Sampling temperature that divides the logits.
+    """
+
+    def __init__(self, policy: nn.Module, temperature: float) -> None:
+        super().__init__(policy)
+        self.temperature = temperature
+
+    @property
+    def policy(self) -> nn.Module:
+        """The language model, as `PolicyAndValue` calls its own."""
+        return self.model
+
+    def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
+        """Call `function` with the language model; FSDP registers this method to run the way it runs `forward`."""
+        return function(self.model)
+
+    def forward(
+        self,
+        query_responses: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        places: PackedIndices | None = None,
+    ) -> ResponseLogprobs:
+        """Evaluate responses, without entropy; shapes as in `response_logprobs`."""
+        batch = query_responses, attention_mask, response_mask
+        return response_logprobs(self.model, *batch, self.temperature, with_entropy=False, places=places)
 
 
 logger = get_logger(__name__)

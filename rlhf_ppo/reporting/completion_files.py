@@ -1,9 +1,8 @@
-"""Responses of logged updates, token by token: kept until the log, and written to `_completions/`."""
+"""Responses of logged updates, token by token, written to `_completions/`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
 from rlhf_ppo.data.files import replacing
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 
 COMPLETIONS_DIR = "_completions"
 """The directory of the responses in `output_dir`; `push_to_hub` does not upload it."""
@@ -50,130 +48,81 @@ _TYPES: dict[str, pa.DataType] = {
 }
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """A rank's first `n` responses of an update, copied on their device.
-
-    Attributes:
-        step: The update's number.
-        prompts: Ids, left-padded, long `(n, C)`.
-        responses: Ids, right-padded, long `(n, T)`.
-        masks: True on real prompt tokens, on real response tokens, and on tokens that the policy wrote; on the CPU.
-        per_token: The known `TOKEN_VALUES` by name, float32 `(n, T)`.
-        columns: Values of each response, float32 `(n,)`.
-        extra: Columns that reward functions logged.
-    """
-
-    step: int
-    prompts: Tensor
-    responses: Tensor
-    masks: tuple[Any, Any, Any]
-    per_token: Mapping[str, Tensor]
-    columns: Mapping[str, Tensor]
-    extra: Mapping[str, Sequence[Any]]
-
-
-class KeptCompletions:
-    """Keeps the first responses of the latest update, with the values of each token, until the update is logged.
-
-    Keeping does not wait for the device and draws no random numbers. Only logged updates are decoded.
+def completion_rows(
+    step: int,
+    rollout: Rollout,
+    experience: Experience,
+    columns: Mapping[str, Tensor],
+    extra: Mapping[str, Sequence[Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    kl_estimator: str,
+    num_rows: int,
+) -> list[dict[str, Any]]:
+    """Return the first responses of an update, with the values of each token.
 
     Args:
-        args: Gives the KL estimator.
+        step: The update's number.
+        rollout: This rank's `B` responses.
+        experience: The same with rewards and advantages.
+        columns: The result of `rollout_columns`.
+        extra: Columns that reward functions logged, `B` values each.
         tokenizer: The policy's tokenizer.
-        num_processes: Number of ranks, which share the responses.
+        kl_estimator: The option.
+        num_rows: Number of responses.
+
+    Returns:
+        A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
+        (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
+        `length` (tokens that the policy wrote), `ended`, `extra/<name>`, `prompt_id`; in lists over its tokens,
+        `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment) and `TOKEN_VALUES`.
+        Episodes of several turns have `messages` (JSON), `end` (what ended or cut it), `turn_reward` (the
+        environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
     """
-
-    def __init__(self, args: PPOConfig, tokenizer: PreTrainedTokenizerBase, num_processes: int) -> None:
-        self.tokenizer, self.kl_estimator = tokenizer, args.kl_estimator
-        self._num_rows = -(-NUM_KEPT_COMPLETIONS // num_processes)
-        self._noted: _Noted | None = None
-
-    def note(
-        self,
-        step: int,
-        rollout: Rollout,
-        advantages: Tensor,
-        rewards: Tensor,
-        columns: Mapping[str, Tensor],
-        extra: Mapping[str, Sequence[Any]],
-    ) -> None:
-        """Keep an update's first responses, and drop the responses of the previous update.
-
-        Args:
-            step: The update's number.
-            rollout: This rank's `B` responses.
-            advantages: Advantages of the policy loss, `(B, T)`.
-            rewards: Reward of each token before whitening, `(B, T)`.
-            columns: The result of `episode_columns`.
-            extra: Columns that reward functions logged, `B` values each.
-        """
-        rows, context = slice(min(self._num_rows, len(rollout))), rollout.context_length
-        of_tokens = {"token_value": rollout.values, "token_advantage": advantages, "token_reward": rewards}
-        if (kl := rollout.kl(self.kl_estimator)) is not None:
-            of_tokens["token_kl"] = kl
-        ids, attention = rollout.query_responses[rows].clone(), rollout.masks.attention[rows].copy()
-        self._noted = _Noted(
-            step,
-            ids[:, :context],
-            ids[:, context:],
-            (attention[:, :context], attention[:, context:], rollout.masks.response[rows].copy()),
-            {name: values[rows].detach().float().clone() for name, values in of_tokens.items()},
-            {name: values[rows].detach().clone() for name, values in columns.items()},
-            dict(extra),
+    kept, context = slice(min(num_rows, len(rollout))), rollout.context_length
+    per_token = {
+        "token_value": rollout.values,
+        "token_advantage": experience.advantages,
+        "token_reward": experience.rewards,
+    }
+    if (kl := rollout.kl(kl_estimator)) is not None:
+        per_token["token_kl"] = kl
+    ids, attention = rollout.query_responses[kept].cpu(), rollout.masks.attention[kept]
+    prompts, responses = ids[:, :context].tolist(), ids[:, context:].tolist()
+    in_prompt, in_response = attention[:, :context].tolist(), attention[:, context:].tolist()
+    written = rollout.masks.response[kept].tolist()
+    stacked = torch.stack([values[kept].detach().float() for values in per_token.values()])
+    figures = dict(zip(per_token, stacked.tolist(), strict=True))
+    of_rows = {name: values[kept].tolist() for name, values in columns.items()}
+    logged = dict(extra)
+    episodes = logged.pop(EPISODE_COLUMN, None)
+    rows = []
+    for row in range(len(prompts)):
+        prompt = list(compress(prompts[row], in_prompt[row]))
+        response, own = (list(compress(values[row], in_response[row])) for values in (responses, written))
+        of_tokens: dict[str, list[float | None]] = {name: [None] * len(own) for name in TOKEN_VALUES}
+        for name, values in figures.items():
+            pairs = zip(compress(values[row], in_response[row]), own, strict=True)
+            of_tokens[name] = [value if is_own else None for value, is_own in pairs]
+        rows.append(
+            {
+                "step": step,
+                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+                "completion": tokenizer.decode(response),
+                "score": of_rows["scores"][row],
+                **{name: values[row] for name, values in of_rows.items() if name.startswith("rewards/")},
+                "kl": of_rows["kl"][row] if "kl" in of_rows else None,
+                "length": sum(own),
+                "ended": bool(of_rows["ended"][row]),
+                **{f"extra/{name}": values[row] for name, values in logged.items()},
+                "prompt_id": prompt,
+                "token_id": response,
+                "token_text": texts_of_tokens(tokenizer, response),
+                "token_written": own,
+                **of_tokens,
+                **({} if episodes is None else _episode(episodes[row], own)),
+            }
         )
-
-    def rows(self, step: int) -> list[dict[str, Any]]:
-        """Return this rank's rows of an update, or an empty list if it is not the latest.
-
-        Returns:
-            A dict of JSON values for each response: `step`, `prompt` (without special tokens), `completion`, `score`
-            (after shaping), `rewards/<name>` of each source, `kl` (nats; None without a reference, also for tokens),
-            `length` (tokens that the policy wrote), `ended`, `extra/<name>`, `prompt_id`; in lists over its tokens,
-            `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment) and `TOKEN_VALUES`.
-            Episodes of several turns have `messages` (JSON), `end` (what ended or cut it), `turn_reward` (the
-            environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
-        """
-        noted, self._noted = self._noted, None
-        if noted is None or noted.step != step:
-            return []
-        ids = torch.cat([noted.prompts, noted.responses], dim=1).cpu()  # once: each copy waits for the device
-        prompts, responses = (
-            part.tolist() for part in ids.split([noted.prompts.shape[1], noted.responses.shape[1]], 1)
-        )
-        figures = dict(zip(noted.per_token, torch.stack([*noted.per_token.values()]).tolist(), strict=True))
-        in_prompt, in_response, written = (mask.tolist() for mask in noted.masks)
-        columns = {name: values.tolist() for name, values in noted.columns.items()}
-        extra = dict(noted.extra)
-        episodes = extra.pop(EPISODE_COLUMN, None)
-        rows = []
-        for row in range(len(prompts)):
-            prompt = list(compress(prompts[row], in_prompt[row]))
-            response, own = (list(compress(values[row], in_response[row])) for values in (responses, written))
-            of_tokens: dict[str, list[float | None]] = {name: [None] * len(own) for name in TOKEN_VALUES}
-            for name, values in figures.items():
-                pairs = zip(compress(values[row], in_response[row]), own, strict=True)
-                of_tokens[name] = [value if is_own else None for value, is_own in pairs]
-            rows.append(
-                {
-                    "step": step,
-                    "prompt": self.tokenizer.decode(prompt, skip_special_tokens=True),
-                    "completion": self.tokenizer.decode(response),
-                    "score": columns["scores"][row],
-                    **{name: values[row] for name, values in columns.items() if name.startswith("rewards/")},
-                    "kl": columns["kl"][row] if "kl" in columns else None,
-                    "length": sum(own),
-                    "ended": bool(columns["ended"][row]),
-                    **{f"extra/{name}": values[row] for name, values in extra.items()},
-                    "prompt_id": prompt,
-                    "token_id": response,
-                    "token_text": texts_of_tokens(self.tokenizer, response),
-                    "token_written": own,
-                    **of_tokens,
-                    **({} if episodes is None else _episode(episodes[row], own)),
-                }
-            )
-        return rows
+    return rows
 
 
 def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
@@ -215,7 +164,7 @@ def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]])
 
     Args:
         output_dir: The run's directory.
-        rows: The responses of one update, at least one; columns as in `KeptCompletions.rows`.
+        rows: The responses of one update, at least one; columns as in `completion_rows`.
 
     Returns:
         The file.

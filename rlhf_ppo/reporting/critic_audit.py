@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.files import write_json
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses, Rollout, sent
+from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
 from rlhf_ppo.reporting.run_log import AUDIT_NAME
 
 Array = NDArray[Any]

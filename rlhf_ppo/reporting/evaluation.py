@@ -20,7 +20,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.files import write_text
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.reporting.console import beside_bars

@@ -15,9 +15,10 @@ from torch.nn import functional
 from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import PromptEncoder, Prompts, check_lengths
+from rlhf_ppo.data.prompts import PromptEncoder
+from rlhf_ppo.data.rollout import Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
-from rlhf_ppo.generation.protocol import sample_with
+from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.reporting.judgements import wilson_interval
 from rlhf_ppo.rewards.builtin import response_texts

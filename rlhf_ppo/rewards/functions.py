@@ -22,7 +22,6 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
-from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.environments.pool import ask_rewards
 from rlhf_ppo.environments.tools import Kind
@@ -133,9 +132,9 @@ class RewardFunction:
             prompts = batch.prompt_texts(self.tokenizer)
         offered: dict[str, Any] = dict(
             **{key: list(values) for key, values in batch.columns.items() if key not in _NOT_PASSED},
-            prompts=[[dict(part) for part in prompt] if is_conversation(prompt) else prompt for prompt in prompts],
+            prompts=[prompt if isinstance(prompt, str) else [dict(part) for part in prompt] for prompt in prompts],
             completions=[
-                [{"role": "assistant", "content": text}] if is_conversation(prompt) else text
+                [{"role": "assistant", "content": text}] if not isinstance(prompt, str) else text
                 for prompt, text in zip(prompts, texts, strict=True)
             ],
             completion_ids=batch.response_ids(),

@@ -17,8 +17,7 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses, Rollout
+from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

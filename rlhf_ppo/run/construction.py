@@ -21,7 +21,8 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLControlle
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_critic_alone, check_optimization, check_output_dir, check_ptx, parse_weights
 from rlhf_ppo.config.ppo_config import Sizes
-from rlhf_ppo.data.prompts import NoPrompts, PositionLimit, num_rows, smallest
+from rlhf_ppo.data.prompts import NoPrompts, num_rows
+from rlhf_ppo.data.rollout import PositionLimit, smallest
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampler import Sampler

@@ -24,19 +24,16 @@ from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     NoPrompts,
-    PositionLimit,
     PromptEncoder,
-    check_lengths,
-    collated_tensors,
     columns_of,
     eos_id,
     may_hold_chats,
     num_rows,
     prepare_prompts,
     prompt_column,
-    smallest,
     turn_end,
 )
+from rlhf_ppo.data.rollout import PositionLimit, check_lengths, collated_tensors, smallest
 from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
-from rlhf_ppo.data.prompts import PositionLimit, PromptEncoder, Prompts, smallest
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.prompts import PromptEncoder
+from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, smallest
 from rlhf_ppo.environments.pool import Environments
 from rlhf_ppo.generation.episodes import (
     CUTS,
@@ -25,7 +25,8 @@ from rlhf_ppo.generation.episodes import (
     responses_of_function,
     stop_ids,
 )
-from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows, sample_with
+from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows
+from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes

@@ -10,8 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from rlhf_ppo.data.prompts import check_lengths
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Responses, check_lengths
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.run.datasets import PromptPreparation

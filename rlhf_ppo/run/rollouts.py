@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
-from rlhf_ppo.data.prompts import Prompts, num_rows
-from rlhf_ppo.data.rollout import Experience, Responses, Rollout, forward_in_batches
+from rlhf_ppo.data.prompts import num_rows
+from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout, forward_in_batches
 from rlhf_ppo.generation.sampler import Sampler
 from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
@@ -22,7 +22,7 @@ from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module
 from rlhf_ppo.reporting import critic_audit as audits
 from rlhf_ppo.reporting import metrics
-from rlhf_ppo.reporting.completion_files import KeptCompletions
+from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, completion_rows
 from rlhf_ppo.reporting.evaluation import first_prompts, runnable, sample_rows
 from rlhf_ppo.rewards.scorer import Scores, scores_in_reward_unit
 from rlhf_ppo.run.distributed import isolated_rng
@@ -81,13 +81,12 @@ class RolloutMetrics:
     """Metrics, counts and first responses of the current update's rollout.
 
     Attributes:
-        completions: Responses of the latest update.
         num_response_tokens: Tokens of the responses of all ranks.
     """
 
     def __init__(self, run: RunState) -> None:
         self.run, self.num_response_tokens = run, 0
-        self.completions = KeptCompletions(run.args, run.tokenizer, run.accelerator.num_processes)
+        self._latest: tuple[int, Rollout, Experience, dict[str, Tensor], dict[str, list[Any]]] | None = None
 
     def record(
         self,
@@ -96,7 +95,7 @@ class RolloutMetrics:
         kl_controller: KLController,
         score_unit: ScoreMoments | None,
     ) -> dict[str, float]:
-        """Return the metrics of a rollout; keep its first responses and count its tokens.
+        """Return the metrics of a rollout; keep it until the log and count its tokens.
 
         Args:
             rollout: This rank's rollout.
@@ -105,21 +104,20 @@ class RolloutMetrics:
             score_unit: Moments that scale scores; None without scaling.
         """
         run, args, logged = self.run, self.run.args, self.run.logged.columns
-        rewards, returns, advantages = experience.rewards, experience.returns, experience.advantages
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
-        own = metrics.rollout_columns(rollout, args, kl_controller.coef, score_unit, rewards)
+        own = metrics.rollout_columns(rollout, args, kl_controller.coef, score_unit, experience.rewards)
         columns = metrics.gather_columns(own, run.gather)
         valued = valued_tokens(rollout.loss_mask, args)
         metrics.warn_of_unscored(columns["scores"])
         unique = metrics.unique_fraction(rollout, run.gather)
         found = metrics.rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
-        found |= metrics.critic_metrics(rollout.values, returns, valued, run.sum_over_ranks, run.gather)
+        found |= metrics.critic_metrics(rollout.values, experience.returns, valued, run.sum_over_ranks, run.gather)
         found |= metrics.sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
         if not isinstance(kl_controller, FixedKLController):
             found["objective/kl_coef"] = float(kl_controller.coef)
         self.num_response_tokens = int(columns["length"].sum())
         self._count_input_tokens(rollout.attention_mask)
-        self.completions.note(run.state.global_step + 1, rollout, advantages, rewards, own, logged)
+        self._latest = run.state.global_step + 1, rollout, experience, own, logged
         return found
 
     def _count_input_tokens(self, attention_mask: Tensor) -> None:
@@ -129,8 +127,12 @@ class RolloutMetrics:
             run.state.num_input_tokens_seen += int(run.sum_over_ranks(tokens.to(run.args.device)))
 
     def kept_completions(self, step: int) -> list[dict[str, Any]]:
-        """Return this rank's kept responses of an update."""
-        return self.completions.rows(step)
+        """Return this rank's first responses of an update, or an empty list if it is not the latest."""
+        latest, self._latest = self._latest, None
+        if latest is None or latest[0] != step:
+            return []
+        num_rows = -(-NUM_KEPT_COMPLETIONS // self.run.accelerator.num_processes)
+        return completion_rows(*latest, self.run.tokenizer, self.run.args.kl_estimator, num_rows)
 
 
 @contextmanager

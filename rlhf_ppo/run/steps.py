@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Experience, Responses, Rollout
+from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.scorer import PendingScores, Scores
 

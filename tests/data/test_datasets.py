@@ -13,12 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_ppo.data.prompts import (
-    PromptCollator,
-    PromptEncoder,
-    Prompts,
-    prepare_prompts,
-)
+from rlhf_ppo.data.prompts import PromptCollator, PromptEncoder, prepare_prompts
+from rlhf_ppo.data.rollout import Prompts
 
 EOS = 1
 CONVERSATION = [{"role": "user", "content": "w1 w2"}]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_ppo.data.prompts import Prompts
 from rlhf_ppo.data.rollout import (
     Experience,
+    Prompts,
     Responses,
     Rollout,
     pad_right,

@@ -18,10 +18,9 @@ from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation import transformers_engine
-from rlhf_ppo.generation.sampler import on_whole_policy
+from rlhf_ppo.generation.sampler import whole_policy
 from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.rewards.judges import PreferenceReward
@@ -185,9 +184,9 @@ def train(output_dir: str, models: str, adapters: bool = False, **overrides: Any
     trainer.train()
     trainer.save_model(output_dir)
     policy = {name: value for name, value in whole_parameters(trainer).items() if name.startswith("policy.")}
-    return report(
-        trainer, policy=policy, logits=on_whole_policy(trainer.model_wrapped, trainer.accelerator, True, logits_of)
-    )
+    with whole_policy(trainer.model_wrapped, trainer.accelerator, True) as whole:
+        logits = logits_of(whole)
+    return report(trainer, policy=policy, logits=logits)
 
 
 class KeepWeights(TrainerCallback):

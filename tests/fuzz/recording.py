@@ -19,8 +19,7 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Experience, Rollout
+from rlhf_ppo.data.rollout import Experience, Prompts, Rollout
 from rlhf_ppo.generation.protocol import Sampled
 from tests.conftest import QUIET, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.episodes import RespondsInTurns

@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
 from rlhf_ppo.models.packing import hidden_states, looked_at
 from rlhf_ppo.models.policy_and_value import logits

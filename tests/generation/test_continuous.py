@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config

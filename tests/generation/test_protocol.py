@@ -11,7 +11,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.generation.protocol import Sampled, sample_with, stack_rows
+from rlhf_ppo.generation.protocol import Sampled, stack_rows
+from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.sampling import StopStrings
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts

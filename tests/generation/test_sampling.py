@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,

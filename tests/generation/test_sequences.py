@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.sampling import (
     StopStrings,
     ended,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.transformers_engine import (
     greedy_config,
     sample_responses,

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Prompts, Rollout
 from rlhf_ppo.generation.transformers_engine import greedy_config
 from rlhf_ppo.models.heads import scalar_head
 from rlhf_ppo.models.packing import PACKS

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_ppo.data.prompts import Prompts
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models import policy_and_value as logprobs_module

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.compat.environments import make_environment
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.models.frozen import FrozenScorer
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import url

@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.rewards import ScoringBatch
 from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from tests.conftest import make_tokenizer, tiny_scorer

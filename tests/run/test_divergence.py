@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.run.guards import DivergenceError
+from rlhf_ppo.run.learning import DivergenceError
 from tests.runs import QUICK
 
 RUN: dict[str, Any] = {**QUICK, "num_ppo_epochs": 2, "save_strategy": "steps", "save_steps": 1}

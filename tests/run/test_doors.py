@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Experience, Rollout
+from rlhf_ppo.data.rollout import Experience, Prompts, Rollout
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, die_and_resume, history, logged, parameters

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.prompts import Prompts
-from rlhf_ppo.data.rollout import Experience, Responses, Rollout
+from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.rewards.scorer import Scores
 from tests.conftest import prompt_rows
 from tests.runs import QUICK, logged, parameters

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.generation.protocol import sample_with
+from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.transformers_engine import sampling_config
 from tests.conftest import prompt_rows
 from tests.vllm.episodes import check_episodes

@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.prompts import PromptCollator, Prompts
-from rlhf_ppo.generation.protocol import Sampled, sample_with
+from rlhf_ppo.data.prompts import PromptCollator
+from rlhf_ppo.data.rollout import Prompts
+from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.sampling import response_mask
 from rlhf_ppo.generation.transformers_engine import TransformersEngine, greedy_config, sampling_config
 from tests.conftest import QUIET, make_tokenizer, prompt_rows
