@@ -58,7 +58,7 @@ def completion_rows(
     kl_estimator: str,
     num_rows: int,
 ) -> list[dict[str, Any]]:
-    """Return the first responses of an update, with the values of each token.
+    """Return the first `num_rows` responses of an update, with the values of each token.
 
     Args:
         step: The update's number.
@@ -79,19 +79,11 @@ def completion_rows(
         environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
     """
     kept, context = slice(min(num_rows, len(rollout))), rollout.context_length
-    per_token = {
-        "token_value": rollout.values,
-        "token_advantage": experience.advantages,
-        "token_reward": experience.rewards,
-    }
-    if (kl := rollout.kl(kl_estimator)) is not None:
-        per_token["token_kl"] = kl
     ids, attention = rollout.query_responses[kept].cpu(), rollout.masks.attention[kept]
     prompts, responses = ids[:, :context].tolist(), ids[:, context:].tolist()
     in_prompt, in_response = attention[:, :context].tolist(), attention[:, context:].tolist()
     written = rollout.masks.response[kept].tolist()
-    stacked = torch.stack([values[kept].detach().float() for values in per_token.values()])
-    figures = dict(zip(per_token, stacked.tolist(), strict=True))
+    figures = _token_figures(rollout, experience, kl_estimator, kept)
     of_rows = {name: values[kept].tolist() for name, values in columns.items()}
     logged = dict(extra)
     episodes = logged.pop(EPISODE_COLUMN, None)
@@ -123,6 +115,14 @@ def completion_rows(
             }
         )
     return rows
+
+
+def _token_figures(rollout: Rollout, experience: Experience, kl_estimator: str, rows: slice) -> dict[str, Any]:
+    """Return the known `TOKEN_VALUES` of some rows, each a list of `T` numbers a row, with one copy to the host."""
+    given = (rollout.values, experience.advantages, rollout.kl(kl_estimator), experience.rewards)
+    known = {name: values for name, values in zip(TOKEN_VALUES, given, strict=True) if values is not None}
+    stacked = torch.stack([values[rows].detach().float() for values in known.values()])
+    return dict(zip(known, stacked.tolist(), strict=True))
 
 
 def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
