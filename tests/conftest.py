@@ -124,7 +124,6 @@ CASES_IN_CHECK = {
     "test_first_update.py::test_ratio_starts_at_one_and_kl_at_zero": 3,
     "test_first_update.py::test_no_setup_moves_a_number": 2,
     "test_first_update.py::test_the_first_update_equals_numpy": 4,
-    "data/test_micro_batches.py::test_optimizer_steps_are_epochs_times_mini_batches": 2,
 }
 # The same of those that run long: `make test` runs that many, `make test-long` the rest.
 CASES_IN_TEST = {

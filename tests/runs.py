@@ -27,16 +27,6 @@ QUICK: dict[str, Any] = {
 """Arguments of a run of three updates, a fifth of a second."""
 
 
-class KeepsWeights(TrainerCallback):
-    """Keeps the policy before each update."""
-
-    def __init__(self) -> None:
-        self.policies: list[Any] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.policies.append(copy.deepcopy(model.policy))
-
-
 class SeenPrompts(PPOTrainer):
     """Keeps the prompts of every update."""
 

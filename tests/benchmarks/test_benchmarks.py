@@ -91,29 +91,6 @@ def test_the_tiny_workload_runs_and_is_measured() -> None:
         assert 2 <= min(prompts) and max(prompts) <= 6 and 1 <= min(responses) and max(responses) <= 8
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("llama-160m", 0.15), ("llama-410m", 0.37), ("llama-1b", 0.93), ("llama-8b-lora", 8.03)]
-)
-def test_the_default_gpu_workloads_are_what_users_run(name: str, billions: float) -> None:
-    """float32 weights and products in bfloat16, with grouped heads; 8 billion weights fit in bfloat16 under LoRA."""
-    from bound import matrices
-    from workloads import DEFAULTS, WORKLOADS, hyper_parameters, make_models
-
-    workload = WORKLOADS[name]
-    models = make_models(workload, "meta")
-    num_parameters = sum(parameter.numel() for parameter in models["model"].parameters())
-    assert num_parameters == pytest.approx(billions * 1e9, rel=0.02)
-    layers = workload.model["num_hidden_layers"] * sum(
-        inputs * outputs for inputs, outputs in matrices(workload.model)
-    )
-    ends = 2 * workload.model["hidden_size"] * workload.model["vocab_size"]
-    assert num_parameters == pytest.approx(layers + ends, rel=1e-3), "what the bound counts is what there is"
-    assert workload.model["num_attention_heads"] == 4 * workload.model["num_key_value_heads"]
-    assert {parameter.dtype for parameter in models["model"].parameters()} == {workload.dtype}
-    assert workload.dtype == (torch.bfloat16 if "8b" in name else torch.float32)
-    assert name in DEFAULTS["cuda"] and hyper_parameters(workload, 2, "there", "cuda")["bf16"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-8b-lora"])
 def test_what_is_measured_on_a_gpu_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,34 +129,9 @@ def test_on_a_gpu_phases_end_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatc
     assert bound.best_seconds(lambda: None) == 0  # a CPU is not waited for
 
 
-def test_on_a_gpu_memory_is_the_peak_above_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from measure import memory_rise
-
-    state = {"now": 100 * 2**20, "peak": 900 * 2**20}
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: state["now"])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: state["peak"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: state.update(peak=state["now"]))
-    assert memory_rise(lambda: state.update(peak=350 * 2**20), "cuda") == 250
-    assert memory_rise(lambda: None, "cuda") == 0
-
-
 def process_results(seconds: float, memory: float) -> dict[str, Any]:
     phases = {"generate": seconds, "score": seconds, "learn": 2 * seconds, "wall": 5 * seconds, "cpu": 4 * seconds}
     return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}
-
-
-@pytest.mark.parametrize("text", [None, "no marks", "<!-- compare.py cuda -->\n<!-- end -->"])
-def test_a_file_that_cannot_take_the_table_is_refused_before_any_measurement(
-    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from compare import command_line
-
-    output = tmp_path / "table.md"
-    if text is not None:
-        output.write_text(text)
-    with pytest.raises(SystemExit, match="2"):
-        command_line(["--trl-python", "python", "--device", "cpu", "--output", str(output)])
-    assert f"--output {output} cannot take the table" in capsys.readouterr().err
 
 
 def test_the_row_of_a_workload_gives_medians_and_ratios() -> None:
@@ -208,18 +160,6 @@ def test_shares_of_the_bound_count_the_threads_of_a_cpu_alone() -> None:
     assert utilization("tiny", results["ours"], "NVIDIA H200") == f"- *tiny*: {rate}, 0% of 989."
     assert utilization("tiny", results["ours"], "another") == f"- *tiny*: {rate}, of an unknown nominal rate."
     assert utilization("tiny", [], "another") == "- *tiny*: not measured."
-
-
-def test_the_row_of_an_option_leaves_the_first_updates_out() -> None:
-    from options import COLUMNS, row
-
-    def run(memory: float, *seconds: float) -> dict[str, object]:
-        updates = [{"generate": each, "score": each, "learn": 2 * each, "wall": 9.0} for each in seconds]
-        return {"first": updates[0], "updates": updates[1:], "memory": memory}
-
-    cells = row("slow", run(30.0, 9.0, 1.0, 2.0, 3.0, 4.0, 2.0), run(20.0, 1.0, 1.0, 1.0, 1.5, 1.5, 1.5))
-    assert len(cells) == len(COLUMNS)
-    assert cells == ["slow", "48.00", "12.00", "2.00x", "3.00", "3.00", "6.00", "30", "1.50x"]
 
 
 def test_the_page_and_the_picture_show_the_table(tmp_path: Path) -> None:

@@ -151,13 +151,6 @@ def t_with(degrees: float) -> float:
     return t_of(0.95, degrees)
 
 
-def test_every_row_says_why_it_was_run_and_where_it_is_from() -> None:
-    rows = [json.loads(line) for line in (FOLDER / "results.jsonl").read_text().splitlines()]
-    assert len(rows) >= 200 and all(row["purpose"] in ("report", "selection") for row in rows)
-    assert all(len(row.get("commit", row.get("added_in_commit", ""))) == 40 for row in rows)
-    assert all("dirty" in row for row in rows if "commit" in row)
-
-
 def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path: Path) -> None:
     from variants import OPTIONS
 

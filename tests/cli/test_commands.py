@@ -28,29 +28,29 @@ QUICK = (
 ).split()
 
 
-def test_sft_and_reward_print_a_line_for_each_log(places, capsys, recwarn):
-    for command, data, figures in (
-        (commands.sft, "texts.jsonl", r"loss +\d\.\d{3} \| right tokens +\d+%"),
-        (commands.reward, "pairs.jsonl", r"loss +\d\.\d{3} \| right pairs +\d+% \| margin +-?\d\.\d{3}"),
+def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(places, capsys, recwarn):
+    heads = []
+    for command, data, auto, figures in (
+        (commands.sft, "texts.jsonl", AutoModelForCausalLM, r"loss +\d\.\d{3} \| right tokens +\d+%"),
+        *[
+            (
+                *(commands.reward, "pairs.jsonl", AutoModelForSequenceClassification),
+                r"loss +\d\.\d{3} \| right pairs +\d+% \| margin +-?\d\.\d{3}",
+            )
+        ]
+        * 2,
     ):
-        command(["--model_name_or_path", "base", "--dataset_name", data, "--logging_steps", "1", *QUICK])
+        torch.manual_seed(len(heads))  # the new head follows the seed that is given
+        trainer = command(["--model_name_or_path", "base", "--dataset_name", data, "--logging_steps", "1", *QUICK])
         printed = capsys.readouterr().out
         lines = [line for line in printed.splitlines() if line.startswith("update")]
         assert len(lines) == 2 and all(re.search(rf"/2 \| {figures} \| .* left$", line) for line in lines), printed
         assert "{" not in printed and "The model is in out." in printed
+        saved = auto.from_pretrained("out")
+        heads.append(saved.score.weight if command is commands.reward else None)
+        assert trainer.state.global_step == 2 and trainer.state.log_history[-1].keys() >= {"train_loss"}
+    assert torch.equal(heads[1], heads[2]) and len(heads[1]) == 1
     assert not [warning for warning in recwarn if "pin_memory" in str(warning.message)]
-
-
-def test_sft_and_reward_take_the_options_of_trls_configurations(places):
-    sft = commands.sft(["--model_name_or_path", "base", "--dataset_name", "texts.jsonl", *QUICK])
-    assert sft.state.global_step == 2
-    AutoModelForCausalLM.from_pretrained("out")
-    reward = commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK])
-    assert reward.state.global_step == 2 and reward.state.log_history[-1].keys() >= {"train_loss"}
-    assert AutoModelForSequenceClassification.from_pretrained("out").config.num_labels == 1
-    torch.manual_seed(9)
-    again = commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK])
-    assert torch.equal(again.model.score.weight, reward.model.score.weight)  # the new head follows the seed
 
 
 PPO = [

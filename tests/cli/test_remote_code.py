@@ -12,8 +12,6 @@ import pytest
 from rlhf_ppo.cli.main import main
 from tests.conftest import save_models, tiny_policy, tiny_scorer
 
-PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
-
 CODE = """
 from pathlib import Path
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.cli.main import COMMANDS, main
+from rlhf_ppo.cli.main import main
 from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
 
@@ -95,14 +95,3 @@ def test_an_error_of_the_users_code_has_its_traceback(workshop: Path, monkeypatc
     Path("own.py").write_text("def fails(completions, **_):\n    return 1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         main(shlex.split(f"{RUN} --reward_funcs own.py:fails"))
-
-
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_names_the_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        main([*command.split(), "--help"])
-    except SystemExit as ended:
-        assert ended.code == 0
-    printed = capsys.readouterr().out
-    names = {"": "rlhf-ppo demo", "train": "--kl_coef", "estimate": "--zero_stage", "llm": "--rl_gamma"}
-    assert names.get(command, command) in printed

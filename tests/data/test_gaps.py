@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.scorer import whole_scores
@@ -138,21 +137,6 @@ def test_figures_in_the_gaps_have_no_gradient(make_trainer: MakeTrainer, value: 
         assert any(gradient.any() for gradient in clean[1].values())
 
     compare()
-
-
-@settings(deadline=None)
-@given(masks=written_masks(), seed=st.integers(0, 2**16))
-def test_cutting_the_gaps_out_gives_the_same_advantages(masks: tuple[Tensor, Tensor], seed: int) -> None:
-    rollout, rewards = a_rollout(*masks, seed), torch.randn(masks[1].shape)
-    written = rollout.response_mask
-    given_ = (rewards, rollout.values)
-    whole = gae(*given_, written, 0.9, 0.8, rollout.final_values)
-    for row, own in enumerate(written):
-        alone = [values[row, own][None] for values in given_]
-        cut = gae(*alone, torch.ones_like(alone[0]).bool(), 0.9, 0.8, rollout.final_values[row : row + 1])
-        for ours, expected in zip(whole, cut, strict=True):
-            assert torch.equal(ours[row, own], expected[0])
-            assert not ours[row, ~own].any()
 
 
 # ---- The masks themselves ----

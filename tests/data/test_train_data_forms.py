@@ -11,7 +11,7 @@ from datasets import Dataset
 from rlhf_ppo import PPOTrainer
 from tests.conftest import make_tokenizer
 from tests.data.test_datasets import Stream
-from tests.runs import QUICK, assert_identical, end_of_run
+from tests.runs import QUICK
 
 MakeTrainer = Callable[..., PPOTrainer]
 TEXTS = ["w1 w2", "w3", "w4 w5 w6", "w7 w8", "w9 w10 w11 w12", "w13"]
@@ -22,37 +22,6 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 def conversations(**message: Any) -> list[list[dict[str, Any]]]:
     return [[{"role": "user", "content": text, **message}] for text in TEXTS]
-
-
-FORMS: dict[str, Callable[[], Any]] = {
-    "ids": lambda: Dataset.from_dict({"input_ids": IDS}),
-    "texts": lambda: Dataset.from_dict({"prompt": TEXTS}),
-    "conversations": lambda: Dataset.from_dict({"prompt": conversations()}),
-    "a stream": lambda: Dataset.from_dict({"prompt": TEXTS}).to_iterable_dataset(),
-    "a torch stream": lambda: Stream([{"prompt": text} for text in TEXTS]),
-    "a list": lambda: [{"input_ids": ids} for ids in IDS],
-}
-
-ends: dict[str, Any] = {}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_form_of_the_prompts_changes_nothing(form: str, make_trainer: MakeTrainer) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-
-    def end(name: str) -> dict[str, Any]:
-        trainer = make_trainer(**SEQUENTIAL, processing_class=tokenizer, train_dataset=FORMS[name]())
-        trainer.train()
-        return {key: value for key, value in end_of_run(trainer).items() if key != "epoch"}
-
-    for name in ("ids", form):
-        ends[name] = ends.get(name) or end(name)
-        for entry in ends[name]["history"]:
-            entry.pop("epoch", None)  # a stream has no epochs to count in
-    actual = ends[form]
-    assert actual["episode"] == 6
-    assert_identical(actual, ends["ids"])
 
 
 def test_a_conversation_opens_the_assistant_s_turn(make_trainer: MakeTrainer) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,9 +13,8 @@ from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
-from rlhf_ppo.reporting.metrics import UpdateStatistics
 from tests.conftest import needs_continuous, prompt_rows
-from tests.runs import QUICK, assert_identical, history, parameters, record, record_rollouts
+from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
 
@@ -47,55 +44,6 @@ class Talkative:
 def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
     trainer._sampler.engine = Talkative(trainer, off)
     return trainer
-
-
-# ---- Log-probabilities ----
-
-
-def test_the_losses_weights_are_cut_ratios_of_real_tokens(make_trainer: MakeTrainer) -> None:
-    trainer = talkative(make_trainer(**QUICK, importance_sampling_clip_max=1.25), off=0.5)
-    rollouts, experiences = record_rollouts(trainer), record(trainer, "estimate_advantages")
-    trainer.train()
-    assert len(rollouts) == len(experiences) == 3
-    for rollout, experience in zip(rollouts, experiences, strict=True):
-        weights, mask = experience.importance_weights, rollout.response_mask
-        ratios = (0.5 * (rollout.responses % 3 - 1).float()).exp()
-        assert torch.allclose(weights[mask], ratios.clamp(max=1.25)[mask], atol=1e-4)
-        assert not rollout.sampling_logprobs[~mask].any()
-    logged = trainer.state.log_history[0]
-    assert logged["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-4)
-    assert logged["sampling/importance_sampling_ratio/max"] == pytest.approx(1.25)
-    assert logged["sampling/importance_sampling_ratio/min"] == pytest.approx(0.60653, abs=1e-4)
-    assert logged["val/ratio"] == pytest.approx(1.0), "the first pass starts at the policy, whatever the engine says"
-
-
-def test_the_loss_is_weighted(make_trainer: MakeTrainer) -> None:
-    """Token by token, against the loss that the same experience has without weights."""
-    trainer = talkative(make_trainer(**QUICK), off=0.5)
-    experiences = []
-    trainer.learn = lambda experience: experiences.append(experience) or UpdateStatistics()  # type: ignore
-    trainer.train()
-    experience = experiences[0]
-    plain = dataclasses.replace(experience, importance_weights=None)
-    loss, (_, policy_loss, _) = trainer.compute_loss(trainer._prepared, experience, return_outputs=True)
-    unweighted, (_, expected, _) = trainer.compute_loss(trainer._prepared, plain, return_outputs=True)
-    mask = experience.loss_mask
-    assert torch.allclose(policy_loss.loss, expected.loss * experience.importance_weights)
-    difference = (expected.loss * (experience.importance_weights - 1))[mask].sum() / mask.sum()
-    assert (loss - unweighted).item() == pytest.approx(difference.item(), abs=1e-6) and abs(difference.item()) > 1e-4
-
-
-def test_without_the_correction_logprobs_are_only_logged(make_trainer: MakeTrainer) -> None:
-    plain = make_trainer(**QUICK)
-    plain.train()
-    trainer = talkative(make_trainer(**QUICK, importance_sampling_correction=False), off=0.5)
-    trainer.train()
-    assert_identical(parameters(trainer), parameters(plain))
-    assert not any("sampling/" in key for entry in history(plain) for key in entry)
-    assert sum("sampling/importance_sampling_ratio/mean" in entry for entry in history(trainer)) == 3
-    corrected = talkative(make_trainer(**QUICK), off=0.5)
-    corrected.train()
-    assert any(not torch.equal(value, parameters(plain)[name]) for name, value in parameters(corrected).items())
 
 
 # ---- Who generates ----

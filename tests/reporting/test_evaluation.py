@@ -1,7 +1,6 @@
 """Sample tables: their columns, the terminal, and what the experiment trackers' files hold afterwards."""
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -46,14 +45,6 @@ def test_texts_are_readable_beside_many_figures_and_prompts_end_with_what_is_ask
     assert response.strip().endswith("...") and "a_long_name_5: 1.000" in scores
     assert max(map(len, lines)) <= width and min(map(len, (query.split("\n")[0], response.split("\n")[0]))) >= 20
     assert len(lines) <= 30
-
-
-def make_trainer(*trackers: str, callbacks: list[Any] | None = None) -> Any:
-    return SimpleNamespace(
-        args=SimpleNamespace(report_to=list(trackers)),
-        state=SimpleNamespace(global_step=7, is_world_process_zero=True, is_hyper_param_search=False),
-        callback_handler=SimpleNamespace(callbacks=callbacks or []),
-    )
 
 
 def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:

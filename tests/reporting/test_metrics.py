@@ -1,8 +1,7 @@
-"""Logged numbers by hand: sums of episodes, means of tokens, windows between two logs."""
+"""Logged numbers of several ranks; those of one are among the numbers of tests/test_first_update.py."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,7 @@ from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import (
-    MetricWindow,
     UpdateStatistics,
-    episode_columns,
-    rollout_metrics,
     sampling_metrics,
     unique_fraction,
 )
@@ -43,51 +39,6 @@ def rollout(**overrides: Any) -> Rollout:
         "scores_by_source": {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([0.0, 3.0, NAN])},
     }
     return Rollout(**{**values, **overrides})
-
-
-KL = torch.tensor([[0.1, 0.3, 0.0], [0.2, -0.5, 0.6], [1.0, 0.0, 0.0]])
-
-
-def columns() -> dict[str, Tensor]:
-    penalized = torch.tensor([1.0, 4.0, 3.0])
-    return episode_columns(rollout(), penalized, KL, 0.1)
-
-
-def test_episode_columns_by_hand() -> None:
-    expected = {
-        "scores": [1.0, 4.0, 3.0],
-        "kl": [0.4, 0.3, 1.0],
-        "entropy": [3.0, 1.0, 3.0],
-        "non_score_reward": [-0.04, -0.03, -0.1],
-        "length": [2.0, 3.0, 1.0],
-        "ended": [1.0, 0.0, 1.0],
-        "rewards/a": [1.0, 2.0, 3.0],
-        "rewards/b": [0.0, 3.0, NAN],
-    }
-    ours = columns()
-    assert ours.keys() == expected.keys()
-    for name, values in expected.items():
-        assert ours[name].tolist() == pytest.approx(values, nan_ok=True), name
-
-
-def test_rollout_metrics_by_hand() -> None:
-    expected = {
-        "objective/kl": 1.7 / 3,
-        "objective/entropy": 7 / 3,
-        "objective/non_score_reward": -0.17 / 3,
-        "objective/rlhf_reward": (8 - 0.17) / 3,
-        "objective/scores": 8 / 3,
-        "val/num_eos_tokens": 2,
-        "response/length_mean": 2,
-        "response/length_min": 1,
-        "response/length_max": 3,
-        "response/ended_frac": 2 / 3,
-        "rewards/a/mean": 2,
-        "rewards/a/std": 1,
-        "rewards/b/mean": 1.5,
-        "rewards/b/std": np.std([0, 3], ddof=1),
-    }
-    assert rollout_metrics(columns()) == pytest.approx(expected, rel=1e-6)
 
 
 # ---- The engine's log-probabilities ----
@@ -176,15 +127,6 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def test_update_metrics_are_means_over_real_tokens_not_over_micro_batches() -> None:
-    """Micro-batches of 7, 1 and 2 tokens; padding is NaN."""
-    ours = statistics(*MICRO_BATCHES).metrics(identity, identity)
-    assert ours == pytest.approx(expected_metrics(), rel=1e-5)
-    alone = [statistics(part).metrics(identity, identity) for part in MICRO_BATCHES]
-    assert abs(np.mean([each["val/ratio"] for each in alone]) - ours["val/ratio"]) > 0.01
-    assert {each["val/ratio_var"] for each in alone} == {0.0}
-
-
 def test_update_metrics_are_those_of_all_ranks() -> None:
     """Three ranks, one micro-batch each, exchange sums, and the micro-batches' ratios."""
     ranks = [statistics(part) for part in MICRO_BATCHES]
@@ -218,29 +160,3 @@ def unique_sums(responses: Tensor) -> Tensor:
     rollout: Any = SimpleNamespace(query_responses=responses, response_mask=torch.ones_like(responses).bool())
     unique_fraction(rollout, lambda sums: sent.append(sums) or sums)
     return sent[0]
-
-
-def test_a_micro_batch_without_scores_changes_nothing() -> None:
-    part, *figures = micro_batch([[1, 1, 0], [1, 1, 1]], 5)
-    unscored = replace(part, loss_mask=torch.zeros_like(part.loss_mask))
-    ours = statistics(*MICRO_BATCHES, (unscored, *figures)).metrics(identity, identity)
-    assert ours == pytest.approx(expected_metrics(), rel=1e-5)
-    assert UpdateStatistics().metrics(identity, identity) == {}
-
-
-# ---- Windows ----
-
-
-def test_a_window_gives_means_extremes_and_the_latest() -> None:
-    window = MetricWindow()
-    window.add({"objective/kl": 1.0, "response/length_min": 3, "response/length_max": 9, "lr": 0.3, "episode": 8})
-    window.add({"objective/kl": 2.0, "response/length_min": 2, "response/length_max": 5, "lr": 0.2, "episode": 16})
-    window.add({"objective/kl": 6.0, "response/length_min": 4, "response/length_max": 6, "lr": 0.1, "episode": 24})
-    assert window.drain() == {
-        "objective/kl": 3.0,
-        "response/length_min": 2,
-        "response/length_max": 9,
-        "lr": 0.1,
-        "episode": 24,
-    }
-    assert window.drain() == {}

@@ -17,7 +17,6 @@ from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit
 from rlhf_ppo.reporting.report import SCRIPTS, first_and_last, write_report
 from rlhf_ppo.terminal import visible
-from tests.reporting.browser import CHROMIUM, Browser
 from tests.runs import QUICK
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='hacked=1'>\u2028 \"&amp; {{ 7 * 7 }} <!--"
@@ -160,19 +159,3 @@ def test_a_run_makes_a_report(make_trainer: Any, tmp_path: Path, capsys: pytest.
     [run] = Page(tmp_path / "report.html").data["runs"]
     assert run["last_step"] == 3 and len(run["responses"]) == 3 and len(run["samples"]) == 2
     assert f"The report is in {tmp_path / 'report.html'}." in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_every_panel_is_drawn(runs: list[Path], tmp_path: Path) -> None:
-    path = write_report(runs, tmp_path / "report.html")
-    with Browser() as browser:
-        browser.open(path, 1280)
-        browser.run("document.getElementById('others').open = true")
-        browser.run("new Promise((done) => setTimeout(done, 50))")
-        empty = "[...document.querySelectorAll('.panel')].filter((each) => !each.querySelector('.line')).length"
-        assert browser.run(empty) == 0
-        assert "explained variance" in browser.run("document.getElementById('critic-audit').innerText")
-        assert browser.run("document.querySelectorAll('.tokens span').length") > 0
-        assert browser.complaints == [] and browser.run("window.hacked") is None
-        assert {address for address in browser.requests if not address.startswith("data:")} == {path.as_uri()}

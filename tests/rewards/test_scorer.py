@@ -29,15 +29,6 @@ def make_batch(rows: int = 3, **columns: list[Any]) -> ScoringBatch:
     return ScoringBatch(ids, torch.ones(rows, 4).bool(), torch.ones(rows, 2).bool(), columns, torch.ones(rows).bool())
 
 
-def test_total_is_the_weighted_sum_over_the_sources_that_scored_the_row() -> None:
-    a, b = Fixed("a", [1.0, NAN, -3.0]), Fixed("b", [10.0, 20.0, NAN])
-    scores = Scorer([a, b], [2.0, 0.5])(make_batch())
-    assert scores.total.tolist() == [2 * 1 + 0.5 * 10, 0.5 * 20, 2 * -3]
-    assert scores.total.dtype == torch.float32 and not scores.total.requires_grad
-    assert list(scores.by_source) == ["a", "b"]
-    assert scores.by_source["b"][:2].tolist() == [10.0, 20.0] and scores.by_source["b"][2].isnan()
-
-
 def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
     mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
     ids = torch.full((3, 4), 3)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.rewards.scorer import scores_in_reward_unit, shape_scores
+from rlhf_ppo.rewards.scorer import scores_in_reward_unit
 
 NAN = float("nan")
 FIRST = float(np.std([10, -10, 1], ddof=1))
@@ -35,30 +35,6 @@ def rollout(**overrides: Any) -> Rollout:
         "scores_by_source": {},
     }
     return Rollout(**{**values, **overrides})
-
-
-TOKENS = [[2.0, 0.0], [0.0, -4.0], [0.0, 0.0], [0.0, 0.0]]
-HALVED = [[1.0, 0.0], [0.0, -2.0], [0.0, 0.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "std", "scores", "token_scores"),
-    [
-        ({}, 1.0, [8, -6, 1, NAN], TOKENS),
-        ({}, 2.0, [4, -3, 0.5, NAN], HALVED),
-        ({"score_clip": 5.0}, 1.0, [5, -5, 1, NAN], TOKENS),
-        ({"score_clip": 3.5}, 2.0, [3.5, -3, 0.5, NAN], HALVED),  # -6 / 2 is inside: clipping comes second
-        ({"missing_eos_penalty": 1.5}, 1.0, [8, -7.5, -0.5, NAN], TOKENS),
-        ({"missing_eos_score": -1.0}, 1.0, [8, -1, -1, NAN], TOKENS),
-        # After both, so that the penalty is paid in full and the replacement is what it says.
-        ({"score_clip": 3.5, "missing_eos_penalty": 1.5}, 2.0, [3.5, -4.5, -1, NAN], HALVED),
-        ({"score_clip": 0.5, "missing_eos_score": -10.0}, 2.0, [0.5, -10, -10, NAN], HALVED),
-    ],
-)
-def test_the_order_by_hand(settings: dict[str, Any], std: float, scores: list[float], token_scores: Any) -> None:
-    ours = shape_scores(rollout(), PPOConfig(**settings), None if std is None else ScoreMoments(2, 7.0, std**2))
-    assert ours[0].tolist() == pytest.approx(scores, nan_ok=True) and ours[0].dtype == torch.float32
-    assert ours[1].tolist() == token_scores
 
 
 @pytest.mark.parametrize(
