@@ -445,11 +445,7 @@ def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = 
         rewards, float32 `(B, T)`, 0 outside the response mask.
     """
     std = 1.0 if unit is None else unit.std
-    how = (args.score_clip, args.missing_eos_penalty, args.missing_eos_score)
-    return rollout.once(
-        ("shaped scores", unit, *how),
-        lambda: (_shaped(rollout.scores, rollout.ended, args, unit), _of_tokens(rollout) / std),
-    )
+    return _shaped(rollout.scores, rollout.ended, args, unit), _of_tokens(rollout) / std
 
 
 def scores_in_reward_unit(
