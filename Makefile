@@ -25,9 +25,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
+check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -74,6 +74,9 @@ test-kills: install ## Kills at random moments, NUM_KILLS of them; all runs end 
 test-fuzz: install ## 200 random configurations (NUM_CONFIGURATIONS, SEED), each simulated in NumPy, cut otherwise, killed and called step by step
 	SEED=$(or $(SEED),1) NUM_CONFIGURATIONS=$(or $(NUM_CONFIGURATIONS),200) CONFIGURATION='$(CONFIGURATION)' \
 		$(PYTEST) --dist worksteal --tb=short -k numpys tests/fuzz
+
+test-models: install ## Each causal language model of transformers, tiny, against rows alone: about an hour; it goes on where it was stopped
+	$(PYTHON) -m tests.models.sweep --results $(VENV)/sweep.jsonl --families $(FAMILIES)
 
 test-gpu: install ## Every path that needs a GPU, on this machine's: within 10 minutes, with the reason of each skip
 	REQUIRE_GPU=1 timeout 600 $(PYTHON) -m pytest -p no:cacheprovider --tb=short --durations 10 tests/gpu

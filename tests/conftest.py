@@ -119,6 +119,7 @@ LONGEST_FIRST = (
 CASES_IN_CHECK = {
     "cli/test_user_errors.py::test_a_mistake_is_one_sentence": 30,
     "generation/test_transformers_engine.py::test_what_is_stored_with_the_model_changes_nothing": 1,
+    "models/test_architectures.py::test_an_update_reads_each_row_as_if_it_were_alone": 12,
     "models/test_reference.py::test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves": 1,
     "test_first_update.py::test_gradients_of_the_whole_loss_equal_finite_differences": 1,
     "test_first_update.py::test_ratio_starts_at_one_and_kl_at_zero": 3,

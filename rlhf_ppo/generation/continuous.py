@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -25,10 +26,14 @@ from rlhf_ppo.generation.sampling import (
 )
 from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.packing import unpacked
-from rlhf_ppo.models.unwrapping import in_eval_mode
+from rlhf_ppo.models.unwrapping import in_eval_mode, text_config, transformers_model
+from rlhf_ppo.run.distributed import preserve_rng
 
 _MAX_PREFILL_TOKENS = 512
 """Prompt tokens of a forward pass; longer prompts take several. The attention mask grows with it."""
+
+_LOGGER = "ContinuousBatchingLogger"
+"""Name of the logger with which transformers reports an error of its thread."""
 
 _PAGE_SIZE = 16
 """Tokens of a page of the cache; the rest of a row's last page is wasted."""
@@ -86,6 +91,51 @@ class ContinuousEngine:
             filling=filling,
             device=prompts.input_ids.device,
         )
+
+    @torch.no_grad()
+    def check(self, policy: nn.Module) -> None:
+        """Generate three tokens to two prompts, and compare with passes over each row alone.
+
+        transformers does not say which models its continuous batching can run; some ignore that rows share a pass.
+
+        Args:
+            policy: A causal language model, or a `PeftModel` around one.
+
+        Raises:
+            ValueError: It fails, or its log-probabilities differ.
+        """
+        given = [[token % text_config(policy).vocab_size for token in row] for row in ([1, 9, 3, 8, 5, 7], [4, 6])]
+        prompts = Prompts.of_rows(given, 0, next(policy.parameters()).device)
+        tolerance = 2e-2 if (self.dtype or next(policy.parameters()).dtype).itemsize == 2 else 1e-3
+        config, log = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0), logging.getLogger(_LOGGER)
+        log.disabled, was_disabled = True, log.disabled
+        try:
+            with preserve_rng():
+                sampled = self.sample(policy, prompts, config)
+            rows = zip(given, sampled.ids, sampled.logprobs, strict=True)  # pyright: ignore[reportArgumentType]
+            error = max(self._deviation(policy, *row) for row in rows)
+            fault = "its log-probabilities differ from those of each row alone" if error > tolerance else None
+        except NonFiniteLogitsError:  # reported at the first sampling
+            fault = None
+        except Exception as failure:
+            fault = str(failure).splitlines()[0]
+        finally:
+            log.disabled = was_disabled
+        if fault is not None:
+            name = type(transformers_model(policy)).__name__
+            raise ValueError(
+                f"generation_engine='continuous' cannot run a {name}: {fault:.200}; set "
+                "generation_engine='transformers'"
+            )
+
+    def _deviation(self, policy: nn.Module, prompt: list[int], new: Tensor, logprobs: Tensor) -> float:
+        """Return by how much log-probabilities differ from those of the row alone, relative to the largest logit."""
+        model: Any = transformers_model(policy)
+        with in_eval_mode(policy), unpacked(model), stored_as(self.dtype, policy):
+            ids = torch.cat((new.new_tensor(prompt), new))
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, -len(new) - 1 : -1].float()
+        differences = logits.log_softmax(-1).gather(1, new[:, None])[:, 0] - logprobs
+        return float(differences.abs().max() / logits.abs().max().clamp(min=1))
 
     def policy_changed(self) -> None:
         """Do nothing: the policy itself generates."""
@@ -175,7 +225,4 @@ def _check(row: int, output: Any) -> None:
         raise NonFiniteLogitsError(f"its logits are NaN or infinite for prompt {row} of the batch")
     if output is None or output.error is not None or len(output.generated_tokens) != len(output.logprobs):
         reason = "its thread ended" if output is None else output.error
-        raise RuntimeError(
-            f"generation_engine='continuous' gave no whole response to prompt {row} of the batch: {reason}; "
-            "generation_engine='transformers' generates with every model"
-        )
+        raise RuntimeError(f"continuous batching gave no whole response to prompt {row} of the batch: {reason}")

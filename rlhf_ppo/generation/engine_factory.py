@@ -20,6 +20,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampling import StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import start_vllm
+from rlhf_ppo.models.unwrapping import is_sharded
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
 from rlhf_ppo.rewards.scorer import selected
 from rlhf_ppo.run.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
@@ -131,7 +132,10 @@ def make_engine(
             "generation_engine='continuous' needs whole layers, which FSDP and ZeRO-3 without "
             "ds3_gather_for_generation spread over the processes; set generation_engine='transformers' or 'vllm'"
         )
-    return ContinuousEngine(rows, mixed_precision_dtype(accelerator))
+    made = ContinuousEngine(rows, mixed_precision_dtype(accelerator))
+    if not is_sharded(policy):
+        made.check(policy)
+    return made
 
 
 def is_recent_enough(engine: str) -> bool:

@@ -400,9 +400,11 @@ def _packs(base: Any, body: Any, ids: Tensor, places: PackedIndices, padded: Ten
     """Pack two long rows and a short one, and record what each layer gives its attention function."""
     given: list[tuple[Tensor | None, int | None]] = []
 
-    def recording(module: nn.Module, *states: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        given.append((states[3], kwargs.get("sliding_window")))
-        return packed_sdpa(module, *states, **kwargs)
+    def recording(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        given.append((attention_mask, kwargs.get("sliding_window")))
+        return packed_sdpa(module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register(PACKED, recording)
     try:

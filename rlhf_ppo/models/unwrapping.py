@@ -105,15 +105,19 @@ def no_split_modules(*models: nn.Module) -> list[str]:
     return sorted({name for model in models for name in transformers_model(model)._no_split_modules or ()})
 
 
-def drop_foreign_padding(model: nn.Module) -> None:
-    """Unset a `pad_token_id` outside the model's vocabulary.
+def settle_special_tokens(model: nn.Module) -> None:
+    """Undo some of Trainer's changes of special tokens: the EOS that layers read, and foreign padding.
 
-    Trainer copies the tokenizer's special tokens into the saved configurations. Most architectures cannot be loaded
-    with an added "[PAD]" beyond the vocabulary.
+    Trainer copies the tokenizer's special tokens into the saved configurations. Qwen4-Exp hashes the EOS with which it
+    was made: the configuration keeps it, and responses end at that of the `generation_config`. Most architectures
+    cannot be loaded with an added "[PAD]" beyond the vocabulary.
 
     Args:
         model: A transformers model, or a `PeftModel` around one.
     """
+    for module in transformers_model(model).modules():
+        if isinstance(read := vars(module).get("eos_token_id"), int):
+            text_config(model).eos_token_id = read
     generation_config = getattr(transformers_model(model), "generation_config", None)
     for config in (text_config(model), generation_config):
         if config is not None and (config.pad_token_id or 0) >= text_config(model).vocab_size:

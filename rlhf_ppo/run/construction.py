@@ -30,7 +30,7 @@ from rlhf_ppo.generation.sampling import SpecialTokens, special_tokens
 from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
-from rlhf_ppo.models.unwrapping import drop_foreign_padding, drop_ignored_generation_settings, is_peft_model
+from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings, is_peft_model, settle_special_tokens
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
@@ -67,7 +67,7 @@ def start_afresh(run: RunState, policy: nn.Module, engine: GenerationEngine) -> 
     """Seed the random numbers and drop what an earlier run has left, at the start of a run."""
     set_seed(run.args.seed, device_specific=True)
     run.streams.seed(run.args.seed)
-    drop_foreign_padding(policy)
+    settle_special_tokens(policy)
     drop_ignored_generation_settings(policy)
     engine.policy_changed()
     run.accelerator.free_memory()

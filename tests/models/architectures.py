@@ -42,8 +42,13 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys("mamba_d_head mamba_head_dim q_lora_rank kv_lora_rank".split(), 8),
     **dict.fromkeys("initializer_range init_std".split(), 0.3),
     **dict.fromkeys("vocab_size unpadded_vocab_size".split(), 48),
-    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "sliding_window": 4},
+    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "use_sliding_window": True, "max_window_layers": 1},
 }
+WINDOWS = (
+    "sliding_window sliding_window_size attention_window_size attention_chunk_size window_size local_attention "
+    "keep_window_size index_topk indexer_budget block_size"
+)
+"""Lengths beyond which a layer does not read all earlier tokens, or reads them in another way."""
 
 
 def layers(*kinds: str) -> dict[str, Any]:
@@ -51,42 +56,89 @@ def layers(*kinds: str) -> dict[str, Any]:
 
 
 LINEAR_AND_FULL = layers("linear_attention", "full_attention")
+SLIDING_AND_FULL = layers("sliding_attention", "full_attention")
 CHANGES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": LINEAR_AND_FULL,
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {**SLIDING_AND_FULL, "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}},
+    "codegen": {"rotary_dim": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+             "ffn_config": {"hidden_size": 16, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dory": {**layers("sliding_attention", "sliding_attention", "full_attention"), "num_hidden_layers": 3,
+             "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24,
                                  "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
                "mm_tokens_per_image": 4},
+    "gemma3n_text": {**SLIDING_AND_FULL, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 48,
+                     "hidden_size_per_layer_input": 4, "laurel_rank": 4},
+    "gemma4_text": {**SLIDING_AND_FULL, "vocab_size_per_layer_input": 48, "hidden_size_per_layer_input": 4},
+    "gemma4_unified": {"vision_config": None, "audio_config": None},
+    "gemma4_unified_text": SLIDING_AND_FULL,
     "gptj": {"rotary_dim": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": layers("mamba", "attention"),
+    "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 4, "d_rel": 4},
+    "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 4, "d_rel": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 2},
     "lfm2": layers("conv", "full_attention"),
+    "lfm2_moe": layers("conv", "full_attention"),
+    "lfm3": layers("conv", "full_attention"),
+    "longcat_flash": {"expert_ffn_hidden_size": 24, "zero_expert_num": 2, "head_dim": 4},
     "mamba2": {"head_dim": 8, "n_groups": 1, "chunk_size": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "n_groups": 1},
     "qwen3_next": LINEAR_AND_FULL,
     "qwen3_5_text": LINEAR_AND_FULL,
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 4},
+    "qwen3_5_moe_text": LINEAR_AND_FULL,
+    "qwen4_exp_text": {**LINEAR_AND_FULL, "ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2,
+                       "hc_count": 2, "ngram_vocab_size_base": 64, "make_ngram_vocab_size_divisible_by": 8,
+                       "split_ngram_parts": 1, "hc_lowrank": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+                       "indexer_head_dim": 4, "indexer_compress_ratio": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "xlstm": {"chunk_size": 8, "ffn_round_up_to_multiple_of": 8},
+    "kimi_linear": LINEAR_AND_FULL,
+    "deepseek_v4": {"o_lora_rank": 8},
     "zamba": {**layers("mamba", "hybrid", "hybrid"), "num_hidden_layers": 3, "attention_head_dim": 8,
               "attention_hidden_size": 32, "mamba_dt_rank": 2},
+    "zamba2": {**layers("mamba", "hybrid", "hybrid"), "num_hidden_layers": 3, "hybrid_layer_ids": [1, 2],
+               "adapter_rank": 4, "n_mamba_heads": 4, "mamba_ngroups": 1, "kv_channels": 8,
+               "attention_head_dim": 8, "attention_hidden_size": 32, "chunk_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 NOT_SET: dict[str, tuple[str, ...]] = {
     "falcon": ("head_dim",),
+    "prophetnet": ("num_hidden_layers",),
+    "xlnet": ("max_position_embeddings",),
 }
 """Names that a configuration has, and that cannot be set."""
 
 
-def small_values(family: str, config_class: Any = None, **changes: Any) -> dict[str, Any]:
+PARTS = {"fuyu": {"text_config": "persimmon"}}
+"""Parts of composite configurations whose default says nothing of their type."""
+
+
+def small_values(family: str, config_class: Any = None, window: int = 4, **changes: Any) -> dict[str, Any]:
     """The arguments of a tiny configuration of `family`, and of those that it is composed of."""
     config_class = config_class or CONFIG_MAPPING[family]
     default = config_class()
     unsettable = NOT_SET.get(family, ()) + (("head_dim",) if "qk_rope_head_dim" in default.to_dict() else ())
     known = dir(default)  # `hasattr` would read properties, some of which raise
-    values = {name: value for name, value in SMALL.items() if name in known and name not in unsettable}
+    small = SMALL | dict.fromkeys(WINDOWS.split(), window)
+    values = {name: value for name, value in small.items() if name in known and name not in unsettable}
+    kinds = {*(getattr(default, "layer_types", None) or ())}
+    local = kinds & {"sliding_attention", "chunked_attention"}
+    if local and kinds <= {*local, "full_attention"}:
+        values["layer_types"] = [*local, "full_attention"]
     if "qk_rope_head_dim" in default.to_dict():  # multi-head latent attention has as many keys as queries
         values["num_key_value_heads"] = values["num_attention_heads"]
     for name, part in config_class.sub_configs.items():
         if getattr(part, "model_type", None) in CONFIG_MAPPING:
-            values[name] = small_values(part.model_type, part)
+            values[name] = small_values(part.model_type, part, window)
+    for name, part in PARTS.get(family, {}).items():
+        values[name] = {"model_type": part, **small_values(part, window=window)}
     given = {**CHANGES.get(family, {}), **changes}
     nested = {name: {**values.get(name, {}), **value} for name, value in given.items() if isinstance(value, dict)}
     return {**values, **given, **nested}
