@@ -35,6 +35,7 @@ from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
 from rlhf_ppo.reporting.win_rate import Answering, WinRate, given_answers, respond
 from rlhf_ppo.rewards.builtin import prompt_text
 from rlhf_ppo.rewards.functions import finished
+from rlhf_ppo.rewards.identity import judge_identities
 from rlhf_ppo.rewards.judges import (
     OPENAI_URL,
     OPTIONS,
@@ -104,7 +105,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
         raise
     found = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
     path = keep(table, folder, JUDGED)
-    keep_win_rate(found, args, path)
+    keep_win_rate(found, args, path, judge_identities(chosen))
     if args.num_shown > 0:
         texts: Any = table[["prompt", "model", "opponent"]].fillna("")
         shown = texts.assign(prompt=texts["prompt"].map(prompt_text), better=table["verdict"].map(_better))
@@ -298,9 +299,9 @@ def _better(verdict: Any) -> str:
     return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
 
 
-def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path) -> None:
-    """Write the win rate beside its table; null if nothing was judged."""
+def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path, identities: Sequence[str]) -> None:
+    """Write the win rate, its options and the judge's identities beside its table; null if nothing was judged."""
     rate, interval = (found.rate, found.interval()) if found.judged else (None, None)
     written = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
     options = {key: redacted(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
-    write_json(win_rate_beside(judged), {**written, "options": options})
+    write_json(win_rate_beside(judged), {**written, "judge_identities": identities, "options": options})

@@ -65,6 +65,7 @@ class Judgement:
         opponent: The opponent: a model, or a column of the data set.
         judge: The judge's name.
         length_controlled: The win rate at equal length.
+        identities: See `rlhf_ppo.rewards.identity.judge_identities`.
     """
 
     win_rate: float
@@ -73,6 +74,7 @@ class Judgement:
     opponent: str
     judge: str
     length_controlled: float | None = None
+    identities: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> Judgement:
@@ -89,6 +91,7 @@ class Judgement:
             opponent=options.get("opponent") or f"the column {options.get('opponent_column')}",
             judge=judge_of(options) or "a judge",
             length_controlled=said.get("length_controlled"),
+            identities=tuple(said.get("judge_identities") or ()),
         )
 
 

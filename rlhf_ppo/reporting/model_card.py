@@ -16,6 +16,7 @@ from rlhf_ppo.data.files import write_text
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log
+from rlhf_ppo.rewards.identity import reward_identities
 from rlhf_ppo.terminal import redact_urls, redacted
 
 TAGS = ("rlhf_ppo", "ppo")
@@ -216,7 +217,11 @@ def names_of_parts(
     given = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
     texts = [each if isinstance(each, str) and redacted(each) == each else None for each in given]
     found = {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
-    others = {"reward_funcs": texts, "dataset": redacted(dataset)}
+    others = {
+        "reward_funcs": texts,
+        "reward_identities": reward_identities(reward_models, reward_funcs),
+        "dataset": redacted(dataset),
+    }
     if reference is not None and (origin := model_origin(reference)) != found["policy"]:
         found["reference"] = origin
     return found | {name: value for name, value in others.items() if value}

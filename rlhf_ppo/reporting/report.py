@@ -296,7 +296,7 @@ def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
         rows.append(row | {"default": default, "help": help_text})
     rows.sort(key=lambda row: row["name"] in _INHERITED)
     names = dict.fromkeys(name for run in runs for name in run.settings.made_of)
-    for name in filter(lambda name: name != "reward_funcs", names):  # `rewards` names them, and other rewards
+    for name in (name for name in names if not name.startswith("reward_")):  # `rewards` names them, and other rewards
         values = [_as_text(redacted(run.settings.made_of.get(name), name)) for run in runs]
         rows.append({"name": name, "values": values, "changed": True, "differs": len(set(values)) > 1})
     return rows

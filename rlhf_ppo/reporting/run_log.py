@@ -90,8 +90,8 @@ class RunSettings:
     Attributes:
         arguments: The arguments of `PPOConfig`, without secrets.
         versions: Package to version.
-        made_of: Origins or names of `policy`, another `reference`, `rewards` and `dataset`, and `reward_funcs`, the
-            texts that named reward functions, None for other functions.
+        made_of: Origins or names of `policy`, another `reference`, `rewards` and `dataset`; `reward_identities`; and
+            `reward_funcs`, the texts that named reward functions, None for other functions.
         health: The run's properties for the health checks; empty without them.
     """
 

@@ -123,8 +123,9 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
         sentence += f", but the judge is {judge.state}: {judge}"
     elif outcome == "undecided":
         sentence += ", and the interval includes 50%"
-    doubts = _of_judge(outcome, rates, is_own=first.judge in names)
-    reasons = _first(_of_reward_model(reward), _of_training(outcome, runs), doubts)
+    reasons = _first(
+        _of_identity(first, runs), _of_reward_model(reward), _of_training(outcome, runs), _of_judge(outcome, rates)
+    )
     seeds = tuple(run.settings.arguments.get("seed") for run in judged) or (None,) * len(judgements)
     return Verdict(outcome, f"{sentence}.", reasons, rates.mean, (low, high), seeds)
 
@@ -198,12 +199,16 @@ def _of_training(outcome: Outcome, runs: Sequence[RecordedRun]) -> Iterator[str]
         yield f"Training was short, {updates} updates: raise total_episodes."
 
 
-def _of_judge(outcome: Outcome, rates: SeedWinRates, is_own: bool) -> Iterator[str]:
+def _of_identity(judgement: Judgement, runs: Sequence[RecordedRun]) -> Iterator[str]:
+    rewards = {identity for run in runs for identity in run.settings.made_of.get("reward_identities", ())}
+    if not rewards.isdisjoint(judgement.identities):
+        yield "The judge is PPO's own reward: judge with a reward model that PPO has not seen, or with a chat model."
+
+
+def _of_judge(outcome: Outcome, rates: SeedWinRates) -> Iterator[str]:
     controlled = [rate for rate in rates.length_controlled if rate is not None]
     if outcome == "better" and controlled and fmean(controlled) <= 0.5:
         yield f"At equal length the policy wins {percent(fmean(controlled))}: the judge may only like long responses."
-    if is_own:
-        yield "The judge is PPO's own reward: judge with a reward model that PPO has not seen, or with a chat model."
     if outcome == "undecided" and rates.interval[0] <= 0.5 <= rates.interval[1]:
         enough = round((1.96 * 0.5 / max(abs(rates.mean - 0.5), 1e-9)) ** 2, -1)
         if enough <= 2000:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ MakeRun = Callable[..., RecordedRun]
 def make_run(tmp_path: Path) -> MakeRun:
     def make(
         rate: float | None = None, accuracy: RewardAccuracy | None = GOOD, seed: int = 0, step: int = 100,
-        opponent: str = "out/sft", judge: str = "out/judge_reward", half: float = 0.05, wins: int = 60, **last: float,
+        opponent: str = "out/sft", judge: str = "out/judge_reward", half: float = 0.05, wins: int = 60,
+        judged_by: Sequence[str] = ("out/reward", "reward"), **last: float,
     ) -> RecordedRun:  # fmt: skip
         folder, reward = tmp_path / f"ppo-seed{seed}", tmp_path / "reward"
         (folder / "judged").mkdir(parents=True), reward.mkdir(exist_ok=True)
@@ -35,7 +36,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
         settings = {
             "arguments": {"seed": seed, "sft_model_path": "out/sft", "stop_token": "eos"}, "versions": {},
-            "made_of": {"policy": "out/sft", "rewards": [str(reward)]},
+            "made_of": {"policy": "out/sft", "rewards": [str(reward)], "reward_identities": ["weights 1", "a.py:f "]},
         }  # fmt: skip
         (folder / "ppo_settings.json").write_text(json.dumps(settings))
         if accuracy is not None:
@@ -44,7 +45,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             judged = {"win_rate": rate, "interval": [rate - half, rate + half], "wins": wins, "losses": 40, "ties": 0}
             options = {"opponent": opponent, "judge_model": judge}
             path = folder / "judged" / "win_rate.json"
-            path.write_text(json.dumps({**judged, "failed": 0, "options": options}))
+            path.write_text(json.dumps({**judged, "failed": 0, "judge_identities": judged_by, "options": options}))
         [run] = recorded_runs([folder])
         return run
 
@@ -90,6 +91,8 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "exploits": ({}, "The score rose from 0.00 to 0.50, but the judge does not agree"),
     "no rise": ({"objective__scores": 0.05}, "The score has not risen, from 0.00 to 0.05: raise total_episodes"),
     "cut": ({"response__ended_frac": 0.3}, "Only 30% of the responses end by themselves: raise response_length"),
+    "own": ({"judged_by": ["weights 1"], "accuracy": CHANCE, "objective__kl": 11.0, "policy__entropy_avg": 0.5},
+            "The judge is PPO's own reward"),
     "few": ({"step": 20, "objective__scores": 0.5}, "Training was short, 20 updates"),
 }  # fmt: skip
 

@@ -1,0 +1,62 @@
+"""Identities of rewards and judges, which a copy of the model or of the function shares."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhf_ppo.models.unwrapping import gathered
+from rlhf_ppo.rewards.functions import unwrapped
+from rlhf_ppo.rewards.judges import RewardModelJudge
+from rlhf_ppo.rewards.resolve import resolve_rewards
+
+
+@torch.no_grad()
+def model_identity(model: nn.Module) -> str:
+    """Return a hash of a reward model's head in bfloat16: two trainings differ there, copies and merged copies do not.
+
+    Args:
+        model: The model; every rank calls this if it is sharded.
+    """
+    head = [parameter for parameter in model.parameters() if len(parameter.shape) > 1][-1]
+    with gathered([head]):
+        whole: Any = getattr(head, "full_tensor", lambda: head)()
+        values = whole.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
+        return f"weights {hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]}"
+
+
+def function_identities(function: Any) -> list[str]:
+    """Return the place of a function or class in its file, and a hash of its source; a server's address.
+
+    Args:
+        function: A reward function, or an object that holds one as `function`.
+    """
+    while not inspect.isroutine(function) and hasattr(unwrapped(function), "function"):
+        function = unwrapped(function).function
+    function = unwrapped(function)
+    own = getattr(function, "display_url", None) or getattr(function, "name", "")
+    made = function if hasattr(function, "__qualname__") else type(function)
+    found = [f"{made.__module__}.{made.__qualname__} {own}"]
+    try:
+        found[0] = f"{os.path.realpath(inspect.getfile(made))}:{made.__qualname__} {own}"
+        found.append(f"source {hashlib.sha256(inspect.getsource(made).encode()).hexdigest()[:16]} {own}")
+    except (OSError, TypeError):  # it has no file, as in a console
+        pass
+    return found
+
+
+def reward_identities(models: Sequence[nn.Module], functions: Any) -> list[str]:
+    """Return the identities of all rewards of a run."""
+    of_functions = (each for function in resolve_rewards(functions) for each in function_identities(function))
+    return [*map(model_identity, models), *of_functions]
+
+
+def judge_identities(judge: Any) -> list[str]:
+    """Return the identities of a judge."""
+    return [model_identity(judge.model.scorer)] if isinstance(judge, RewardModelJudge) else function_identities(judge)

@@ -1,0 +1,64 @@
+"""A judge is PPO's own reward if it is the same model or function, at whatever place and by whatever name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.rewards.identity import function_identities, judge_identities, model_identity
+from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
+from rlhf_ppo.rewards.resolve import resolve_reward
+from tests.conftest import make_tokenizer, save_models, tiny_scorer
+from tests.runs import QUICK
+
+
+def test_a_reward_model_is_its_merged_copy_and_its_half_precision_copy_and_no_other_training(tmp_path: Path) -> None:
+    save_models(tmp_path, base=tiny_scorer())
+    adapted: Any = get_peft_model(tiny_scorer(), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    with torch.no_grad():
+        adapted.base_model.model.score.modules_to_save["default"].weight.mul_(1.5)
+        adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = copy.deepcopy(adapted).merge_and_unload()
+    save_models(tmp_path, merged=merged, half=copy.deepcopy(merged).bfloat16())
+    other = copy.deepcopy(merged)
+    other.score.weight.data.mul_(1.01)
+
+    identity = model_identity(adapted)
+    assert identity == model_identity(load_reward_model(tmp_path / "adapter", "reward_model"))
+    for name in ("merged", "half", "adapter"):
+        make_tokenizer().save_pretrained(tmp_path / name)
+        assert judge_identities(RewardModelJudge(str(tmp_path / name))) == [identity]
+    assert identity not in (model_identity(other), model_identity(tiny_scorer()))
+
+
+FILE = "def length(completions, **kwargs):\n    return [len(text) for text in completions]\n"
+
+
+def test_a_function_is_itself_by_any_path_and_in_a_copy_and_no_other_of_its_name(
+    tmp_path: Path, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(FILE)
+    trainer = make_trainer(**QUICK, reward_funcs="rewards.py:length")
+    trainer.train()
+    made_of = json.loads(Path(str(trainer.args.output_dir), "ppo_settings.json").read_text())["made_of"]
+    own = {*made_of["reward_identities"]}
+
+    shutil.copy("rewards.py", "copy.py")
+    Path("link.py").symlink_to("rewards.py")
+    Path("edited.py").write_text(FILE.replace("len(text)", "-len(text)"))
+    for place in (str(tmp_path / "rewards.py"), "copy.py", "link.py"):
+        assert own & {*judge_identities(as_judge(resolve_reward(f"{place}:length")))}, place
+    for spec in ("edited.py:length", "length"):
+        assert not own & {*judge_identities(as_judge(resolve_reward(spec)))}, spec
+    one, other = ({*function_identities(resolve_reward(f"http://{host}/f"))} for host in ("one", "two"))
+    assert one.isdisjoint(other)
