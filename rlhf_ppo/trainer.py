@@ -174,8 +174,7 @@ class PPOTrainer(TrainerBase):
                     responses, prompts = self.generate_responses(prompts), self._with_baselines(prompts)
                 else:
                     responses, prompts = self._play_episodes(prompts)
-        ended = self.tokens.ended(responses)
-        batch = ScoringBatch.of(responses, prompts, ended)
+        batch = ScoringBatch.of(responses, prompts, self.tokens)
         pending = None if scores is not None else self.scorer.start(batch)
         with run.streams.rewards.in_use(), pending or nullcontext():  # rewards have their own random numbers
             with run.timer.phase("evaluate"):
@@ -185,7 +184,7 @@ class PPOTrainer(TrainerBase):
                 scores = scores or self.score_responses(responses, prompts, pending)
         return Rollout.of(
             responses,
-            ended=ended,
+            ended=batch.ended,
             logprobs=output.logprobs,
             ref_logprobs=ref_logprobs,
             values=output.values,
@@ -229,7 +228,7 @@ class PPOTrainer(TrainerBase):
         """
         with raise_on_all_ranks(self.accelerator), self._run.streams.rewards.in_use():
             if pending is None:
-                return self.scorer(ScoringBatch.of(responses, prompts, self.tokens.ended(responses)))
+                return self.scorer(ScoringBatch.of(responses, prompts, self.tokens))
             return pending.result()
 
     # ---- 2. Advantages ----

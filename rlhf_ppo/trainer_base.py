@@ -129,7 +129,7 @@ class TrainerBase(Steps, Trainer):
 
         # Make the parts that need it.
         run.connect(self.accelerator, self.callback_handler, uses_functions=bool(prepared.functions))
-        distributed.use_stream_in_callbacks(self.callback_handler, run.streams.callbacks)
+        distributed.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
         self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
         self._guard = DivergenceGuard(run, self._models)
         self._window, self._progress = MetricWindow(), Progress()

@@ -402,7 +402,7 @@ class PPOConfig(
     )
 
     # --- Experiment, models, data ---
-    exp_name: str = _option("ppo_config", "Name of the experiment; run_name is <exp_name>__<seed> if not set.")
+    exp_name: str = _option("ppo_config", "Name of the experiment; unset run_name: $WANDB_NAME or <exp_name>__<seed>.")
     overwrite_output_dir: bool = _option(
         False,
         "Delete the checkpoints in output_dir when training starts. Without it, a directory with checkpoints is an "
@@ -652,7 +652,7 @@ class PPOConfig(
         num_updates = sizes.num_total_batches
         shown = {
             "max_steps": num_updates,
-            "run_name": f"{self.exp_name}__{self.seed}",
+            "run_name": os.environ.get("WANDB_NAME") or f"{self.exp_name}__{self.seed}",
             "logging_steps": logging_interval(num_updates),
         } | asdict(sizes)
         self.derived_values = {name: value for name, value in shown.items() if self.user_value(name) is None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard, cast
 
@@ -153,6 +153,27 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return cast("int | None", tokenizer.eos_token_id)
 
 
+def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
+    """Return the special tokens that a response's text leaves out: EOS, PAD and other roles, and stop tokens.
+
+    Other special tokens, such as an added `<think>`, are what the policy wrote.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        stops: The stop tokens.
+    """
+    roles = {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset((roles | {*stops}) & (special | set(tokenizer.all_special_ids)))
+
+
+def spoken_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: Any
+) -> list[str]:
+    """Return the texts of responses, without their `silent_ids`; `options` are those of `batch_decode`."""
+    return tokenizer.batch_decode([[token for token in ids if token not in silent] for ids in rows], **options)
+
+
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of PAD, or None without one."""
     return cast("int | None", tokenizer.pad_token_id)
@@ -185,9 +206,9 @@ def as_the_template_reads(
     chat_template: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Drop keys that are None, and join blocks of text that the chat template cannot read.
+    """Drop keys that are None, at any depth, and join blocks of text that the chat template cannot read.
 
-    Arrow gives every message the union of all messages' keys, and templates ask whether a key is defined. For a list
+    Arrow gives every dict the keys of all rows, also a call's arguments, and templates write what is there. For a list
     of blocks some templates write nothing, and some write the list as Python prints it. The printed list of a tool's
     answer stays, as in TRL.
 
@@ -200,12 +221,19 @@ def as_the_template_reads(
     Raises:
         ValueError: Such a list holds something other than text.
     """
-    shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    shown: list[dict[str, Any]] = without_none(list(messages))
     how = {"chat_template": chat_template, **(settings or {})}
     for message in shown:
         if isinstance(message.get("content"), list) and not _reads_blocks(tokenizer, message["role"], how):
             message["content"] = text_of_content(message["content"])
     return shown
+
+
+def without_none(value: Any) -> Any:
+    """Return nested lists and dicts without the keys of dicts whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}  # pyright: ignore
+    return [without_none(inner) for inner in value] if isinstance(value, list) else value  # pyright: ignore
 
 
 def _reads_blocks(tokenizer: PreTrainedTokenizerBase, role: str, how: Mapping[str, Any]) -> bool:

@@ -10,14 +10,15 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import compare_versions
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.prompts import silent_ids, spoken_texts
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.sampling import StopStrings
+from rlhf_ppo.generation.sampling import SpecialTokens, StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import start_vllm
 from rlhf_ppo.models.unwrapping import is_sharded
@@ -41,23 +42,20 @@ class BaselineCompletions:
     Attributes:
         kinds: Keys of `OPPONENT_COLUMNS`, each once.
         tokenizer: The policy's tokenizer.
-        ended: Returns which responses ended by themselves, bool `(B,)`.
+        tokens: The tokens that end a response.
     """
 
     kinds: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase
-    ended: Callable[[Responses], Tensor]
+    tokens: SpecialTokens
 
     @classmethod
     def of(
-        cls,
-        functions: Iterable[Callable[..., Any]],
-        tokenizer: PreTrainedTokenizerBase,
-        ended: Callable[[Responses], Tensor],
+        cls, functions: Iterable[Callable[..., Any]], tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens
     ) -> BaselineCompletions:
         """Collect the baselines that reward functions ask for."""
         asked = [opponent_of(function) for function in functions]
-        return cls(tuple(kind for kind in OPPONENT_COLUMNS if kind in asked), tokenizer, ended)
+        return cls(tuple(kind for kind in OPPONENT_COLUMNS if kind in asked), tokenizer, tokens)
 
     def respond(self, prompts: Prompts, generate: Callable[[str], Responses]) -> Prompts:
         """Sample a response of each baseline, with separate random numbers.
@@ -71,7 +69,7 @@ class BaselineCompletions:
 
         Returns:
             The prompts with four more columns for each baseline: `<name>`, the texts of its `B` responses without
-            special tokens; `<name>_ids`, their token ids; `<name>_written`, whether the baseline wrote each token;
+            their `silent_ids`; `<name>_ids`, their token ids; `<name>_written`, whether the baseline wrote each token;
             `<name>_ended`, whether they ended by themselves.
         """
         columns = dict(prompts.columns)
@@ -80,8 +78,9 @@ class BaselineCompletions:
                 answers = generate(kind)
             response_ids = selected(answers.responses, answers.episode_mask)
             name = OPPONENT_COLUMNS[kind]
-            columns[name] = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-            columns[f"{name}_ids"], columns[f"{name}_ended"] = response_ids, self.ended(answers).tolist()
+            silent = silent_ids(self.tokenizer, self.tokens.stops)
+            columns[name] = spoken_texts(self.tokenizer, response_ids, silent)
+            columns[f"{name}_ids"], columns[f"{name}_ended"] = response_ids, self.tokens.ended(answers).tolist()
             columns[f"{name}_written"] = selected(answers.response_mask, answers.episode_mask)
         return dataclasses.replace(prompts, columns=columns)
 

@@ -58,7 +58,7 @@ class Sampler:
 
     def settings(self, greedy: bool = False) -> GenerationConfig:
         """Return the sampling settings of training, or those of sample tables."""
-        return (greedy_config if greedy else sampling_config)(self.args, self.tokens.stop, self.never_sampled)
+        return (greedy_config if greedy else sampling_config)(self.args, self.tokens.stops, self.never_sampled)
 
     def sample(self, model: nn.Module, prompts: Prompts, config: GenerationConfig | None = None) -> Responses:
         """Sample a response to each prompt, and truncate it after the stop token or stop string.
@@ -73,7 +73,7 @@ class Sampler:
         with self.policy_of(model) as policy:
             sampled = self.engine.sample(policy, prompts, settings)
             sampled = checked(self.engine, sampled, prompts, settings, tokens.stop_strings)
-        return join_responses(prompts, sampled.ids, tokens.stop, tokens.pad, tokens.stop_strings, sampled.logprobs)
+        return join_responses(prompts, sampled.ids, tokens.stops, tokens.pad, tokens.stop_strings, sampled.logprobs)
 
     @contextmanager
     def policy_of(self, model: nn.Module) -> Iterator[nn.Module]:

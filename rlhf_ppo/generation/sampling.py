@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -318,19 +318,29 @@ class StopsAtStrings(StoppingCriteria):
 # ---- Truncation and joining ----
 
 
-def response_mask(responses: Tensor, stop_token_id: int | None) -> Tensor:
+StopIds = int | Sequence[int] | None
+"""A token that ends a response, several, or none."""
+
+
+def is_one_of(ids: Tensor, tokens: StopIds) -> Tensor:
+    """Return which ids are one of these tokens, a bool tensor of their shape."""
+    found = torch.zeros_like(ids, dtype=torch.bool)
+    for token in [tokens] if isinstance(tokens, int) else tokens or ():
+        found |= ids == token
+    return found
+
+
+def response_mask(responses: Tensor, stop_token_id: StopIds) -> Tensor:
     """Mark each response's tokens up to and including its first stop token.
 
     Args:
         responses: Sampled ids, long `(B, T)`.
-        stop_token_id: The stop token, or None: every token is real.
+        stop_token_id: The stop token, or several; without any, every token is real.
 
     Returns:
         Bool `(B, T)`.
     """
-    if stop_token_id is None:
-        return torch.ones_like(responses, dtype=torch.bool)
-    stops = (responses == stop_token_id).long()
+    stops = is_one_of(responses, stop_token_id).long()
     return stops.cumsum(dim=1) - stops == 0
 
 
@@ -351,7 +361,7 @@ def truncate_response(stop_token_id: int, pad_token_id: int, responses: Tensor) 
 def join_responses(
     prompts: Prompts,
     sampled: Tensor,
-    stop_token_id: int | None,
+    stop_token_id: StopIds,
     pad_token_id: int,
     stop_strings: StopStrings | None = None,
     logprobs: Tensor | None = None,
@@ -361,7 +371,7 @@ def join_responses(
     Args:
         prompts: `B` left-padded prompts.
         sampled: Sampled ids, long `(B, T)`.
-        stop_token_id: The stop token, or None.
+        stop_token_id: The stop token, several, or None.
         pad_token_id: Id of the padding.
         stop_strings: Texts that also end a response, or None.
         logprobs: The engine's log-probabilities, float32 `(B, T)`, or None.
@@ -402,22 +412,21 @@ def last_turn(response_mask: Tensor) -> Tensor:
     return (from_right & (begins_gap.cumsum(dim=1) == 0)).flip(1)
 
 
-def ended(responses: Responses, end_token_id: int | None, stop_strings: StopStrings | None = None) -> Tensor:
+def ended(responses: Responses, end_token_id: StopIds, stop_strings: StopStrings | None = None) -> Tensor:
     """Return which responses ended by themselves: with a token, or with a stop string, in the policy's last turn.
 
     The stop token may end other turns too.
 
     Args:
         responses: `B` truncated responses.
-        end_token_id: The token, or None.
+        end_token_id: The token, several, or None.
         stop_strings: The stop strings, or None.
 
     Returns:
         Bool `(B,)`.
     """
     turns = last_turn(responses.response_mask)
-    is_end = torch.zeros_like(turns) if end_token_id is None else (responses.responses == end_token_id) & turns
-    has_ended = is_end.any(dim=1)
+    has_ended = (is_one_of(responses.responses, end_token_id) & turns).any(dim=1)
     if stop_strings is None:
         return has_ended
     rows = [ids[real].tolist() for ids, real in zip(responses.responses, turns, strict=True)]
@@ -433,20 +442,34 @@ class SpecialTokens:
 
     Attributes:
         pad: Pads prompts, and responses after their stop token; may equal `stop`, or lie outside the vocabulary.
-        stop: Responses are cut after this token; or None.
-        end: `missing_eos_penalty` and `missing_eos_score` apply without this token: the stop token, or EOS without
-            one.
+        stops: Responses are cut after these tokens; the first is `stop_token_id`, or EOS.
+        ends: `missing_eos_penalty` and `missing_eos_score` apply without one of these tokens: the stop tokens, or EOS
+            without any.
         stop_strings: Responses are also cut after these texts; or None.
     """
 
     pad: int
-    stop: int | None
-    end: int | None
+    stops: tuple[int, ...]
+    ends: tuple[int, ...]
     stop_strings: StopStrings | None = None
+
+    @property
+    def stop(self) -> int | None:
+        """The first stop token, or None."""
+        return next(iter(self.stops), None)
 
     def ended(self, responses: Responses) -> Tensor:
         """Return which responses ended by themselves, bool `(B,)`; every part uses this definition."""
-        return responses.ended if responses.ended is not None else ended(responses, self.end, self.stop_strings)
+        return responses.ended if responses.ended is not None else ended(responses, self.ends, self.stop_strings)
+
+    def with_those_of(self, policy: nn.Module, args: PPOConfig) -> SpecialTokens:
+        """Add the several EOS tokens that a policy's `generation_config` lists, if EOS or one of them is to stop."""
+        own = getattr(transformers_model(policy), "generation_config", None)
+        listed = None if own is None else own.eos_token_id
+        if not isinstance(listed, list) or not (args.stop_token == "eos" or self.stop in listed):
+            return self
+        stops = tuple(dict.fromkeys([*self.stops, *listed]))
+        return replace(self, stops=stops, ends=stops)
 
 
 def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
@@ -469,9 +492,9 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
     if eos is None and args.stop_token == "eos":
         raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
     stop = eos if args.stop_token == "eos" else args.stop_token_id
-    end = eos if stop is None else stop
+    stops, ends = [() if one is None else (one,) for one in (stop, eos if stop is None else stop)]
     for name in ("missing_eos_penalty", "missing_eos_score"):
-        if end is None and not args.stop_strings and getattr(args, name) is not None:
+        if not ends and not args.stop_strings and getattr(args, name) is not None:
             raise ValueError(
                 f"{name}={getattr(args, name)} needs something that ends a response; set stop_token_id, stop_strings, "
                 "or an eos_token"
@@ -482,7 +505,7 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
             "stop_token='eos' to end responses at EOS."
         )
     strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None
-    return SpecialTokens(pad=filling, stop=stop, end=end, stop_strings=strings)
+    return SpecialTokens(filling, stops, ends, strings)
 
 
 def length_and_filling(config: GenerationConfig) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from rlhf_ppo.data.rollout import Prompts, pad_right, padding_columns, sent, spl
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
+    StopIds,
     StopsAtStrings,
     StopStrings,
     changed,
@@ -80,29 +81,28 @@ class TransformersEngine:
         """Do nothing: the policy itself generates."""
 
 
-def greedy_config(
-    args: PPOConfig, stop_token_id: int | None, never_sampled: list[int] | None = None
-) -> GenerationConfig:
+def greedy_config(args: PPOConfig, stop_token_id: StopIds, never_sampled: list[int] | None = None) -> GenerationConfig:
     """Build the configuration of sample tables: the most likely token at each step."""
+    stops = [stop_token_id] if isinstance(stop_token_id, int) else list(stop_token_id or ())
     return GenerationConfig(
         max_new_tokens=args.response_length,
         do_sample=False,
         use_cache=True,
         suppress_tokens=never_sampled,
-        eos_token_id=stop_token_id,
+        eos_token_id=stops or None,
         # `generate` embeds this id in finished rows; the model may not embed an added "[PAD]".
-        pad_token_id=0 if stop_token_id is None else stop_token_id,
+        pad_token_id=stops[0] if stops else 0,
     )
 
 
 def sampling_config(
-    args: PPOConfig, stop_token_id: int | None, never_sampled: list[int] | None = None
+    args: PPOConfig, stop_token_id: StopIds, never_sampled: list[int] | None = None
 ) -> GenerationConfig:
     """Build the sampling distribution of the rollout from the arguments alone.
 
     Args:
         args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
-        stop_token_id: Ends a row; generation ends when every row has ended.
+        stop_token_id: Ends a row, or several; generation ends when every row has ended.
         never_sampled: Ids at the end of the vocabulary that other models cannot embed; None allows all. The
             log-probabilities ignore it, as they ignore `top_k`.
 

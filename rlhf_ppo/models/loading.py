@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.models.adapters import (
     adapter_config,
@@ -30,6 +30,9 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
 )
 from rlhf_ppo.models.value_model import AutoClassifier, new_value_model
+
+CHECKPOINT_DTYPE = "checkpoint_dtype"
+"""Attribute of a language model loaded from a path: the type of its files, in which the trained policy is saved."""
 
 # ---- Loading ----
 
@@ -244,6 +247,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
             f"{given} is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be "
             "random; pass a directory or name of a model that was saved with its head"
         )
+    of_files = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+    setattr(loaded, CHECKPOINT_DTYPE, AutoConfig.from_pretrained(path, **of_files).dtype)
     return loaded
 
 

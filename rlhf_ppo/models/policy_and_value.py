@@ -337,10 +337,6 @@ class PolicyAndValue(nn.Module):
         """The policy's configuration; Trainer and its integrations read it."""
         return transformers_model(self.policy).config
 
-    def num_parameters(self) -> int:
-        """Return the number of the policy's parameters; trackers record it."""
-        return transformers_model(self.policy).num_parameters()
-
     @property
     def _no_split_modules(self) -> list[str]:
         return no_split_modules(self.policy, self.value_model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal
@@ -15,14 +15,16 @@ from torch.nn import functional
 from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import PromptEncoder
+from rlhf_ppo.data.prompts import PromptEncoder, silent_ids, spoken_texts
 from rlhf_ppo.data.rollout import Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.sampler import sample_with
+from rlhf_ppo.generation.sampling import StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.reporting.judgements import wilson_interval
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.rewards.scorer import selected
 
 
 @dataclass(frozen=True)
@@ -221,20 +223,24 @@ def respond(
         bf16=model.dtype == torch.bfloat16,
         use_cpu=model.device.type == "cpu",
     )
-    engine = make_engine(args, model, Accelerator(), tokenizer, None)
+    strings = model.generation_config.stop_strings
+    strings = StopStrings(tokenizer, tuple([strings] if isinstance(strings, str) else strings)) if strings else None
+    engine = make_engine(args, model, Accelerator(), tokenizer, strings)
     longest = max(len(row["input_ids"]) for row in encoded)
     limit = getattr(engine, "longest_sequence", None)  # of vLLM, which would cut responses
     fix = "lower max_new_tokens, leave out prompts, or take another engine"
     check_lengths(longest, how.max_new_tokens, limit, "max_new_tokens", fix)
-    config = (sampling_config if how.temperature else greedy_config)(args, ends[0] if ends else None)
-    config.eos_token_id = ends or None
+    config = (sampling_config if how.temperature else greedy_config)(args, ends)
     set_seed(how.seed)
     answers: list[Answer] = []
     for start in range(0, len(encoded), how.batch_size):
         batch = encoded[start : start + how.batch_size]
         padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
-        sampled = sample_with(engine, model, Prompts.from_collated(padded, model.device), config).ids
-        answers += [_answer(row, ids, set(ends), tokenizer) for row, ids in zip(batch, sampled.tolist(), strict=True)]
+        prompts = Prompts.from_collated(padded, model.device)
+        sampled = sample_with(engine, model, prompts, config, strings).ids
+        joined = join_responses(prompts, sampled, ends, 0, strings)
+        given = zip(batch, selected(joined.responses, joined.response_mask), ended(joined, ends, strings), strict=True)
+        answers += [_answer(*each, silent_ids(tokenizer, ends), tokenizer) for each in given]
     return answers
 
 
@@ -262,9 +268,9 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
 
 
-def _answer(row: Mapping[str, Any], sampled: list[int], ends: set[int], tokenizer: Any) -> Answer:
-    """Make an answer of sampled tokens, cut after the first end token."""
-    length = next((index + 1 for index, token in enumerate(sampled) if token in ends), len(sampled))
-    response, prompt = sampled[:length], row.get("prompt")
-    text = tokenizer.decode(response, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Answer(prompt, text, bool(response) and response[-1] in ends, row["input_ids"], response, tokenizer)
+def _answer(
+    row: Mapping[str, Any], response: list[int], ended: Any, silent: Collection[int], tokenizer: Any
+) -> Answer:
+    """Make an answer of sampled tokens, cut after the token or text that ended them."""
+    (text,) = spoken_texts(tokenizer, [response], silent, clean_up_tokenization_spaces=False)
+    return Answer(row.get("prompt"), text, bool(ended), row["input_ids"], response, tokenizer, silent=silent)

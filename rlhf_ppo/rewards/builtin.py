@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlhf_ppo.data.prompts import text_of_content
+from rlhf_ppo.rewards.limited import limited, matches
 from rlhf_ppo.rewards.reward_model import Answer
 from rlhf_ppo.terminal import visible_logger
 
@@ -143,15 +144,24 @@ class Formatting(TextReward):
     r"""1 if the response matches a pattern, else 0.
 
     Attributes:
-        pattern: A regular expression, searched anywhere in the response; the default finds an announced answer.
+        pattern: A regular expression, searched anywhere in the response with what the chat template has opened it
+            with, such as `<think>`; 0 if that takes longer than `limited.SECONDS`. The default finds an announced
+            answer.
     """
 
     __name__: ClassVar[str] = "formatting"
     pattern: str = r"Answer:|####|\\boxed\{"
 
+    def __call__(
+        self, completions: Sequence[Any], policy_answers: Sequence[Answer] | None = None, **_: Any
+    ) -> list[float]:
+        """Score every response."""
+        return [self.score(text) for text in _whole_texts(completions, policy_answers)]
+
     def score(self, text: str) -> float:
         """Return 0 or 1."""
-        return float(re.search(self.pattern, text) is not None)
+        is_plain = self.pattern == Formatting.pattern  # which takes no long time
+        return float(matches(self.pattern, text) if is_plain else limited("matches", self.pattern, text))
 
 
 @dataclass(frozen=True)
@@ -253,14 +263,18 @@ class TrlReward:
         found = getattr(trl.rewards, name)
         self._call = found(**settings) if name.startswith("get_") else functools.partial(found, **settings)
         self.__name__ = getattr(self._call, "__name__", name)
-        self.__signature__ = inspect.signature(self._call)  # the columns that it requires
+        if name != "think_format_reward":  # which takes what `__call__` takes
+            self.__signature__ = inspect.signature(self._call)  # the columns that it requires
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.settings)
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Score every response as TRL does."""
-        messages = [[{"role": "assistant", "content": text}] for text in response_texts(completions)]
+    def __call__(
+        self, completions: Sequence[Any], policy_answers: Sequence[Answer] | None = None, **columns: Any
+    ) -> list[float | None]:
+        """Score every response as TRL does; its format too with what the chat template has opened it with."""
+        texts = _whole_texts(completions, policy_answers)
+        messages = [[{"role": "assistant", "content": text}] for text in texts]
         return self._call(completions=messages, **columns)
 
 
@@ -271,6 +285,12 @@ def response_texts(completions: Sequence[Any]) -> list[str]:
         completions: `B` texts, or `B` lists of messages `{"role", "content"}`.
     """
     return [item if isinstance(item, str) else _own_text(item) for item in completions]
+
+
+def _whole_texts(completions: Sequence[Any], policy_answers: Sequence[Answer] | None) -> list[str]:
+    """Return the responses' texts, with their beginnings that stand in the prompts."""
+    texts = response_texts(completions)
+    return [one.prefilled + text for one, text in zip(policy_answers, texts, strict=True)] if policy_answers else texts
 
 
 def _own_text(messages: Sequence[Any]) -> str:
@@ -380,10 +400,7 @@ def _until_closing_brace(text: str) -> str:
 
 
 def _math_verified(answer: str, reference: str) -> bool:
-    from math_verify import parse, verify  # with limits of a few seconds
-
-    final = final_answer(reference)
-    return verify(parse(f"${final}$") if final else [], parse(answer))
+    return limited("same_formula", final_answer(reference), answer)
 
 
 def _agree_auto(answer: str, reference: str) -> bool:

@@ -6,7 +6,7 @@ A reward model reads the same tokens in training, as a judge and in `rlhf-ppo ju
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +17,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
-from rlhf_ppo.data.prompts import as_the_template_reads, eos_id, is_conversation, text_of_content
+from rlhf_ppo.data.prompts import (
+    MARK,
+    as_the_template_reads,
+    eos_id,
+    is_conversation,
+    silent_ids,
+    spoken_texts,
+    template_settings,
+    text_of_content,
+)
 from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
@@ -33,7 +42,7 @@ class Answer:
 
     Attributes:
         prompt: The data set's prompt, a text or a conversation; None if only its ids are known.
-        response: The response's text, decoded apart from the prompt, without special tokens.
+        response: The response's text, decoded apart from the prompt, without its `silent_ids`.
         ended: Whether it ended with a stop token or stop string; True for an answer from a data set.
         prompt_ids: The prompt in the policy's tokens; None for an answer from a data set.
         response_ids: The whole response in the policy's tokens, including the stop token and the tokens of tools and
@@ -41,6 +50,8 @@ class Answer:
         tokenizer: The policy's tokenizer; None for an answer from a data set.
         written: Whether the policy wrote each of `response_ids`; None: all.
         messages: The turns and answers of an episode; None for a single response.
+        silent: Tokens that the response's text leaves out.
+        settings: The row's own arguments of the chat template, or None.
     """
 
     prompt: Any
@@ -51,11 +62,27 @@ class Answer:
     tokenizer: PreTrainedTokenizerBase | None = None
     written: Sequence[bool] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
+    silent: Collection[int] = ()
+    settings: Mapping[str, Any] | None = None
 
     @property
     def asked(self) -> Any:
         """The prompt, a text or a conversation."""
-        return self._decode(self.prompt_ids or ()) if self.prompt is None else self.prompt
+        return self._decode(self.prompt_ids or (), skip_special_tokens=True) if self.prompt is None else self.prompt
+
+    @property
+    def prefilled(self) -> str:
+        """The beginning of the response that stands in the prompt: a turn's, or what the template opens it with."""
+        if self._text_before or self.tokenizer is None or not is_conversation(self.prompt):
+            return self._text_before
+        user, answer = {"role": "user", "content": "dummy"}, {"role": "assistant", "content": MARK}
+        try:
+            text = _rendered([user, answer, user], self.tokenizer)
+        except Exception:  # the template needs other messages
+            return ""
+        header = text.partition(MARK)[0].partition("dummy")[2].partition("<think>")[0]
+        _, found, beginning = self._decode(self.prompt_ids or ()).rpartition(header or MARK)
+        return beginning if found else ""
 
     @property
     def continuation(self) -> str:
@@ -80,10 +107,9 @@ class Answer:
             return text_of_content(self.prompt[-1]["content"]) if self.prompt[-1].get("role") == "assistant" else ""
         return self.prompt if isinstance(self.prompt, str) else ""
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int], **options: Any) -> str:
         assert self.tokenizer is not None  # the policy's, which comes with ids
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return "".join(self.tokenizer.decode(list(ids), **options))
+        return spoken_texts(self.tokenizer, [ids], self.silent, clean_up_tokenization_spaces=False, **options)[0]
 
 
 def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
@@ -98,13 +124,14 @@ def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[
 
 def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
     prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
-    prompts = batch.columns.get("prompt", [None] * len(batch))
-    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    prompts, settings = (batch.columns.get(name) or [None] * len(batch) for name in ("prompt", "chat_template_kwargs"))
+    silent = silent_ids(tokenizer, batch.stops)
+    texts = spoken_texts(tokenizer, response_ids, silent, clean_up_tokenization_spaces=False)
     records = batch.columns.get(EPISODE_COLUMN)
     messages = [None] * len(batch) if records is None else [record.messages for record in records]
     rows = zip(prompts, texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
-    of_rows = zip(rows, batch.written, messages, strict=True)
-    return [Answer(*row, tokenizer, own, episode) for row, own, episode in of_rows]
+    of_rows = zip(rows, batch.written, messages, settings, strict=True)
+    return [Answer(*row, tokenizer, own, episode, silent, given) for row, own, episode, given in of_rows]
 
 
 @dataclass(frozen=True)
@@ -165,7 +192,8 @@ class RewardModel:
         scorer: Computes scores `(B,)` from token ids and mask `(B, L)`: a `FrozenScorer` on its device.
         rows_per_pass: Number of rows in one forward pass.
         autocast: Returns the context of the forward passes.
-        tokenizers: The policy's tokenizer and the model's own; None if it reads the policy's tokens.
+        tokenizers: The policy's tokenizer, and the model's own or None if it reads the policy's tokens; None: it reads
+            the tokens of a batch as they are.
         max_positions: Longest text for the model, in its own tokens; None if there is no limit.
         together: Returns a context that raises one process' error on all, because processes with a sharded model
             enter each forward pass together; every process enters it the same number of times.
@@ -178,7 +206,7 @@ class RewardModel:
         scorer: nn.Module,
         rows_per_pass: int,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None] | None = None,
         max_positions: int | None = None,
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
@@ -200,9 +228,10 @@ class RewardModel:
             WrongRewardError: A score is not finite.
             ValueError: A row is too long in the model's own tokens.
         """
-        if self.tokenizers is None:  # the same as `reward_model_ids`, for the whole batch
+        policy_tokenizer, tokenizer = self.tokenizers or (None, None)
+        is_text = not any(map(is_conversation, batch.columns.get("prompt", ())))
+        if policy_tokenizer is None or (tokenizer is None and is_text):  # as `reward_model_ids`, for the whole batch
             return self._scores(batch.query_responses, batch.attention_mask.bool())
-        policy_tokenizer, tokenizer = self.tokenizers
         with self.together():
             ids, mask = self._padded(answers_of(batch, policy_tokenizer), lambda _: tokenizer)
         return self._scores(ids.to(batch.query_responses.device), mask.to(batch.query_responses.device))
@@ -277,12 +306,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the token ids that a reward model reads.
+    """Return the token ids that a reward model reads: for an answer that ended, those of TRL's `RewardTrainer`.
 
-    Without its own tokenizer, it reads the policy's tokens. Otherwise the text is prompt + response; EOS is appended
-    if the response ended. A conversation gets the response as its last message, or all messages of an episode, and
-    goes through the tokenizer's chat template, which closes that message only if the response ended. An answer without
-    ids is always read as text.
+    A conversation gets the response as its last message, or all messages of an episode, and goes through the chat
+    template; what the template writes after an answer is left out if the response did not end. A text in the policy's
+    tokens stays as sampled. With its own tokenizer the text is prompt + response; EOS is appended if the response
+    ended. An answer without ids is always read as text.
 
     Args:
         answer: The answer.
@@ -292,7 +321,7 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
         ValueError: The answer has no ids, and there is no tokenizer; or the tokenizer has no chat template.
     """
     if tokenizer is None:
-        if answer.prompt_ids is not None and answer.response_ids is not None:
+        if answer.prompt_ids is not None and answer.response_ids is not None and not is_conversation(answer.prompt):
             return [*answer.prompt_ids, *answer.response_ids]
         tokenizer = answer.tokenizer
     if tokenizer is None:
@@ -304,26 +333,30 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    messages: list[Any] = list(answer.prompt)
-    if answer.messages is not None:
-        whole, opens = [*messages, *answer.messages], False
-        last = whole[-1]
-        is_text = last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
-        goes_on = not answer.ended and is_text
-    else:
+    whole: list[Any] = [*answer.prompt, *(answer.messages or ())]
+    if answer.messages is None:
         response = answer.response
-        if messages[-1].get("role") == "assistant":
-            response = text_of_content(messages.pop()["content"]) + answer.continuation
-        goes_on = not answer.ended and bool(response.strip())
-        opens = not answer.ended and not goes_on
-        whole = messages if opens else [*messages, {"role": "assistant", "content": response}]
-    encoded = tokenizer.apply_chat_template(
-        as_the_template_reads(whole, tokenizer),
-        continue_final_message=goes_on,
-        add_generation_prompt=opens,
-        return_dict=True,
-    )
-    return _ids(encoded)
+        if whole[-1].get("role") == "assistant":
+            response = text_of_content(whole.pop()["content"]) + answer.continuation
+        if not answer.ended and not response.strip():
+            return _ids(tokenizer(_rendered(whole, tokenizer, answer.settings, True), add_special_tokens=False))
+        whole.append({"role": "assistant", "content": response})
+    text, last = _rendered(whole, tokenizer, answer.settings), whole[-1]
+    if not answer.ended and last["role"] == "assistant" and last.get("content") and not last.get("tool_calls"):
+        marked = _rendered([*whole[:-1], {**last, "content": MARK}], tokenizer, answer.settings)
+        text = text.removesuffix(marked.rpartition(MARK)[2])
+    return _ids(tokenizer(text, add_special_tokens=False))
+
+
+def _rendered(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Mapping[str, Any] | None = None,
+    opens: bool = False,
+) -> str:
+    how = template_settings({"chat_template_kwargs": settings}, None)
+    shown = as_the_template_reads(messages, tokenizer, settings=how)
+    return str(tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=opens, **how))
 
 
 def tokenizer_beside(

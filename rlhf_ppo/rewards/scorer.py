@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
+from rlhf_ppo.data.prompts import silent_ids, spoken_texts
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 
 if TYPE_CHECKING:
@@ -29,6 +30,19 @@ T = TypeVar("T")
 
 MAX_SCORE = 1e12
 """The largest absolute value of a score: its squares, summed over a batch, are still finite in float32."""
+
+
+class EndTokens(Protocol):
+    """The tokens that end a response: `rlhf_ppo.generation.sampling.SpecialTokens`."""
+
+    @property
+    def stops(self) -> Sequence[int]:
+        """The stop tokens."""
+        ...
+
+    def ended(self, responses: Responses) -> Tensor:
+        """Return which responses ended by themselves, bool `(B,)`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,7 @@ class ScoringBatch:
         columns: The data set's other columns, each a list of `B` values.
         ended: Whether the response ended with a stop token or a stop string, bool `(B,)`, see
             `rlhf_ppo.generation.sampling.ended`.
+        stops: The tokens that end a response, which texts leave out if they are special.
     """
 
     query_responses: Tensor
@@ -52,11 +67,12 @@ class ScoringBatch:
     response_mask: Tensor
     columns: Mapping[str, list[Any]]
     ended: Tensor
+    stops: Sequence[int] = ()
 
     @classmethod
-    def of(cls, responses: Responses, prompts: Prompts, ended: Tensor) -> ScoringBatch:
-        """Make a batch of responses, their prompts' columns and whether they ended."""
-        return cls(*responses.batch, prompts.columns, ended)
+    def of(cls, responses: Responses, prompts: Prompts, tokens: EndTokens) -> ScoringBatch:
+        """Make a batch of responses and their prompts' columns; the special tokens tell which ended."""
+        return cls(*responses.batch, prompts.columns, tokens.ended(responses), tokens.stops)
 
     def __len__(self) -> int:
         return len(self.query_responses)
@@ -71,11 +87,13 @@ class ScoringBatch:
 
     def prompt_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return each prompt's text, without special tokens, decoded once for all sources."""
-        return self._texts("prompt", tokenizer, self._rows[0])
+        prompts = self._rows[0]
+        return self.once("prompts", tokenizer, lambda: tokenizer.batch_decode(prompts, skip_special_tokens=True))
 
     def response_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return each response's text, without special tokens, decoded once for all sources."""
-        return self._texts("response", tokenizer, self._rows[1])
+        """Return each response's text, without its `silent_ids`, decoded once for all sources."""
+        silent = silent_ids(tokenizer, self.stops)
+        return self.once("responses", tokenizer, lambda: spoken_texts(tokenizer, self._rows[1], silent))
 
     @property
     def written(self) -> list[list[bool]]:
@@ -99,12 +117,6 @@ class ScoringBatch:
     def episode_mask(self) -> Tensor:
         """True on the response's real tokens, whoever wrote them, bool `(B, T)`."""
         return self.attention_mask[:, self.query_responses.shape[1] - self.response_mask.shape[1] :]
-
-    def _texts(self, part: str, tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
-        def decoded() -> list[str]:
-            return tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-        return list(self.once(f"text of the {part}", tokenizer, decoded))
 
     def once(self, what: str, tokenizer: PreTrainedTokenizerBase, make: Callable[[], list[T]]) -> list[T]:
         """Return a value that is computed once for all sources.

@@ -294,6 +294,7 @@ def prepare(
         needs_reference=needs_reference(args, functions, kl_controller),
         accelerator=early_accelerator(trainer, args),
     )
+    tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
     preparation = prompt_preparation(args, tokenizer, tokens, models, functions, episodes)
     train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
@@ -561,6 +562,7 @@ def prompt_preparation(
         models.longest_sequence,
         columns_are_read=bool(functions) or read_other_tokens or episodes is not None,
         encoder=None if episodes is None else episodes.encoder,
+        stops=tokens.stops,
     )
 
 
@@ -606,7 +608,7 @@ def make_parts(
     args, tokens, accelerator, models = run.args, run.tokens, run.accelerator, prepared.models
     if models.reference is not None and models.reference.model is not None:
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
-    baselines = BaselineCompletions.of(prepared.functions, run.tokenizer, tokens.ended)
+    baselines = BaselineCompletions.of(prepared.functions, run.tokenizer, tokens)
     if engine is None:
         engine = make_engine(
             args,
@@ -642,7 +644,7 @@ def make_scorer(
             place_frozen(reward.made_scorer(), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
-            None if reward.tokenizer is None else (run.tokenizer, reward.tokenizer),
+            (run.tokenizer, reward.tokenizer),
             capabilities.positions(reward.model),
             lambda: distributed.raise_on_all_ranks(accelerator),
         )

@@ -26,7 +26,7 @@ from rlhf_ppo.data.prompts import (
     NoPrompts,
     PromptEncoder,
     columns_of,
-    eos_id,
+    ids_of,
     may_hold_chats,
     num_rows,
     prepare_prompts,
@@ -269,6 +269,7 @@ class PromptPreparation:
         limit: Longest sequence that the models, and a started engine, support; None without a limit.
         columns_are_read: Whether a reward reads other columns than the prompts; unread columns are dropped.
         encoder: Makes the tokenization of a data set of that name; None: prompts only.
+        stops: The stop tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -277,6 +278,7 @@ class PromptPreparation:
     limit: PositionLimit | None
     columns_are_read: bool = True
     encoder: Callable[[str, Vocabulary], PromptEncoder] | None = None
+    stops: Sequence[int] = ()
 
     def both(self, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
         """Return both prepared data sets of a trainer."""
@@ -313,27 +315,30 @@ class PromptPreparation:
             encode = PromptEncoder(self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by, settings)
         rows: Any = prepare_prompts(dataset, encode, args.max_prompt_length, args.dataset_num_proc)
         self._check_lengths(rows)
-        if num_rows(rows) is not None and self._begins_twice(rows[0]["input_ids"]):
+        if (row := self._begins_twice(rows)) is not None:
             logger.warning(
-                f"{name}: the first prompt begins with BOS twice, because the tokenizer adds it to a text that holds "
-                "it; leave BOS out of the texts, or give conversations, to which the chat template adds it"
+                f"{name}: the prompt of row {row} begins with BOS twice, because the tokenizer adds it to a text that "
+                "holds it; leave BOS out of the texts, or give conversations, to which the chat template adds it"
             )
         if self.encoder is None and num_rows(rows) is not None and may_hold_chats(rows):
             self._warn_of_turn_end()
         return rows
 
-    def _begins_twice(self, ids: Sequence[int]) -> bool:
+    def _begins_twice(self, rows: Any) -> int | None:
+        """Return the first row that begins with BOS twice, or None."""
         bos = self.tokenizer.bos_token_id
-        return bos is not None and list(ids[:2]) == [bos, bos]
+        if bos is None or num_rows(rows) is None or ids_of(self.tokenizer("a"))[0] != bos:
+            return None
+        rows = rows.select_columns("input_ids") if isinstance(rows, Dataset) else rows
+        return next((index for index, row in enumerate(rows) if list(row["input_ids"][:2]) == [bos, bos]), None)
 
     def _warn_of_turn_end(self) -> None:
         """Warn if the chat template ends answers with another token than the stop token: Gemma's is not its EOS."""
         args, tokenizer = self.args, self.tokenizer
-        stop = eos_id(tokenizer) if args.stop_token == "eos" else args.stop_token_id
-        if stop is None or args.stop_strings:
+        if not self.stops or args.stop_strings:
             return
-        end = turn_end(tokenizer, settings_of(args.chat_template_kwargs))
-        if end is not None and end != stop:
+        end, stop = turn_end(tokenizer, settings_of(args.chat_template_kwargs)), self.stops[0]
+        if end is not None and end not in self.stops:
             ends, stops = tokenizer.convert_ids_to_tokens([end, stop])
             logger.warning_once(
                 f"The chat template ends an answer with {ends!r} ({end}), but responses end only at {stops!r} "

@@ -311,16 +311,18 @@ class RngStreams:
         return os.path.join(checkpoint, f"separate_rng_state_{self.process_index}.pth")
 
 
-def use_stream_in_callbacks(handler: Any, stream: RngStream) -> None:
-    """Let all callbacks of a handler draw from a stream.
+def set_up_callbacks(handler: Any, stream: RngStream, policy: torch.nn.Module) -> None:
+    """Let all callbacks of a handler draw from a stream, and see the policy as `model`.
 
     Args:
         handler: Trainer's `CallbackHandler`; every event goes through its `call_event`.
         stream: The stream.
+        policy: A transformers model, which callbacks can generate with and save.
     """
     call_event: Callable[..., Any] = handler.call_event
 
     def call_in_stream(event: str, *args: Any, **kwargs: Any) -> Any:
+        handler.model = policy
         if not any(_handles(callback, event) for callback in handler.callbacks):
             return call_event(event, *args, **kwargs)
         with stream.in_use():

@@ -173,7 +173,7 @@ class EpisodeRollouts:
         Returns:
             The responses, and the prompts that they follow.
         """
-        stops = (run.tokens.stop,) if run.tokens.stop is not None else ()
+        stops = run.tokens.stops
         if self.args.stop_token == "eos" and any(kind.tools for kind in self.environments.kinds.values()):
             stops = stop_ids(policy, run.tokens.stop)
 

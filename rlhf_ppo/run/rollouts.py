@@ -253,7 +253,7 @@ def audit_columns(
         sampled = generate(audits.prefix_prompts(rollout, batch), config).responses
         of_rows = prompts.take([each.row for each in batch])
         ids = audits.joined(rollout, batch, sampled, args.response_length, tokens.pad)
-        joined = join_responses(of_rows, ids, tokens.stop, tokens.pad, tokens.stop_strings)
+        joined = join_responses(of_rows, ids, tokens.stops, tokens.pad, tokens.stop_strings)
         return evaluate(joined, of_rows)[1]
 
     cuts = audits.draw_cuts(responses.masks.response.sum(axis=1), num_prefixes, generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import shutil
@@ -22,7 +23,9 @@ from transformers.trainer_callback import ExportableState
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
+from rlhf_ppo.generation.sampling import SpecialTokens, changed
 from rlhf_ppo.models.adapters import load_adapter_weights
+from rlhf_ppo.models.loading import CHECKPOINT_DTYPE
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
 from rlhf_ppo.run import checkpoints as directories
@@ -44,7 +47,11 @@ CRITIC_DIR = "critic"
 
 
 def save_models(
-    models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, value_directory: str | None
+    models: PolicyAndValue,
+    directory: str,
+    state_dict: Mapping[str, Any] | None,
+    value_directory: str | None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write the models, or their adapters, in the format of `from_pretrained`.
 
@@ -53,6 +60,7 @@ def save_models(
         directory: The policy's directory.
         state_dict: Weights of both models, gathered by an engine; None takes them from the models.
         value_directory: The value model's subdirectory; None does not write it.
+        dtype: Type of the policy's saved weights, unless it has an adapter; None: as they are.
     """
     parts = [("policy", models.policy, directory)]
     if value_directory is not None:
@@ -60,7 +68,23 @@ def save_models(
     for prefix, part, part_directory in parts:
         part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
         adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
+        cast_to = dtype if part is models.policy and not adapters else None
+        if cast_to is not None:
+            part_state = _in_type(part.state_dict() if part_state is None else part_state, cast_to)
         cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
+        if cast_to is not None:
+            config = copy.deepcopy(cast(Any, part).config)
+            config.dtype = cast_to
+            config.save_pretrained(part_directory)
+
+
+def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the floating-point weights in another type; tied weights stay one tensor."""
+    made: dict[tuple[Any, ...], Tensor] = {}
+    for value in state_dict.values():
+        if value.is_floating_point():
+            made[value.data_ptr(), value.shape] = value.to(dtype)
+    return {name: made.get((value.data_ptr(), value.shape), value) for name, value in state_dict.items()}
 
 
 def save_all(
@@ -77,11 +101,29 @@ def save_all(
     """
     critic = CRITIC_DIR if run.args.save_critic else None
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
-    save_models(models, directory, state_dict, value_directory)
+    dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
+    with stopping_as_trained(models.policy, run.tokens):
+        save_models(models, directory, state_dict, value_directory, dtype)
     run.tokenizer.save_pretrained(directory)
     if value_directory == CRITIC_DIR:
         run.tokenizer.save_pretrained(os.path.join(directory, value_directory))
     torch.save(run.args, os.path.join(directory, TRAINING_ARGS_NAME))
+
+
+@contextmanager
+def stopping_as_trained(policy: nn.Module, tokens: SpecialTokens) -> Iterator[None]:
+    """Let the policy's `generation_config` end responses where training does, while it is saved."""
+    model, strings = transformers_model(policy), tokens.stop_strings
+    own = getattr(model, "generation_config", None)
+    if own is not None:
+        stops = {"eos_token_id": list(tokens.stops) if tokens.stops[1:] else tokens.stop} if tokens.stops else {}
+        stops |= {"stop_strings": list(strings.strings)} if strings is not None else {}
+        cast(Any, model).generation_config = changed(own, **stops)
+    try:
+        yield
+    finally:
+        if own is not None:
+            cast(Any, model).generation_config = own
 
 
 def _with_prefix(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_ppo.data.prompts import PromptEncoder, real_tokens
+from rlhf_ppo.data.prompts import PromptEncoder, as_the_template_reads, real_tokens
 
 PAD, EOS, BOS = 0, 1, 2
 TEMPLATE = (
@@ -75,6 +76,17 @@ def test_keys_that_arrow_filled_with_none_are_not_defined_for_the_template() -> 
     template = "{% for m in messages %}{% if 'tools' in m %}tools{% else %}{{ m.content }}{% endif %}{% endfor %}"
     messages = [{"role": "user", "content": "a", "tools": None}]
     assert encode({"prompt": messages}, word_tokenizer(template))["input_ids"] == [3]
+
+
+def test_nested_keys_that_arrow_filled_with_none_are_not_written_by_the_template() -> None:
+    """A call's arguments have the keys of all rows' calls; TRL removes them the same way."""
+    from trl.trainer.utils import remove_none_values
+
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"expr": "x"}, {"n": 1})]
+    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}] for call in calls]
+    for messages in Dataset.from_dict({"prompt": rows})["prompt"]:
+        shown = as_the_template_reads(messages, word_tokenizer())
+        assert shown == remove_none_values(messages) and "None" not in str(shown)
 
 
 def test_a_rows_own_template_arguments_win_as_in_trls_trainers() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_ppo.rewards import limited
 from rlhf_ppo.rewards.builtin import (
     BUILTIN_REWARDS,
     TRL_REWARDS,
@@ -113,10 +114,18 @@ def test_math_mode_compares_expressions() -> None:
 
 
 @pytest.mark.skipif(not HAS_MATH_VERIFY, reason="math-verify is not installed")
-def test_math_mode_ends_on_a_tower_of_powers() -> None:
-    """It would take longer than the universe has; math-verify gives up after seconds."""
+def test_math_mode_ends_on_a_tower_of_powers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take longer than the universe has, in C code that ignores signals and threads."""
+    monkeypatch.setattr(limited, "SECONDS", 0.5)
     texts = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{1}"]
     assert score("correctness", *texts, columns={"answer": ["1", "1"]}, mode="math") == [0, 1]
+
+
+def test_a_pattern_that_backtracks_for_ever_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "SECONDS", 0.5)
+    assert score("formatting", "a" * 40 + "b", "aaa", pattern="(a+)+$") == [0, 1]
+    with pytest.raises(RuntimeError, match="matches ended with exit code 1"):
+        score("formatting", "a", pattern="(")
 
 
 @pytest.mark.parametrize("name", BUILTIN_REWARDS)

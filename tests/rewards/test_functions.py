@@ -11,7 +11,9 @@ from accelerate import PartialState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerState
 
+from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.rewards import RewardFunction, ScoringBatch
+from rlhf_ppo.rewards.builtin import builtin_reward
 from rlhf_ppo.rewards.functions import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import WrongRewardError, check_scores
 from tests.conftest import make_tokenizer
@@ -60,6 +62,29 @@ def test_pretokenized_prompts_are_decoded_and_ids_are_the_real_ones(tokenizer: P
     assert seen["completions"] == ["w2 w3", "", "w6 w6 w6"]
     assert seen["completion_ids"] == [[4, 5, EOS], [EOS], [8, 8, 8]]
     assert seen["answer"] == ["x", "y", "z"] and seen["trainer_state"] is STATE
+
+
+def test_texts_keep_special_tokens_that_the_policy_wrote(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Not EOS, PAD or the stop token, here <end>; a format reward reads them, behind what the template has written."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<end>"]})
+    open_id, close_id, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<end>"])
+    chats = [[{"role": "user", "content": "w1"}], [{"role": "user", "content": "w2"}]]
+    header = "{{ m.role }} {{ m.content if m.content is defined }} "
+    opened = "{% if add_generation_prompt %}assistant <think> {% endif %}"
+    ids = torch.tensor([[3, open_id, 4, close_id, 5, end], [3, EOS, 4, close_id, 5, end]])
+    batch = ScoringBatch(ids, ids > 0, (ids > 0)[:, 1:], {}, torch.tensor([True, True]), (end,))
+    seen: dict[str, Any] = {}
+    source(recorder(seen), tokenizer)(batch)
+    assert seen["completions"] == ["<think> w2 </think> w3", "w2 </think> w3"]
+
+    tokenizer.chat_template = "{% for m in messages %}" + header + "{% endfor %}" + opened
+    tokenizer.add_tokens(["user", "assistant"])
+    prompts = [PromptEncoder(tokenizer, "", None)({"prompt": chat}, 0)["input_ids"] for chat in chats]
+    ids = torch.cat([torch.tensor(prompts), ids[:, 2:]], dim=1)
+    batch = ScoringBatch(ids, ids > 0, (ids > 0)[:, -4:], {"prompt": chats}, torch.tensor([True, True]), (end,))
+    pattern = builtin_reward("formatting", pattern="^<think>.*</think>")
+    for reward in (pattern, builtin_reward("think_format_reward")):
+        assert source(reward, tokenizer)(batch).tolist() == [1, 1]
 
 
 CONVERSATIONS = [[{"role": "user", "content": f"w{index}"}] for index in range(3)]

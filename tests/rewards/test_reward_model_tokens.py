@@ -9,15 +9,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
+from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts, Responses
-from rlhf_ppo.rewards import ScoringBatch
-from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids, shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards import RewardModel, ScoringBatch
+from rlhf_ppo.rewards.reward_model import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.runs import QUICK
 
@@ -212,7 +214,6 @@ def test_it_scores_as_it_does_alone(
 def test_a_model_from_trls_reward_trainer_scores_the_same_in_ppo(
     tokenizer: str, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    trl = pytest.importorskip("trl")
     shared = tokenizer == "the policy's"
     processing_class = make_tokenizer() if shared else character_tokenizer()
     model = tiny_scorer(seed=4) if shared else character_model()
@@ -235,3 +236,56 @@ def test_a_model_from_trls_reward_trainer_scores_the_same_in_ppo(
     scores = step_2.score_responses(made, Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {}))
     assert scores.total.tolist() == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.05
+
+
+ASKED = [{"role": "user", "content": "w1 w2"}]
+TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+
+
+def test_a_conversation_is_read_as_trls_reward_trainer_read_it(tmp_path: Path) -> None:
+    """With every template that TRL ships, of an answer that ended; what it writes after the stop token counts."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    args = trl.RewardConfig(
+        str(tmp_path), max_length=None, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True
+    )
+    whole = {"input_ids": [4], "chosen_ids": [4], "rejected_ids": [5]}
+    trainer = trl.RewardTrainer(
+        character_model(), args, train_dataset=Dataset.from_list([whole]), processing_class=tokenizer
+    )
+    seen: list[list[int]] = []
+
+    def scorer(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen.extend(row[real].tolist() for row, real in zip(ids, mask, strict=True))
+        return torch.zeros(len(ids))
+
+    models = [RewardModel(cast(Any, scorer), 8, tokenizers=(tokenizer, own)) for own in (None, tokenizer)]
+    num_other = 0
+    for path in TEMPLATES:
+        tokenizer.chat_template = path.read_text()
+        texts = ["w3 w4", "<think>\nw5\n</think>\n\nw3"]
+        if path.name.startswith("llava"):  # which reads blocks alone, so RewardTrainer fails on these texts
+            continue
+        answers = [[{"role": "assistant", "content": text}] for text in texts]
+        pair = {"prompt": ASKED, "chosen": answers[0], "rejected": answers[1]}
+        row: Any = trainer._prepare_dataset(Dataset.from_list([pair]), tokenizer, args, "train")[0]
+        prompt = PromptEncoder(tokenizer, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
+        sampled = [(prompt, [*tokenizer(text, add_special_tokens=False)["input_ids"], EOS]) for text in texts]
+        seen.clear()
+        for model in models:
+            model(batch({"prompt": [ASKED] * 2}, sampled, [True, True]))
+        assert seen == [row["chosen_ids"], row["rejected_ids"]] * 2, path.name
+        num_other += seen[0] != [*sampled[0][0], *sampled[0][1]]
+    assert num_other > 30  # the tokens of the rollout would be others
+
+
+def test_what_the_template_opens_an_answer_with_is_known() -> None:
+    tokenizer = character_tokenizer()
+    for name, opened in (("qwen3", ""), ("qwen3_5_think", "<think>\n"), ("deepseekv3", "<think>\n"), ("gptoss", "")):
+        (path,) = [path for path in TEMPLATES if path.stem == name]
+        tokenizer.chat_template = path.read_text()
+        prompt = PromptEncoder(tokenizer, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
+        (answer,) = answers_of(batch({"prompt": [ASKED]}, [(prompt, [9, EOS])]), tokenizer)
+        assert answer.prefilled == opened
+    begun = [*ASKED, {"role": "assistant", "content": "<think>"}]
+    assert Answer(begun, "x").prefilled == "<think>"
