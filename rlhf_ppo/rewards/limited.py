@@ -78,7 +78,8 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         result = bool(globals()[function](*texts))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(result), flush=True)
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

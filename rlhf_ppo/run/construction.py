@@ -554,13 +554,12 @@ def prompt_preparation(
         ValueError: A model cannot embed ids that another one produces.
     """
     reading, special = models.reading_policy_tokens, (tokens.pad, tokens.stop)
-    read_other_tokens = any(reward.tokenizer is not None for reward in models.rewards)
     return PromptPreparation(
         tokenizer,
         args,
         capabilities.shared_vocabulary(reading, models.frozen_reference, tokenizer, *special),
         models.longest_sequence,
-        columns_are_read=bool(functions) or read_other_tokens or episodes is not None,
+        columns_are_read=bool(functions or episodes) or any(reward.tokenizer for reward in models.rewards),
         encoder=None if episodes is None else episodes.encoder,
         stops=tokens.stops,
     )
