@@ -26,7 +26,7 @@ from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, shape_scores
 from rlhf_ppo.run import construction, learning
 from rlhf_ppo.run.construction import ModelOrPath
-from rlhf_ppo.run.distributed import minibatch_generator, raise_on_all_ranks
+from rlhf_ppo.run.distributed import minibatch_generator
 from rlhf_ppo.run.learning import PolicyLossFunction
 from rlhf_ppo.run.optimization import Optimizers
 from rlhf_ppo.run.rollouts import policy_and_value_outputs, reference_logprobs
@@ -226,7 +226,7 @@ class PPOTrainer(TrainerBase):
         Returns:
             The weighted sums, and the scores of each source.
         """
-        with raise_on_all_ranks(self.accelerator), self._run.streams.rewards.in_use():
+        with self._run.streams.rewards.in_use():
             if pending is None:
                 return self.scorer(ScoringBatch.of(responses, prompts, self.tokens))
             return pending.result()

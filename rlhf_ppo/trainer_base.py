@@ -212,8 +212,9 @@ class TrainerBase(Steps, Trainer):
     @contextmanager
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
+        self._run.check_in_step()
         opened = saving.opened(self.args, self.accelerator, resume_from_checkpoint)
-        with self._signals.listening(), opened as checkpoint:
+        with self._signals.listening(), opened as checkpoint, self._run.noting_error():
             self._guard.last_checkpoint = checkpoint
             self._run.logged.forget()  # what a failed update has left
             yield checkpoint
@@ -513,7 +514,8 @@ class TrainerBase(Steps, Trainer):
                     f"the run of step() is over after {done} of {of} updates; to continue, make a new PPOTrainer with "
                     "resume_from_checkpoint=True, and a larger total_episodes for more updates"
                 )
-            yield
+            with self._run.noting_error():
+                yield
             self._leave_if_stopped()
             if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
                 self._finish_run()
@@ -702,6 +704,7 @@ class TrainerBase(Steps, Trainer):
             DivergenceError: A weight is not finite; nothing is written.
         """
         args, accelerator = self.args, self.accelerator
+        self._run.check_in_step()
         if not self._is_saving:
             self._guard.check_weights(together=distributed.is_sharding(accelerator))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -856,6 +859,7 @@ class TrainerBase(Steps, Trainer):
     @contextmanager
     def _apart_from_training(self) -> Iterator[None]:
         """Let the steps use the current weights in the block, with the same separate random numbers in every call."""
+        self._run.check_in_step()
         before = self._prepared
         self._sampler.engine.policy_changed()  # the weights may have changed
         with rollouts.apart_from_training(self._run, self.model_wrapped) as self._prepared:

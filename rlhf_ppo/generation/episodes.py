@@ -179,8 +179,8 @@ class EpisodePlayer:
         """
         device, running = prompts.input_ids.device, records
         while (num_and_most := self._of_all_ranks(running))[0]:
+            self._take_turns(running, *num_and_most, device)
             with self.ranks.together():
-                self._take_turns(running, *num_and_most, device)
                 self._answer(running)
                 running = [record for record in running if not record.is_over]
         own = {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}

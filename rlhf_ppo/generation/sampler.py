@@ -27,7 +27,7 @@ from rlhf_ppo.generation.sampling import (
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
-from rlhf_ppo.run.distributed import raise_on_all_ranks, zero_stage
+from rlhf_ppo.run.distributed import zero_stage
 
 
 class Sampler:
@@ -79,7 +79,7 @@ class Sampler:
     def policy_of(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yield the language model in the form that the engine reads, under autocast.
 
-        An error of one rank is raised on all ranks, with the model's name.
+        An error of one rank is not exchanged: the other ranks may wait for it in a pass of a sharded model.
 
         Args:
             model: As for `sample`.
@@ -89,7 +89,7 @@ class Sampler:
         whole = whole_policy(model, self.accelerator, self.args.ds3_gather_for_generation)
         with nullcontext(plain.policy) if self.engine.reads_sharded else whole as policy:
             naming = naming_the_model(policy, role, self.moment())
-            with raise_on_all_ranks(self.accelerator), naming, self.accelerator.autocast():
+            with naming, self.accelerator.autocast():
                 yield policy
 
 

@@ -200,6 +200,8 @@ class RewardModel:
     """
 
     name = "reward_model"
+    exchanges_errors = True
+    """Its passes may wait for all ranks, so that errors are exchanged before and after them only."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
@@ -207,6 +208,7 @@ class Scorer:
     Args:
         sources: The reward sources; sources with the same name become `name`, `name_2`, ...
         weights: One weight per source, in their order or by name; None: all 1.
+        together: Returns a context that raises an error of one rank in its block on all ranks.
 
     Raises:
         ValueError: `weights` does not have one weight per source, or a weight is not finite.
@@ -216,7 +218,9 @@ class Scorer:
         self,
         sources: Sequence[RewardSource],
         weights: Sequence[float] | Mapping[str, float] | None = None,
+        together: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self.together = together
         self.names = _unique([source.name for source in sources])
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)
@@ -305,9 +309,13 @@ class PendingScores:
             WrongRewardError: A source returned another shape, or a weighted sum is beyond `MAX_SCORE`.
         """
         sources = self.scorer.sources
-        given = {name: source(self.batch) for name, source in sources.items() if name not in self.running}
-        given |= {name: future.result() for name, future in self.running.items()}
-        return self.scorer.weighted_sum({name: given[name] for name in sources}, self.batch)
+        of_models = {name for name, source in sources.items() if getattr(source, "exchanges_errors", False)}
+        given = {name: sources[name](self.batch) for name in sources if name in of_models}
+        with self.scorer.together():
+            now = sources.keys() - of_models - self.running.keys()
+            given |= {name: source(self.batch) for name, source in sources.items() if name in now}
+            given |= {name: future.result() for name, future in self.running.items()}
+            return self.scorer.weighted_sum({name: given[name] for name in sources}, self.batch)
 
     def __enter__(self) -> PendingScores:
         return self

@@ -638,6 +638,7 @@ def make_scorer(
         ValueError: `reward_weights` does not fit.
     """
     args, accelerator, logged = run.args, run.accelerator, run.logged
+    together = partial(distributed.raise_on_all_ranks, accelerator)
     models = [
         RewardModel(
             place_frozen(reward.made_scorer(), accelerator, reward.offloads),
@@ -645,7 +646,7 @@ def make_scorer(
             lambda: accelerator.autocast(),
             (run.tokenizer, reward.tokenizer),
             capabilities.positions(reward.model),
-            lambda: distributed.raise_on_all_ranks(accelerator),
+            together,
         )
         for reward in rewards
     ]
@@ -667,4 +668,4 @@ def make_scorer(
         weights = dict.fromkeys(own, 1.0) | weights
     elif weights is not None and len(weights) == len(models) + len(sources) - len(own):
         weights = [*weights, *[1.0] * len(own)]
-    return Scorer([*models, *sources], weights)
+    return Scorer([*models, *sources], weights, together)

@@ -86,11 +86,15 @@ def any_rank(condition: bool) -> bool:
 
 
 @contextmanager
-def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None]:
-    """Run a block of each rank's own work; raise an error of one rank on all ranks, which would otherwise hang.
+def raise_on_all_ranks(accelerator: Accelerator | PartialState, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Run a block of each rank's own work, such as a reward function; raise an error of one rank on all ranks.
+
+    In the block no rank may wait for another one, as in a pass of a sharded model: there a rank raises its error, its
+    process ends, and the launcher ends the others.
 
     Args:
         accelerator: Gives the number of processes; one process exchanges nothing.
+        kind: The errors to exchange; others are raised on their rank only.
 
     Raises:
         Exception: Another rank failed. An error of this package, such as `DivergenceError`, is the same on all ranks;
@@ -100,14 +104,23 @@ def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None
     own: Exception | None = None
     try:
         yield
-    except Exception as error:
+    except kind as error:
         own = error
     if accelerator.num_processes > 1 and any_rank(own is not None):
         sent = None if own is None else _portable(own, accelerator.process_index)
         raised = [error for error in gather_object([sent]) if error is not None]
         own = own or raised[0]
     if own is not None:
+        own.__dict__[_ON_ALL_RANKS] = True
         raise own
+
+
+_ON_ALL_RANKS = "_rlhf_ppo_on_all_ranks"
+
+
+def is_on_all_ranks(error: Exception) -> bool:
+    """Return whether `raise_on_all_ranks` has raised the error."""
+    return _ON_ALL_RANKS in error.__dict__
 
 
 def _portable(error: Exception, rank: int) -> Exception:

@@ -15,7 +15,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, smallest
-from rlhf_ppo.environments.pool import Environments
+from rlhf_ppo.environments.pool import EpisodeError, Environments
 from rlhf_ppo.generation.episodes import (
     CUTS,
     EpisodeLimits,
@@ -197,7 +197,7 @@ class EpisodeRollouts:
         rows = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
         with raise_on_all_ranks(run.accelerator):  # the first pass of a sharded policy waits for all ranks
             records = player.begin(prompts, self.environments.start(rows, self._seeds(run, len(rows))))
-        with raise_on_all_ranks(run.accelerator):
+        with raise_on_all_ranks(run.accelerator, EpisodeError):  # other errors come from passes
             responses, played = player.play(prompts, records)
         self._log(run, played.columns[EPISODE_COLUMN], player.seconds)
         return responses, played

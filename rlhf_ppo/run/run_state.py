@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -24,7 +25,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.reporting.metrics import PhaseTimer, rate
 from rlhf_ppo.rewards.functions import LoggedByFunctions
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
-from rlhf_ppo.run.distributed import RngStreams, get_logger
+from rlhf_ppo.run.distributed import RngStreams, get_logger, is_on_all_ranks
 
 if TYPE_CHECKING:
     from rlhf_ppo.run.datasets import Passes
@@ -76,6 +77,7 @@ class RunState:
         streams: The random-number streams.
         logged: Values that reward functions have logged since the last update.
         timer: Seconds of the update's phases.
+        error: The error of this rank alone that has ended the run.
     """
 
     args: PPOConfig
@@ -88,6 +90,7 @@ class RunState:
     streams: RngStreams = field(init=False)
     logged: LoggedByFunctions = field(init=False)
     timer: PhaseTimer = field(default_factory=PhaseTimer)
+    error: Exception | None = None
 
     def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, uses_functions: bool) -> None:
         """Set the objects that Trainer's constructor made, and make the parts that need them."""
@@ -119,6 +122,24 @@ class RunState:
         own = torch.tensor([float(getattr(self.control, flag)) for flag in flags], device=self.args.device)
         for flag, count in zip(flags, self.sum_over_ranks(own).tolist(), strict=True):
             setattr(self.control, flag, count > 0)
+
+    @contextmanager
+    def noting_error(self) -> Iterator[None]:
+        """Keep an error of this rank alone, after which `check_in_step` raises."""
+        try:
+            yield
+        except Exception as error:
+            if self.accelerator.num_processes > 1 and not is_on_all_ranks(error):
+                self.error = error
+            raise
+
+    def check_in_step(self) -> None:
+        """Raise a RuntimeError if this rank has left the others, which may wait for it at another place."""
+        if self.error is not None:
+            raise RuntimeError(
+                f"{type(self.error).__name__} has ended training in this process, and the other processes may wait for "
+                "it elsewhere: let the program end, and resume from a checkpoint"
+            ) from self.error
 
     def moment(self) -> str:
         """Return the current position for errors: `update 3`, or `evaluation after update 3`."""

@@ -411,6 +411,23 @@ def reward_function_fails_on_one_rank(output_dir: str, models: str) -> None:
     trainer.train()
 
 
+def out_of_memory_on_one_rank(output_dir: str, models: str, where: str) -> None:
+    """Run out of memory in the first pass of rank 1's second rollout: of the policy, or of the reward model."""
+    given = {"reward_funcs": None, "reward_model": f"{models}/reward_model"}
+    trainer = make_trainer(output_dir, models, given=given)
+    model: Any = trainer.policy_model if where == "generation" else trainer.reward_models[0]
+
+    def fail(*_: Any) -> None:
+        if trainer.args.process_index == 1 and trainer.state.global_step == 1:
+            raise torch.OutOfMemoryError("no room")
+
+    model.model.layers[-1].mlp.register_forward_pre_hook(fail)
+    try:
+        trainer.train()
+    finally:
+        trainer.save_model()  # which takes all ranks
+
+
 class SetsAFlag(TrainerCallback):
     """Sets a flag of `control` on rank 1 at an event of the first update."""
 

@@ -1,5 +1,7 @@
 """Frozen models are sharded like the trained ones, and score as they do whole; errors reach every rank."""
 
+import time
+
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -67,3 +69,19 @@ def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path
     (errors,) = processes.run_all("multi_gpu", [("error_of", arguments)])
     assert errors[1] == "ZeroDivisionError: no such luck"
     assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
+
+
+@pytest.mark.parametrize(("config", "where"), [("fsdp2", "reward model"), ("deepspeed_zero3", "generation")])
+def test_an_error_of_one_rank_in_a_pass_ends_all(config, where, models, tmp_path):
+    """The others wait in the pass, until the process that failed has ended; it alone tells the cause."""
+    run = {"output_dir": str(tmp_path / "run"), "models": str(models), "where": where}
+    started = processes.started(config, [("out_of_memory_on_one_rank", run)], str(tmp_path))
+    end = time.monotonic() + 90
+    while any(process.is_alive() for process in started) and time.monotonic() < end:
+        time.sleep(0.1)
+    for process in started:
+        process.kill()  # without effect on those that have ended
+        process.join()
+    assert [process.exitcode for process in started] == [1, 1]
+    told = [(tmp_path / f"{rank}.log").read_text().count("OutOfMemoryError: no room") for rank in (0, 1)]
+    assert told == [0, 1]
