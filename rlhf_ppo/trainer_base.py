@@ -28,6 +28,7 @@ from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.data.files import optional
 from rlhf_ppo.data.prompts import PromptCollator, num_rows
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
@@ -213,6 +214,7 @@ class TrainerBase(Steps, Trainer):
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
         self._run.check_in_step()
+        datasets.check_ranks_alike(self.args, self.train_dataset)
         opened = saving.opened(self.args, self.accelerator, resume_from_checkpoint)
         with self._signals.listening(), opened as checkpoint, self._run.noting_error():
             self._guard.last_checkpoint = checkpoint
@@ -251,7 +253,7 @@ class TrainerBase(Steps, Trainer):
             schedule_follows_metric=follows_metric(self.lr_scheduler),
         )
         run.fire("on_train_begin")
-        if args.eval_on_start:
+        if args.eval_on_start and checkpoint is None:
             self._evaluate(None, ignore_keys, skip_scheduler=True)
         if self.state.global_step == 0:
             self._make_samples()
@@ -331,10 +333,8 @@ class TrainerBase(Steps, Trainer):
         made_of = names_of_parts(
             self.policy_model, reference, self.reward_models, self.scorer.names, self._reward_funcs, self.dataset_name
         )
-        health = health_settings(self.callback_handler.callbacks)
-        with raise_on_all_ranks(self.accelerator):
-            if self.args.should_save:
-                save_settings(output_directory(self.args), self.args, made_of, health)
+        if self.args.should_save:
+            save_settings(self.args, made_of, health_settings(self.callback_handler.callbacks))
 
     def _make_samples(self) -> None:
         """Make a sample table if it is due."""
@@ -382,12 +382,14 @@ class TrainerBase(Steps, Trainer):
         )
         self._run.agree_on_control()
 
-    def _leave_if_stopped(self) -> None:
-        """Leave the run with `RunStopped` if a signal ended it."""
+    def _leave_if_stopped(self, is_over: bool = False) -> None:
+        """Leave the run with `RunStopped` if a signal ended it, perhaps after the end of training."""
         if (number := self._signals.stopped) is None:
             return
-        self._save_last()  # save_strategy="best" saves after a best evaluation only
-        self._run.fire("on_train_end")
+        if not (is_over and self.args.load_best_model_at_end):  # which has replaced the last models
+            self._save_last()  # save_strategy="best" saves after a best evaluation only
+        if not is_over:
+            self._run.fire("on_train_end")
         self._finish_current_push()
         self.is_in_train = False
         raise stopped(number, str(self._guard.last_checkpoint), self.state, self.args.process_index)
@@ -410,9 +412,11 @@ class TrainerBase(Steps, Trainer):
             self._log_save_evaluate()
         self._leave_if_stopped()
         self._guard.check_weights()
-        num_episodes = self.state.max_steps * self.sizes.batch_size
-        output = self._finalize_training(None, num_episodes, loop.start)
-        self.save_state()  # the log, for `rlhf-ppo report`
+        output = self._finalize_training(None, self.state.max_steps * self.sizes.batch_size, loop.start)
+        with optional("The log"):
+            self.save_state()  # for `rlhf-ppo report`
+        self._signals.agree(self.args.device)  # one may have arrived since the last update
+        self._leave_if_stopped(is_over=True)
         return output
 
     # ---- The run of `step` ----
@@ -730,6 +734,9 @@ class TrainerBase(Steps, Trainer):
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         saving.check_loaded(self._models, load_result)
 
+    def _load_callback_state(self) -> None:
+        saving.restore_states(self.args, self.callback_handler.callbacks, self.state)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
@@ -985,6 +992,5 @@ class TrainerBase(Steps, Trainer):
         if of_training:
             self._run.agree_on_control()
             rows = gather_object(self._rollout_metrics.kept_completions(self.state.global_step))
-            with raise_on_all_ranks(self.accelerator):
-                if rows and self.args.process_index == 0:
-                    write_completions(output_directory(self.args), rows[:NUM_KEPT_COMPLETIONS])
+            if rows and self.args.process_index == 0:
+                write_completions(output_directory(self.args), rows[:NUM_KEPT_COMPLETIONS])

@@ -400,6 +400,7 @@ class PPOConfig(
     warmup_ratio: ShareBelowOne | None = _option(
         None, "Share of all updates in which the learning rate rises; the same as warmup_steps below 1."
     )
+    restore_callback_states_from_checkpoint: bool = _option(True, "Restore callbacks' counters, such as a patience.")
 
     # --- Experiment, models, data ---
     exp_name: str = _option("ppo_config", "Name of the experiment; unset run_name: $WANDB_NAME or <exp_name>__<seed>.")

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ppo.config.checks import Interval, check_range, check_type
+from rlhf_ppo.terminal import visible_logger
+
+logger = visible_logger(__name__)
 
 
 @contextmanager
@@ -24,6 +27,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def optional(what: str) -> Iterator[None]:
+    """Turn an OSError of the block into a warning: the run continues without the file.
+
+    Args:
+        what: The file, for the warning.
+    """
+    try:
+        yield
+    except OSError as error:
+        logger.warning(f"{what} could not be written, and the run continues: {error}")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
-from rlhf_ppo.data.files import replacing
+from rlhf_ppo.data.files import optional, replacing
 from rlhf_ppo.data.rollout import Experience, Rollout
 
 COMPLETIONS_DIR = "_completions"
@@ -159,6 +159,7 @@ def _episode(episode: Mapping[str, Any], written: Sequence[bool]) -> dict[str, A
 # Files
 
 
+@optional("The responses of an update")
 def write_completions(output_dir: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write the responses of an update to `_completions/completions_<step>.parquet`.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.files import write_json
+from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
 from rlhf_ppo.reporting.run_log import AUDIT_NAME
 
@@ -100,6 +100,7 @@ class CriticAudit:
         found = {f"critic/{name}": estimate.value for name, estimate in self.figures.items()}
         return found | {"critic/gain_over_prompt_low": self.figures["gain_over_prompt"].low}
 
+    @optional("The critic's audit")
     def save(self, directory: str | Path) -> None:
         """Write `critic_audit.json`."""
         content = asdict(self) | {"figures": {name: each._asdict() for name, each in self.figures.items()}}

@@ -19,7 +19,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
-from rlhf_ppo.data.files import write_text
+from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
@@ -228,8 +228,9 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
         with beside_bars():
             print_table(df, title=title)
     path = Path(output_directory(trainer.args), SAMPLES_DIR, f"update-{step:05d}.csv")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, df.to_csv(index=False))
+    with optional("A sample table"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, df.to_csv(index=False))
     report_table(df, trainer)
     return shown
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import is_wandb_available
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.files import write_text
+from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log
@@ -47,6 +47,7 @@ _CITATION = """\
 }"""
 
 
+@optional("The model card")
 def save_run_card(
     args: PPOConfig,
     policy: nn.Module,

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from rlhf_ppo.data.files import write_json
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.ppo_config import output_directory
+from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, found_judgements
 
@@ -128,19 +130,17 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def save_settings(
-    output_dir: str | Path, args: TrainingArguments, made_of: Mapping[str, Any], health: Mapping[str, Any]
-) -> None:
+@optional("The run's settings")
+def save_settings(args: PPOConfig, made_of: Mapping[str, Any], health: Mapping[str, Any]) -> None:
     """Write `ppo_settings.json`.
 
     Args:
-        output_dir: The run's directory.
         args: The run's arguments.
         made_of: The names of policy and rewards.
         health: The settings of its health checks.
     """
     settings = RunSettings(args.to_dict(), installed_versions(), dict(made_of), dict(health))
-    write_json(Path(output_dir, SETTINGS_NAME), json.loads(json.dumps(asdict(settings), default=str)))
+    write_json(Path(output_directory(args), SETTINGS_NAME), json.loads(json.dumps(asdict(settings), default=str)))
 
 
 # Results

@@ -70,8 +70,8 @@ def find_start(output_dir: str | Path, resume_from_checkpoint: str | bool | None
             "out to start a new run"
         )
     start = found[-1] if wanted is True else wanted or None
-    if start is not None and not os.path.isfile(Path(start, TRAINER_STATE_NAME)):
-        raise ValueError(f"resume_from_checkpoint={start!r} is not a complete checkpoint")
+    if start is not None:
+        _check_complete(start)
     kept = [] if start is None else found[: _position(start, found)]
     if len(kept) < len(found) and not (overwrite and start is None):
         raise ValueError(
@@ -80,6 +80,14 @@ def find_start(output_dir: str | Path, resume_from_checkpoint: str | bool | None
             "overwrite_output_dir=True deletes them), or choose another output_dir"
         )
     return start
+
+
+def _check_complete(checkpoint: str) -> None:
+    if not os.path.isfile(path := Path(checkpoint, TRAINER_STATE_NAME)):
+        raise ValueError(f"resume_from_checkpoint={checkpoint!r} is not a complete checkpoint")
+    name, step = os.path.basename(os.path.realpath(checkpoint)), read_object(path, {"global_step": int})["global_step"]
+    if re.fullmatch(r"checkpoint-\d+", name) and name != f"checkpoint-{step}":
+        raise ValueError(f"{checkpoint} holds the state after update {step}: rename it to checkpoint-{step}")
 
 
 def _position(checkpoint: str, found: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import datasets
 import torch
 from accelerate import skip_first_batches
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -38,7 +40,7 @@ from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
-from rlhf_ppo.run.distributed import get_logger, isolated_rng
+from rlhf_ppo.run.distributed import get_logger, isolated_rng, num_processes
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.signals import leave_signals_to_parent
 
@@ -98,6 +100,36 @@ def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOC
     if rows := list(dataset):
         return rows
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
+
+
+_MAY_DIFFER = {
+    *("local_rank", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "logging_dir", "run_name"),
+    *("log_level", "log_level_replica", "log_console", "disable_tqdm", "report_to", "dataset_num_proc"),
+}
+"""Arguments that only one rank reads, or that change nothing of training."""
+
+
+def check_ranks_alike(args: PPOConfig, dataset: Any) -> None:
+    """Check that all ranks have the same arguments and prompts, by one exchange; otherwise each trains other weights.
+
+    Args:
+        args: The arguments.
+        dataset: The prepared training set; of many rows 1,000 are compared, and none of a stream.
+
+    Raises:
+        ValueError: A rank has others than rank 0.
+    """
+    if (world := num_processes(args)) == 1:
+        return
+    own = {name: str(value) for name, value in args.to_dict().items() if name not in _MAY_DIFFER}
+    num = num_rows(dataset) or 0
+    ids = [dataset[row]["input_ids"] for row in range(0, num, max(1, num // 1000))]
+    own["train_dataset"] = f"{num} rows, {hashlib.sha256(repr(ids).encode()).hexdigest()[:8]}"
+    first, *others = gather_object([own])
+    for rank, other in zip(range(1, world), others, strict=True):
+        if names := [name for name, value in first.items() if other.get(name) != value]:
+            changed = ", ".join(f"{name}={other.get(name)} (rank 0: {first[name]})" for name in names)
+            raise ValueError(f"rank {rank} has other arguments than rank 0: {changed}; give all ranks the same")
 
 
 @contextmanager

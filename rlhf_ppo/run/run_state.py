@@ -137,8 +137,8 @@ class RunState:
         """Raise a RuntimeError if this rank has left the others, which may wait for it at another place."""
         if self.error is not None:
             raise RuntimeError(
-                f"{type(self.error).__name__} has ended training in this process, and the other processes may wait for "
-                "it elsewhere: let the program end, and resume from a checkpoint"
+                f"{type(self.error).__name__} has ended training in this process, and the others may wait for it "
+                "elsewhere: let the program end, and resume from a checkpoint"
             ) from self.error
 
     def moment(self) -> str:

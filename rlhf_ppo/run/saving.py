@@ -255,15 +255,22 @@ def writing_checkpoint(run: RunState, progress: Progress, stateful: StatefulPart
 
 
 def export_states(parts: Sequence[Any], state: TrainerState) -> None:
-    """Put the states of callbacks and control into Trainer's state, as Trainer does."""
-    states: Any = state.stateful_callbacks
+    """Put the states of callbacks and control into Trainer's state, in Trainer's form."""
+    states: Any = {}
     for part in parts:
         if isinstance(part, ExportableState):
-            name, exported = type(part).__name__, part.state()
-            if isinstance(states.get(name), list):
-                states[name].append(exported)
-            else:
-                states[name] = exported
+            states.setdefault(type(part).__name__, []).append(part.state())
+    state.stateful_callbacks = states
+
+
+def restore_states(args: PPOConfig, callbacks: Sequence[Any], state: TrainerState) -> None:
+    """Restore the counters of callbacks, such as a patience; the callbacks keep the arguments of this run."""
+    saved: Any = state.stateful_callbacks if args.restore_callback_states_from_checkpoint else {}
+    states = {name: iter(each if isinstance(each, list) else [each]) for name, each in saved.items()}
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            for name, value in next(states.get(type(callback).__name__, iter(())), {}).get("attributes", {}).items():
+                setattr(callback, name, value)
 
 
 def failing_together(accelerator: Accelerator) -> AbstractContextManager[None]:

@@ -428,6 +428,15 @@ def out_of_memory_on_one_rank(output_dir: str, models: str, where: str) -> None:
         trainer.save_model()  # which takes all ranks
 
 
+def train_with_other_settings_on_one_rank(output_dir: str, models: str, what: str) -> None:
+    is_other = os.environ["RANK"] == "1"
+    if what == "rows":
+        given = {"train_dataset": Dataset.from_list(conftest.prompt_rows(32, seed=int(is_other)))}
+        make_trainer(output_dir, models, given=given).train()
+    else:
+        make_trainer(output_dir, models, learning_rate=0.1 if is_other else 1e-3).train()
+
+
 class SetsAFlag(TrainerCallback):
     """Sets a flag of `control` on rank 1 at an event of the first update."""
 

@@ -63,12 +63,21 @@ def test_tied_weights_stay_tied_where_accelerate_sends_the_weights_of_one_rank(m
     assert_logs_alike(ranks[0], ddp[0][0])
 
 
-def test_an_error_of_one_ranks_reward_function_is_raised_on_all(models, tmp_path):
-    """Of a slow one, which is heard only after the models' passes."""
-    arguments = {"scenario": "reward_function_fails_on_one_rank", "output_dir": str(tmp_path), "models": str(models)}
-    (errors,) = processes.run_all("multi_gpu", [("error_of", arguments)])
+def test_an_error_of_one_rank_and_other_settings_of_one_are_raised_on_all(models, tmp_path):
+    """The error is of a slow reward function, which is heard only after the models' passes."""
+    other, run = "train_with_other_settings_on_one_rank", {"output_dir": str(tmp_path), "models": str(models)}
+    calls = [
+        {"scenario": "reward_function_fails_on_one_rank"},
+        *({"scenario": other, "what": each} for each in ("arguments", "rows")),
+    ]
+    errors, *of_settings = processes.run_all("multi_gpu", [("error_of", run | call) for call in calls])
     assert errors[1] == "ZeroDivisionError: no such luck"
     assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
+    for (first, second), name in zip(
+        of_settings, ("learning_rate=0.1 (rank 0: 0.001)", "train_dataset=32 rows"), strict=True
+    ):
+        assert first == second
+        assert first.startswith(f"ValueError: rank 1 has other arguments than rank 0: {name}")
 
 
 @pytest.mark.parametrize(("config", "where"), [("fsdp2", "reward model"), ("deepspeed_zero3", "generation")])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_ppo.data.files import read_object, replacing, write_json
 from rlhf_ppo.run.checkpoints import InUseError, find_start, in_use, last_complete_checkpoint, locked
+from tests.runs import QUICK
 
 
 @pytest.fixture
@@ -17,7 +19,7 @@ def run(tmp_path: Path) -> Path:
     """A run with two complete checkpoints and one that TRL's trainer did not finish."""
     for step in (2, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+        write_json(tmp_path / f"checkpoint-{step}" / "trainer_state.json", {"global_step": step})
     (tmp_path / "checkpoint-11").mkdir()
     return tmp_path
 
@@ -52,6 +54,13 @@ def test_a_start_that_would_mix_two_runs_is_refused(
         find_start(run / directory, given, overwrite)
 
 
+def test_a_renamed_checkpoint_is_refused(run: Path) -> None:
+    """Its number would outrank the update that it holds."""
+    (run / "checkpoint-2").rename(run / "checkpoint-12")
+    with pytest.raises(ValueError, match="checkpoint-12 holds the state after update 2: rename it to checkpoint-2"):
+        find_start(run, True, overwrite=False)
+
+
 TRIES = "import sys; from rlhf_ppo.run.checkpoints import locked; locked(sys.argv[1]).__enter__()"
 
 
@@ -73,3 +82,16 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         temporary.write_text("half")
         raise RuntimeError
     assert read_object(path, {"a": int}) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_training_does_not_need_cannot_end_it(make_trainer: Any, caplog: Any, tmp_path: Path) -> None:
+    for name in ("ppo_settings.json", "README.md", "trainer_state.json"):
+        (tmp_path / name).mkdir()
+    for name in ("_samples", "_completions"):
+        (tmp_path / name).touch()
+    run = {**QUICK, "save_strategy": "steps", "save_steps": 2, "num_sample_generations": 3}
+    trainer = make_trainer(output_dir=str(tmp_path), **run)
+    assert trainer.train().global_step == 3
+    warned = {message.partition(" could not be written")[0] for message in caplog.messages}
+    what = {"The run's settings", "The model card", "The log", "A sample table", "The responses of an update"}
+    assert what <= warned

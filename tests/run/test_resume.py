@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import prompt_rows
@@ -134,3 +134,20 @@ def test_run_stopped_by_a_callback_goes_on_where_it_stopped(new_run: Any) -> Non
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(trainer))
     assert resumed._initial_global_step == 3
+
+
+def test_a_patience_goes_on_where_it_stopped_and_no_evaluation_at_the_start_is_repeated(new_run: Any) -> None:
+    def run(*callbacks: TrainerCallback, **more: Any) -> RecordingTrainer:
+        stopping = [EarlyStoppingCallback(early_stopping_patience=each) for each in (3, 9)]
+        return new_run({**evaluated, **more}, *stopping, *callbacks)
+
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "load_best_model_at_end": True}
+    evaluated |= {"metric_for_best_model": "kl", "greater_is_better": False, "total_episodes": 32}
+    whole = run(output_dir=str(new_run({}).args.output_dir) + "-whole")
+    assert whole.train().global_step == 4, "the KL is lowest after the first update"
+    died = run(DieAt("on_step_begin", 2))
+    with pytest.raises(RunDied):
+        died.train()
+    resumed = run()
+    resumed.train(resume_from_checkpoint=True)
+    assert_identical(end_of_run(resumed), end_of_run(whole))

@@ -80,6 +80,13 @@ def test_the_run_ends_after_the_update_and_resumes_exactly(
     assert_identical(end_of_run(resumed), end_of_run(whole))
 
 
+def test_a_signal_after_the_last_update_ends_the_program_with_a_checkpoint(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(**RUN, eval_dataset=prompt_rows(2), callbacks=[SignalAt("on_train_end", signal.SIGTERM, 3)])
+    with pytest.raises(RunStopped) as ended:
+        trainer.train()
+    assert ended.value.code == 143 and Path(ended.value.checkpoint, "trainer_state.json").is_file()
+
+
 def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
