@@ -213,8 +213,7 @@ class TrainerBase(Steps, Trainer):
     @contextmanager
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        self._run.check_in_step()
-        datasets.check_ranks_alike(self.args, self.train_dataset)
+        datasets.check_ranks_alike(self._run, self.train_dataset)
         opened = saving.opened(self.args, self.accelerator, resume_from_checkpoint)
         with self._signals.listening(), opened as checkpoint, self._run.noting_error():
             self._guard.last_checkpoint = checkpoint
@@ -708,7 +707,6 @@ class TrainerBase(Steps, Trainer):
             DivergenceError: A weight is not finite; nothing is written.
         """
         args, accelerator = self.args, self.accelerator
-        self._run.check_in_step()
         if not self._is_saving:
             self._guard.check_weights(together=distributed.is_sharding(accelerator))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)

@@ -40,8 +40,9 @@ from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
-from rlhf_ppo.run.distributed import get_logger, isolated_rng, num_processes
+from rlhf_ppo.run.distributed import get_logger, isolated_rng
 from rlhf_ppo.run.episodes import EpisodeRollouts
+from rlhf_ppo.run.run_state import RunState
 from rlhf_ppo.run.signals import leave_signals_to_parent
 
 logger = get_logger(__name__)
@@ -109,19 +110,21 @@ _MAY_DIFFER = {
 """Arguments that only one rank reads, or that change nothing of training."""
 
 
-def check_ranks_alike(args: PPOConfig, dataset: Any) -> None:
+def check_ranks_alike(run: RunState, dataset: Any) -> None:
     """Check that all ranks have the same arguments and prompts, by one exchange; otherwise each trains other weights.
 
     Args:
-        args: The arguments.
+        run: The run, with its arguments.
         dataset: The prepared training set; of many rows 1,000 are compared, and none of a stream.
 
     Raises:
+        RuntimeError: An error of this rank alone has ended an earlier run.
         ValueError: A rank has others than rank 0.
     """
-    if (world := num_processes(args)) == 1:
+    run.check_in_step()
+    if (world := run.accelerator.num_processes) == 1:
         return
-    own = {name: str(value) for name, value in args.to_dict().items() if name not in _MAY_DIFFER}
+    own = {name: str(value) for name, value in run.args.to_dict().items() if name not in _MAY_DIFFER}
     num = num_rows(dataset) or 0
     ids = [dataset[row]["input_ids"] for row in range(0, num, max(1, num // 1000))]
     own["train_dataset"] = f"{num} rows, {hashlib.sha256(repr(ids).encode()).hexdigest()[:8]}"

@@ -409,6 +409,7 @@ class DivergenceGuard:
         Args:
             together: Whether every rank calls this, so that an error of one rank is raised on all.
         """
+        self.run.check_in_step()
         with raise_on_all_ranks(self.accelerator) if together else nullcontext():
             if found := weights_not_finite(self.model):
                 raise DivergenceError(self._message(f"the weights {', '.join(list(found)[:3])} are not finite"))
