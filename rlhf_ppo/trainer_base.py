@@ -213,9 +213,10 @@ class TrainerBase(Steps, Trainer):
     @contextmanager
     def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        datasets.check_ranks_alike(self._run, self.train_dataset)
-        opened = saving.opened(self.args, self.accelerator, resume_from_checkpoint)
-        with self._signals.listening(), opened as checkpoint, self._run.noting_error():
+        with (
+            self._signals.listening(),
+            saving.opened(self._run, self.train_dataset, resume_from_checkpoint) as checkpoint,
+        ):
             self._guard.last_checkpoint = checkpoint
             self._run.logged.forget()  # what a failed update has left
             yield checkpoint
@@ -412,8 +413,7 @@ class TrainerBase(Steps, Trainer):
         self._leave_if_stopped()
         self._guard.check_weights()
         output = self._finalize_training(None, self.state.max_steps * self.sizes.batch_size, loop.start)
-        with optional("The log"):
-            self.save_state()  # for `rlhf-ppo report`
+        optional("The log")(self.save_state)()  # for `rlhf-ppo report`
         self._signals.agree(self.args.device)  # one may have arrived since the last update
         self._leave_if_stopped(is_over=True)
         return output

@@ -15,7 +15,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, smallest
-from rlhf_ppo.environments.pool import EpisodeError, Environments
+from rlhf_ppo.environments.pool import Environments, EpisodeError
 from rlhf_ppo.generation.episodes import (
     CUTS,
     EpisodeLimits,

@@ -30,6 +30,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
 from rlhf_ppo.run import checkpoints as directories
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress, comparable_arguments, describe_changes
+from rlhf_ppo.run.datasets import check_ranks_alike
 from rlhf_ppo.run.distributed import get_logger, is_fsdp, preserve_rng, raise_on_all_ranks, zero_stage
 from rlhf_ppo.run.optimization import Optimization
 from rlhf_ppo.run.run_state import RunState, StatefulParts
@@ -280,19 +281,18 @@ def failing_together(accelerator: Accelerator) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def opened(
-    args: PPOConfig, accelerator: Accelerator, resume_from_checkpoint: str | bool | None
-) -> Iterator[str | None]:
-    """Lock the run's directory in the block; yield the checkpoint to resume from, or None.
+def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+    """Check that the ranks are alike, and lock the run's directory; yield the checkpoint to resume from, or None.
 
     Args:
-        args: The arguments.
-        accelerator: Gives the processes and the engine.
+        run: The run.
+        train_dataset: The prepared training set.
         resume_from_checkpoint: As `PPOTrainer.train` takes it.
     """
-    directory = output_directory(args)
+    args, accelerator, directory = run.args, run.accelerator, output_directory(run.args)
+    check_ranks_alike(run, train_dataset)
     wanted = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-    with ExitStack() as stack:
+    with run.noting_error(), ExitStack() as stack:
         start = None
         with raise_on_all_ranks(accelerator):
             if args.process_index == 0:
