@@ -211,12 +211,9 @@ class TrainerBase(Steps, Trainer):
             return super().train(checkpoint, None, ignore_keys_for_eval)
 
     @contextmanager
-    def _open_run(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+    def _open_run(self, resume: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        with (
-            self._signals.listening(),
-            saving.opened(self._run, self.train_dataset, resume_from_checkpoint) as checkpoint,
-        ):
+        with self._signals.listening(), saving.opened(self._run, self.train_dataset, resume) as checkpoint:
             self._guard.last_checkpoint = checkpoint
             self._run.logged.forget()  # what a failed update has left
             yield checkpoint
