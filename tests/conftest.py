@@ -129,7 +129,6 @@ CASES_IN_CHECK = {
 # The same of those that run long: `make test` runs that many, `make test-long` the rest.
 CASES_IN_TEST = {
     "run/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 3,
-    "run/test_resume.py::test_run_stopped_by_a_callback_goes_on_where_it_stopped": 1,
 }
 
 

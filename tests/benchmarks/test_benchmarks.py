@@ -106,29 +106,6 @@ def test_what_is_measured_on_a_gpu_runs(name: str, monkeypatch: pytest.MonkeyPat
     assert cells[0] == name and cells[-1].endswith("%")
 
 
-def test_on_a_gpu_phases_end_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that moves only while the GPU is waited for: without waiting a phase would take no time."""
-    import bound
-    from measure import Clock
-
-    waits, now = iter([0, 2, 4, 8, 16, 32, 0]), 0
-
-    def synchronize() -> None:
-        nonlocal now
-        now += next(waits)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(bound.time, "perf_counter", lambda: now)
-    clock = Clock("cuda")
-    clock.during("generate", lambda: None)()
-    clock.during("learn", lambda: None)()
-    clock.on_step_end()
-    (update,) = clock.updates
-    assert (update["score"], update["generate"], update["learn"]) == (2 + 8 + 32, 4, 16)
-    assert update["wall"] == 62 and not list(waits)
-    assert bound.best_seconds(lambda: None) == 0  # a CPU is not waited for
-
-
 def process_results(seconds: float, memory: float) -> dict[str, Any]:
     phases = {"generate": seconds, "score": seconds, "learn": 2 * seconds, "wall": 5 * seconds, "cpu": 4 * seconds}
     return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}

@@ -16,7 +16,6 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import aitraining
 from rlhf_ppo.cli.aitraining import AutoTrainProject, llm
 from rlhf_ppo.compat.params import LLMTrainingParams
-from rlhf_ppo.rewards.scorer import ScoringBatch
 from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer, write_rows
 
 WORDS = ["w4 w5", "w6 w7 w8", "w9 w10"]
@@ -187,9 +186,7 @@ RUN = "--log none --lr 1e-2 --batch-size 4 --gradient-accumulation 1 --disable-g
 
 def test_each_steps_directory_feeds_the_next(workshop: Path) -> None:
     llm(shlex.split(f"--train --trainer sft --model base --data-path prompts.jsonl --project-name sft {RUN}"))
-    trained: Any = llm(
-        shlex.split(f"--train --trainer reward --model sft --data-path pairs.jsonl --project-name judge {RUN}")
-    )
+    llm(shlex.split(f"--train --trainer reward --model sft --data-path pairs.jsonl --project-name judge {RUN}"))
     words = f"--train --trainer ppo --model sft --rl-reward-model-path judge --data-path prompts.jsonl {RUN}"
     ppo: Any = llm(
         shlex.split(f"{words} --project-name out --rl-max-new-tokens 4 --save-strategy steps --save-steps 2")
@@ -199,16 +196,6 @@ def test_each_steps_directory_feeds_the_next(workshop: Path) -> None:
     assert AutoTokenizer.from_pretrained("out").get_vocab() == make_tokenizer().get_vocab()
     final, start = (AutoModelForCausalLM.from_pretrained(name).state_dict() for name in ("out", "sft"))
     assert any(not torch.equal(final[name], start[name]) for name in start)
-    # The same texts score the same in both steps.
-    for ids in map(
-        torch.tensor, [*trained.train_dataset["chosen_ids"][:3], *trained.train_dataset["rejected_ids"][:3]]
-    ):
-        with torch.no_grad():
-            wanted = trained.model.eval()(input_ids=ids[None]).logits
-        mask = torch.ones_like(ids)[None].bool()
-        batch = ScoringBatch(ids[None], mask, mask[:, 2:], {}, mask[:, 0])
-        assert abs(ppo.scorer(batch).total.item() - wanted.item()) < 1e-5
-
     resumed: Any = llm(shlex.split(f"{words} --project-name out --epochs 2 --resume-from-checkpoint True"))
     assert resumed.state.global_step == 8 and resumed._initial_global_step == 4
 

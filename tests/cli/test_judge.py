@@ -15,8 +15,6 @@ from datasets import Dataset, DatasetDict
 
 from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
-from rlhf_ppo.reporting.win_rate import WinRate
-from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
 from rlhf_ppo.rewards.reward_model import Answer
 from tests.conftest import (
     THINKING,
@@ -30,35 +28,6 @@ from tests.conftest import (
 )
 
 ROWS = Dataset.from_list([{"prompt": f"w{index}", "answer": str(index)} for index in range(4)])
-
-
-def answers(texts: Sequence[str], tokenizer: Any = None) -> list[Answer]:
-    return [Answer(prompt, text, tokenizer=tokenizer) for prompt, text in zip(ROWS["prompt"], texts, strict=True)]
-
-
-def compare(judge: Any, ours: Sequence[Answer], theirs: Sequence[Answer]) -> WinRate:
-    return WinRate.of([each.reward for each in module.compare(as_judge(judge), ROWS, ours, theirs)])
-
-
-def test_a_reward_model_prefers_what_it_scores_higher(tmp_path):
-    scorer, tokenizer = tiny_scorer(), make_tokenizer()
-    save_models(tmp_path, judge=scorer)
-    ours, theirs = [" w4 w5", " w6", " w7 w8", " w9"], [" w10", " w11 w12", " w7 w8", " w13"]
-    scores = [
-        [
-            scorer.eval()(**tokenizer(f"{prompt}{text} <eos>", return_tensors="pt")).logits.item()
-            for prompt, text in zip(ROWS["prompt"], texts, strict=True)
-        ]
-        for texts in (ours, theirs)
-    ]
-    wins = sum(a > b for a, b in zip(*scores, strict=True))
-
-    judge = RewardModelJudge(str(tmp_path / "judge"))
-    found = compare(judge, answers(ours), answers(theirs))
-
-    assert (found.wins, found.ties, found.failed) == (wins, 1, 0)
-    swapped = compare(judge, answers(theirs), answers(ours))
-    assert (swapped.wins, swapped.losses) == (found.losses, found.wins)
 
 
 @pytest.fixture

@@ -20,19 +20,6 @@ def sizes_of(
     return PPOConfig("out", **CPU, **sizes, **options).count_sizes(num_processes, num_examples)
 
 
-def test_sizes_by_hand():
-    assert sizes_of(4, 3, 5, 60, num_mini_batches=2, max_steps=7) == Sizes(
-        world_size=5,
-        local_batch_size=12,
-        micro_batch_size=20,
-        batch_size=60,
-        local_mini_batch_size=6,
-        mini_batch_size=30,
-        num_total_batches=7,
-        total_episodes=420,
-    )
-
-
 @given(per_device=SMALL, accumulation=SMALL, num_mini_batches=SMALL, num_processes=SMALL)
 def test_mini_batches_add_up_or_are_refused(per_device, accumulation, num_mini_batches, num_processes):
     try:

@@ -53,7 +53,7 @@ class Speaking:
         of_all_ranks: Any = gather
         inner = TransformersEngine(2, None, of_all_ranks)
         passes = copy.deepcopy(config)
-        passes.max_new_tokens = min(8, config.max_new_tokens)
+        passes.max_new_tokens = min(3, config.max_new_tokens)
         inner.sample(policy, prompts, passes)
         rows = []
         for ids in prompt_rows(prompts):

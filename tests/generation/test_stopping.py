@@ -18,7 +18,6 @@ from rlhf_ppo.generation.sampling import StopsAtStrings, StopStrings, ended, joi
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
 from tests.conftest import make_tokenizer
 from tests.generation.test_transformers_engine import prompts, scripted_policy
-from tests.runs import record_rollouts
 
 MakeArgs = Callable[..., PPOConfig]
 CORPUS = [
@@ -146,41 +145,3 @@ def test_a_stop_string_in_the_prompt_ends_nothing(make_args: MakeArgs, prompt: l
     assert sampled[0].tolist() == first
     expected = 2 if prompt == [12, 11] and first[:2] == [11, 12] else 4
     assert join_responses(given_prompts, sampled, None, 0, stop).response_mask[0].sum() == expected
-
-
-# ---- In the trainer ----
-
-
-STOPS = ("w4", "w11", "w20", "w7")
-
-
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-@pytest.mark.parametrize("stop_token", ["eos", None])
-def test_a_run_with_stop_strings(make_trainer: Any, padding_side: str, stop_token: str | None) -> None:
-    trainer = make_trainer(
-        processing_class=make_tokenizer(padding_side=padding_side),
-        stop_strings=list(STOPS),
-        stop_token=stop_token,
-        missing_eos_score=-5.0,
-        kl_coef=0.0,
-        temperature=1.0,
-        response_length=12,
-        total_episodes=8,
-    )
-    rollouts = record_rollouts(trainer)
-
-    trainer.train()
-
-    (rollout,) = rollouts
-    rows = [ids[real].tolist() for ids, real in zip(rollout.responses, rollout.response_mask, strict=True)]
-    expected_ends = [first_end(trainer.processing_class, ids, STOPS) for ids in rows]
-    for ids, end in zip(rows, expected_ends, strict=True):
-        assert end in (None, len(ids))
-    by_string = [end is not None for end in expected_ends]
-    assert any(by_string) and not all(len(ids) == len(rows[0]) for ids in rows)
-    assert rollout.ended.tolist() == [hit or 1 in ids for hit, ids in zip(by_string, rows, strict=True)]
-    entry = trainer.state.log_history[0]
-    assert entry["response/ended_frac"] == pytest.approx(sum(rollout.ended.tolist()) / 8)
-    scores = [sum(i == 7 for i in ids) / len(ids) for ids in rows]
-    paid = [score if ended else -5.0 for score, ended in zip(scores, rollout.ended.tolist(), strict=True)]
-    assert entry["objective/scores"] == pytest.approx(sum(paid) / 8)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -95,28 +94,6 @@ def test_without_entropy_the_logprobs_are_the_same(is_called: bool) -> None:
     ours = response_logprobs(model, ids, attention_mask, response_mask, 0.7, with_entropy=False)
     assert torch.equal(ours.logprobs, expected.logprobs) and expected.entropy.isfinite().all()
     assert ours.entropy[response_mask].isnan().all() and not ours.entropy[~response_mask].any()
-
-
-@pytest.mark.parametrize("on_head", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}])
-def test_adapters_count_on_the_head_too(on_head: dict[str, Any]) -> None:
-    """A LoRA layer around, or a trainable copy of, the language-model head."""
-    torch.manual_seed(0)
-    base, (ids, attention_mask, response_mask) = tiny_policy(), ragged_batch()
-    plain = response_logprobs(base, ids, attention_mask, response_mask, 1.0).logprobs
-    adapted = get_peft_model(base, LoraConfig(**{"target_modules": ["q_proj"], **on_head}, init_lora_weights=False))
-    for name, parameter in adapted.named_parameters():
-        if "modules_to_save" in name:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    adapted.eval()
-    check_consistent(adapted, "model")
-    ours = response_logprobs(adapted, ids, attention_mask, response_mask, 0.7)
-    expected = own_logprobs(adapted, ids, attention_mask, response_mask, 0.7)
-    for values, exact in zip(ours, expected, strict=True):
-        assert_allclose(values.detach()[response_mask], exact, rtol=1e-5, atol=2e-5)
-    assert (ours.logprobs - plain).abs().max() > 0.1
-    ours.logprobs.sum().backward()
-    without = [name for name, p in adapted.named_parameters() if p.requires_grad and p.grad is None]
-    assert without == []
 
 
 def test_impossible_tokens_have_entropy_without_nan() -> None:

@@ -107,10 +107,8 @@ def kl_of_updates(trainer: PPOTrainer) -> list[float]:
 
 
 SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
-    "full model": lambda: {},
     "new adapter": lambda: {"peft_config": lora()},
     "trained adapter": lambda: {"model": trained_adapter()},
-    "given reference": lambda: {"ref_model": tiny_policy()},
 }
 
 

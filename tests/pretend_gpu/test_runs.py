@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trl.trainer.model_config import ModelConfig
@@ -48,13 +47,6 @@ def test_a_run_that_died_and_was_resumed_ends_bit_for_bit_like_one_that_did_not(
     log = whole.state.log_history
     assert [entry["step"] for entry in log if "eval_score" in entry] == [1, 2, 3]
     assert all(value.device.type == "cuda" for value in whole.model.parameters())
-    if "reference that" in name:
-        assert whole.reference is not None
-        weights = [value.cpu() for value in whole.reference.model.parameters()]
-        assert {value.device.type for value in whole.reference.model.parameters()} == {
-            "cpu" if name.endswith("offloaded") else "cuda"
-        }
-        assert not all(map(torch.equal, weights, small_policy().parameters()))
 
 
 def test_answers_are_those_of_the_cpu() -> None:

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows
 from tests.runs import DieAt, RecordingTrainer, RunDied, assert_identical, end_of_run
 
@@ -58,6 +59,11 @@ def noise(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in completions]
 
 
+def prefers_longer(prompts: list[str], pairs: list[list[str]]) -> list[float]:
+    return [float(len(second) > len(first)) for first, second in pairs]
+
+
+OPPONENTS = [PreferenceReward(prefers_longer, opponent, name=opponent) for opponent in ("reference", "self")]
 SAMPLED = {"eval_strategy": "steps", "eval_steps": 2, "num_sample_generations": 4}
 RECIPES: dict[str, Any] = {
     **{"kl_coef": 0.5, "kl_target": 0.01, "kl_horizon": 6, "kl_stop": 1e-3, "num_ppo_epochs": 3},
@@ -87,6 +93,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int]]] = {
         ("on_step_begin", 3),
     ),
     "with published recipes": (RECIPES, ("on_step_begin", 3)),
+    "with opponents": ({"reward_funcs": OPPONENTS}, ("on_step_begin", 2)),
     "with continuous batching": ({"generation_engine": "continuous"}, ("on_step_begin", 2)),
 }
 
@@ -118,22 +125,6 @@ def test_resumed_run_equals_one_that_never_stopped(case: str, new_run: Callable[
     assert_identical(end_of_run(resumed), end_of_run(whole))
     assert_identical({**died.tables, **resumed.tables}, whole.tables)
     assert resumed._initial_global_step > 0  # it did not start anew
-
-
-def test_run_stopped_by_a_callback_goes_on_where_it_stopped(new_run: Any) -> None:
-    class StopAfter(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = control.should_training_stop or state.global_step == 3
-
-    overrides = {"save_strategy": "epoch", "logging_steps": 4}
-    trainer = new_run({**overrides, "save_strategy": "no"})
-    trainer.train()
-    stopped = new_run(overrides, StopAfter())
-    assert stopped.train().global_step == 3
-    resumed = new_run(overrides)
-    resumed.train(resume_from_checkpoint=True)
-    assert_identical(end_of_run(resumed), end_of_run(trainer))
-    assert resumed._initial_global_step == 3
 
 
 def test_a_patience_goes_on_where_it_stopped_and_no_evaluation_at_the_start_is_repeated(new_run: Any) -> None:
