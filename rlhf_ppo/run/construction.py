@@ -654,11 +654,7 @@ def make_scorer(
         function
         if is_reward_source(function)
         else RewardFunction(
-            function,
-            run.tokenizer,
-            partial(getattr, run, "state"),
-            logged.log_metric,
-            log_extra=logged.log_extra,
+            function, run.tokenizer, partial(getattr, run, "state"), logged.log_metric, log_extra=logged.log_extra
         )
         for function in functions
     ]
