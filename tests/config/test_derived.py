@@ -41,6 +41,14 @@ def test_derived_fields_by_hand():
     assert args.run_name == "ppo_config__42"
 
 
+def test_the_name_that_wandb_was_given_is_the_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_NAME", "named")
+    args, named = PPOConfig(), PPOConfig(run_name="mine")
+    for config in (args, named):
+        config.fill_derived(1, 100)
+    assert (args.run_name, named.run_name) == ("named", "mine")
+
+
 @pytest.mark.parametrize("num_examples", [100, None])
 def test_what_was_set_stays_whatever_the_number_of_processes(num_examples: int | None):
     by_steps, by_episodes = PPOConfig(max_steps=5, run_name="mine"), PPOConfig(total_episodes=100)

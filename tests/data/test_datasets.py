@@ -9,12 +9,14 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo.data.prompts import PromptCollator, PromptEncoder, prepare_prompts
 from rlhf_ppo.data.rollout import Prompts
+from tests.conftest import make_tokenizer
+from tests.runs import QUICK
 
 EOS = 1
 CONVERSATION = [{"role": "user", "content": "w1 w2"}]
@@ -105,6 +107,17 @@ def test_prompts_beyond_the_maximum_are_dropped_with_all_their_columns(
         kept = list(prepare(KINDS[kind](rows), tokenizer, max_prompt_length=3))
     assert [row["n"] for row in kept] == [2, 3, 1]
     assert "dropped 2" in caplog.text and "longer than" in caplog.text and "3 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "list"])
+def test_a_text_with_the_bos_that_the_tokenizer_adds_is_found_in_any_row(
+    kind: str, make_trainer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer: Any = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 2)])
+    rows = [{"prompt": "w1"}] * 4 + [{"prompt": "<bos> w1"}] + [{"prompt": "w2"}] * 3
+    make_trainer(**QUICK, processing_class=tokenizer, train_dataset=KINDS[kind](rows))
+    assert "the prompt of row 4 begins with BOS twice" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -59,7 +59,7 @@ class BreaksWeights(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            torch.nn.init.constant_(model.policy.lm_head.weight, torch.nan)
+            torch.nn.init.constant_(model.lm_head.weight, torch.nan)
 
 
 @pytest.mark.parametrize("logits", BROKEN.values(), ids=BROKEN)

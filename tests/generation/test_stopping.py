@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.generation.sampling import StopsAtStrings, StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
-from tests.conftest import make_tokenizer
+from tests.conftest import make_tokenizer, needs_continuous, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
+from tests.runs import QUICK, record_rollouts
 
 MakeArgs = Callable[..., PPOConfig]
 CORPUS = [
@@ -145,3 +146,24 @@ def test_a_stop_string_in_the_prompt_ends_nothing(make_args: MakeArgs, prompt: l
     assert sampled[0].tolist() == first
     expected = 2 if prompt == [12, 11] and first[:2] == [11, 12] else 4
     assert join_responses(given_prompts, sampled, None, 0, stop).response_mask[0].sum() == expected
+
+
+# ---- In the trainer ----
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
+def test_each_eos_token_of_the_generation_config_ends_a_response(make_trainer: Any, engine: str) -> None:
+    policy, listed = tiny_policy(), [1, 5, 6, 7, 8]
+    policy.generation_config.eos_token_id = listed
+    trainer = make_trainer(**QUICK | {"response_length": 12}, model=policy, generation_engine=engine, temperature=1.0)
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+    rows = [
+        ids[real].tolist() for each in rollouts for ids, real in zip(each.responses, each.response_mask, strict=True)
+    ]
+    assert all(not {*listed} & {*row[:-1]} for row in rows)
+    assert torch.cat([each.ended for each in rollouts]).tolist() == [row[-1] in listed for row in rows]
+    assert any(row[-1] in listed[1:] for row in rows)
+    assert trainer._sampler.settings().eos_token_id == listed  # what vLLM and episodes take
+    alone = make_trainer(**QUICK, model=policy, stop_token=None, stop_token_id=9)
+    assert alone.tokens.stops == (9,)  # the user's own, which is not among them

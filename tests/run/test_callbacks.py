@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from tests.conftest import prompt_rows
+from tests.conftest import prompt_rows, tiny_policy
 from tests.runs import QUICK
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -70,6 +72,24 @@ def test_every_event_fires_in_its_order_and_number(make_trainer: MakeTrainer) ->
         "on_init_end", "on_train_begin", *epoch, *epoch, "on_log", "on_train_end",
     ]  # fmt: skip
     assert set(EVENTS) - set(recorder.names) == {"on_predict", "on_push_begin"}
+    assert all(given["model"] is trainer.policy_model for name, given in recorder.kwargs.items() if name != EVENTS[0])
+
+
+def test_a_callback_can_generate_with_the_model_and_save_it(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Tied weights, too, as W&B does with WANDB_LOG_MODEL=end."""
+
+    class Uses(TrainerCallback):
+        def on_train_end(
+            self, args: Any, state: Any, control: Any, model: Any, processing_class: Any, **_: Any
+        ) -> None:
+            trainer: Any = Trainer(args=args, model=model, processing_class=processing_class, eval_dataset=["fake"])
+            trainer.save_model(str(tmp_path))
+            self.generated = model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False)
+
+    uses, policy = Uses(), tiny_policy(tie_word_embeddings=True)
+    make_trainer(**QUICK, model=policy, callbacks=[uses]).train()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False), uses.generated)
 
 
 class Asking(TrainerCallback):

@@ -11,8 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.run.checkpoints import last_complete_checkpoint
 from tests.conftest import make_tokenizer, tiny_policy
+from tests.generation.test_stopping import byte_level
 from tests.runs import QUICK, Bomb, RunDied, assert_identical, parameters
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -127,6 +129,40 @@ def test_save_model_writes_the_policy_alone(make_trainer: MakeTrainer, tmp_path:
     assert_identical(dict(loaded.state_dict()), dict(trainer.model.policy.state_dict()))
     assert loaded.generation_config.repetition_penalty == 1.3 and loaded.config.use_cache is True
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").get_vocab() == make_tokenizer().get_vocab()
+
+
+def test_the_saved_policy_stops_where_training_stopped_it(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """At the stop token, not at EOS, and at the stop strings: alone in plain transformers, as the trainer's rows."""
+    stopping: dict[str, Any] = {"stop_token": None, "stop_token_id": 9, "stop_strings": list("adehkq")}
+    models = {"model": tiny_policy(vocab_size=310), "value_model": None, "processing_class": byte_level()}
+    trainer = make_trainer(**QUICK | {"response_length": 40}, **stopping, **models)
+    prompts = torch.arange(100, 116)[:, None].repeat(1, 2)
+    sampled = trainer.generate_responses(Prompts(prompts, prompts > 0, {}), trainer._sampler.settings(greedy=True))
+    trainer.save_model(str(tmp_path))
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for row, (ids, real) in enumerate(zip(sampled.responses, sampled.response_mask, strict=True)):
+        again = loaded.generate(prompts[row : row + 1], max_new_tokens=40, do_sample=False, tokenizer=tokenizer)
+        assert again[0, 2:].tolist() == ids[real].tolist()
+    assert len(set(sampled.response_mask.sum(dim=1).tolist())) > 2
+    assert trainer.policy_model.generation_config.stop_strings is None  # of the model that trains
+
+
+def test_a_policy_is_saved_in_the_type_of_the_directory_that_it_came_from(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    tiny_policy(tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(tmp_path / "given")
+    trainer = make_trainer(**SAVING, model=str(tmp_path / "given"))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded, trained = AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), trainer.policy_model
+    assert loaded.dtype == torch.bfloat16 and trained.dtype == torch.float32
+    assert_identical(dict(loaded.state_dict()), dict(trained.to(torch.bfloat16).state_dict()))
+    sizes = [Path(tmp_path, name, "model.safetensors").stat().st_size for name in ("given", "saved")]
+    assert abs(sizes[0] - sizes[1]) < 100
+    checkpoint = Path(str(trainer.args.output_dir), "checkpoint-2")
+    assert (
+        AutoModelForCausalLM.from_pretrained(checkpoint).dtype == torch.float32
+    )  # from which a run continues exactly
 
 
 def test_tied_embeddings_stay_tied(make_trainer: MakeTrainer, tmp_path: Path) -> None:
