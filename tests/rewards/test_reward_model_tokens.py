@@ -240,8 +240,10 @@ def test_a_model_from_trls_reward_trainer_scores_the_same_in_ppo(
 
 ASKED = [{"role": "user", "content": "w1 w2"}]
 TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+needs_templates = pytest.mark.skipif(len(TEMPLATES) < 60, reason="older TRL ships fewer templates")
 
 
+@needs_templates
 def test_a_conversation_is_read_as_trls_reward_trainer_read_it(tmp_path: Path) -> None:
     """With every template that TRL ships, of an answer that ended; what it writes after the stop token counts."""
     tokenizer = character_tokenizer()
@@ -279,6 +281,7 @@ def test_a_conversation_is_read_as_trls_reward_trainer_read_it(tmp_path: Path) -
     assert num_other > 30  # the tokens of the rollout would be others
 
 
+@needs_templates
 def test_what_the_template_opens_an_answer_with_is_known() -> None:
     tokenizer = character_tokenizer()
     for name, opened in (("qwen3", ""), ("qwen3_5_think", "<think>\n"), ("deepseekv3", "<think>\n"), ("gptoss", "")):
