@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard, cast
 
@@ -151,27 +151,6 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of EOS, or None without one."""
     return cast("int | None", tokenizer.eos_token_id)
-
-
-def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
-    """Return the special tokens that a response's text leaves out: EOS, PAD and other roles, and stop tokens.
-
-    Other special tokens, such as an added `<think>`, are what the policy wrote.
-
-    Args:
-        tokenizer: The policy's tokenizer.
-        stops: The stop tokens.
-    """
-    roles = {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset((roles | {*stops}) & (special | set(tokenizer.all_special_ids)))
-
-
-def spoken_texts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: Any
-) -> list[str]:
-    """Return the texts of responses, without their `silent_ids`; `options` are those of `batch_decode`."""
-    return tokenizer.batch_decode([[token for token in ids if token not in silent] for ids in rows], **options)
 
 
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

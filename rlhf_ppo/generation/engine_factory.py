@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import silent_ids, spoken_texts
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine
@@ -23,7 +22,7 @@ from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import start_vllm
 from rlhf_ppo.models.unwrapping import is_sharded
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
-from rlhf_ppo.rewards.scorer import selected
+from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
 from rlhf_ppo.run.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
 
 ENGINE_NEEDS: dict[str, tuple[str, str]] = {

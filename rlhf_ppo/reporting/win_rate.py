@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.prompts import PromptEncoder, silent_ids, spoken_texts
+from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.sampler import sample_with
@@ -24,7 +24,7 @@ from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_conf
 from rlhf_ppo.reporting.judgements import wilson_interval
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.reward_model import Answer
-from rlhf_ppo.rewards.scorer import selected
+from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
 
 
 @dataclass(frozen=True)

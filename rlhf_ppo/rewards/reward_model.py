@@ -22,8 +22,6 @@ from rlhf_ppo.data.prompts import (
     as_the_template_reads,
     eos_id,
     is_conversation,
-    silent_ids,
-    spoken_texts,
     template_settings,
     text_of_content,
 )
@@ -31,7 +29,7 @@ from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
 from rlhf_ppo.models.unwrapping import transformers_model
-from rlhf_ppo.rewards.scorer import MAX_SCORE, ScoringBatch, WrongRewardError
+from rlhf_ppo.rewards.scorer import MAX_SCORE, ScoringBatch, WrongRewardError, silent_ids, spoken_texts
 
 TokenizerFor = Callable[["Answer"], PreTrainedTokenizerBase | None]
 

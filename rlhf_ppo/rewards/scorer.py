@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
-from rlhf_ppo.data.prompts import silent_ids, spoken_texts
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 
 if TYPE_CHECKING:
@@ -132,6 +131,27 @@ class ScoringBatch:
         if key not in made:
             made[key] = make()
         return made[key]
+
+
+def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
+    """Return the special tokens that a response's text leaves out: EOS, PAD and other roles, and stop tokens.
+
+    Other special tokens, such as an added `<think>`, are what the policy wrote.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        stops: The stop tokens.
+    """
+    roles = {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset((roles | {*stops}) & (special | set(tokenizer.all_special_ids)))
+
+
+def spoken_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: Any
+) -> list[str]:
+    """Return the texts of responses, without their `silent_ids`; `options` are those of `batch_decode`."""
+    return tokenizer.batch_decode([[token for token in ids if token not in silent] for ids in rows], **options)
 
 
 def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:
