@@ -14,7 +14,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
@@ -163,41 +162,19 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
     assert passed["max_num_seqs"] == 32 and passed["max_completion_length"] == 9 and passed["logprobs"] == 0
 
 
-# ---- Server mode: TRL's own adapter and client, over HTTP ----
+# ---- Server mode: TRL's own client, over HTTP; tests/vllm has a real server ----
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    """The endpoints of `vllm serve` that TRL's client calls; answers the prompt's last token plus one, plus two."""
+    """What `vllm serve` says of itself."""
 
-    received: list[tuple[str, Any]]
     model_config: dict[str, Any]
 
     def do_GET(self) -> None:
-        self._send(
-            {
-                "/health": {},
-                "/v1/models": {"data": [{"id": "policy"}]},
-                "/server_info": {"vllm_config": {"model_config": self.model_config}},
-            }[self.path.partition("?")[0]]
-        )
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        request = json.loads(body) if body else None
-        self.received.append((self.path, request))
-        choices = []
-        for prompt in request["prompt"] if request else []:
-            ids = [prompt[-1] + 1, prompt[-1] + 2]
-            names, values = [f"token_id:{token}" for token in ids], [-0.5, -0.25]
-            tops = [{name: value} for name, value in zip(names, values, strict=True)]
-            logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": tops}
-            choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs})
-        self._send({"choices": choices})
-
-    def _send(self, answer: Any) -> None:
+        answers = {"/health": {}, "/server_info": {"vllm_config": {"model_config": self.model_config}}}
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
+        self.wfile.write(json.dumps(answers.get(self.path.partition("?")[0], {"data": [{"id": "policy"}]})).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -205,20 +182,12 @@ class FakeServer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[FakeServer]]]:
-    """A server, its URL, and what it received; the NCCL group through which weights would go is not made."""
+    """A server, and its URL; the NCCL group through which weights would go is not made."""
     model_config = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "max_model_len": 64}
-    handler = type("Server", (FakeServer,), {"received": [], "model_config": model_config})
-
-    def receive(self: Any, metadata: list[Any], named_params: Iterator[tuple[str, Tensor]]) -> None:
-        weights = {name: tensor.clone() for name, tensor in named_params}
-        assert [name for name, _, _ in metadata] == list(weights)
-        handler.received.append(("weights", weights))
-
+    handler = type("Server", (FakeServer,), {"model_config": model_config})
     for module in (vllm_generation, vllm_client):
         monkeypatch.setattr(module, "is_vllm_available", lambda: True)
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: None)
-    monkeypatch.setattr(VLLMClient, "update_named_params", receive)
-    monkeypatch.setattr(vllm_client, "_HAS_RESET_PREFIX_CACHE_SUCCESS", False, raising=False)
     serving = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
     thread.start()
@@ -226,54 +195,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[FakeServ
     serving.shutdown()
     thread.join()
     serving.server_close()
-
-
-def test_a_server_gets_the_weights_then_the_prompts(make_vllm_args: MakeArgs, server: Any) -> None:
-    url, handler = server
-    args = make_vllm_args(
-        vllm_mode="server", vllm_server_base_url=url, temperature=0.8, top_k=5, top_p=0.9, min_p=0.1, response_length=6
-    )
-    policy = tiny_policy()
-    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), rows=2)
-
-    sampled = engine.sample(policy, prompts([5, 9, 3], [20]), sampling_config(args, 1))
-
-    assert sampled.ids.tolist() == [[4, 5], [21, 22]]
-    assert sampled.logprobs is not None and sampled.logprobs.tolist() == [[-0.5, -0.25]] * 2
-    assert [path for path, _ in handler.received] == ["weights", "/reset_prefix_cache", "/v1/completions"]
-    (_, weights), _, (_, request) = handler.received
-    assert weights.keys() == dict(policy.named_parameters()).keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in policy.named_parameters())
-    expected = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "max_tokens": 6, "n": 1, "logprobs": 0}
-    expected |= {"prompt": [[5, 9, 3], [20]], "ignore_eos": True, "stop_token_ids": [1], "repetition_penalty": 1.0}
-    assert request.items() >= expected.items()
-
-
-def test_an_adapter_is_sent_merged_and_the_base_stays_bit_for_bit(make_vllm_args: MakeArgs, server: Any) -> None:
-    """TRL's adapter merges into the base and subtracts again, which in bfloat16 does not give the base back."""
-    peft = pytest.importorskip("peft")
-    url, handler = server
-    args = make_vllm_args(vllm_mode="server", vllm_server_base_url=url)
-    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_alpha=32)
-    policy = peft.get_peft_model(tiny_policy().bfloat16(), lora)
-    before = {name: weight.clone() for name, weight in policy.named_parameters()}
-    engine = start_vllm(args, policy, Accelerator(cpu=True), make_tokenizer(), rows=2)
-
-    for _ in range(3):
-        engine.sample(policy, prompts([4]), sampling_config(args, 1))
-        engine.policy_changed()
-
-    assert all(torch.equal(weight, before[name]) for name, weight in policy.named_parameters())
-    sent = [weights for path, weights in handler.received if path == "weights"]
-    assert len(sent) == 3
-    base = {name: weight.clone() for name, weight in policy.get_base_model().named_parameters()}
-    merged = dict(policy.merge_and_unload().named_parameters())
-    changes = [
-        (weight - base[name.replace("q_proj", "q_proj.base_layer")]).abs().max() for name, weight in merged.items()
-    ]
-    assert max(changes) > 0.1
-    for weights in sent:
-        torch.testing.assert_close(weights, merged, rtol=2**-7, atol=2**-8)
 
 
 def test_a_server_whose_logprobs_cannot_be_corrected_for(make_vllm_args: MakeArgs, server: Any) -> None:

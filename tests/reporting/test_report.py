@@ -1,4 +1,4 @@
-"""The report: its data are those of the log, its texts stay texts, and in a browser every panel is drawn."""
+"""The report: its data are those of the log, and its texts stay texts."""
 
 from __future__ import annotations
 

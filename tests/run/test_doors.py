@@ -161,26 +161,3 @@ def test_losses_of_a_subclass_learn_in_turn_and_log_their_figures(make_trainer: 
     approximate = [2 * each for each in logged(ours, "policy/approxkl_avg")]  # which is half of the square
     assert logged(ours, "policy/distance") == pytest.approx(approximate, rel=1e-5)
     assert len(logged(ours, "val/error")) == 3 and min(approximate) > 0
-
-
-def test_the_advantages_of_a_subclass(make_trainer: MakeTrainer) -> None:
-    class FirstToken(PPOTrainer):
-        """Only the first token of a response matters."""
-
-        def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
-            advantages = torch.zeros_like(rewards)
-            advantages[:, 0] = rewards.sum(dim=1)
-            return advantages, rewards
-
-    class Keeping(FirstToken):
-        def learn(self, experience: Experience) -> Any:
-            self.experience = experience
-            return super().learn(experience)
-
-    trainer = make_trainer(Keeping, **QUICK)
-    trainer.train()
-
-    experience = trainer.experience
-    mean = experience.advantages[experience.loss_mask].mean()
-    later = experience.advantages[:, 1:][experience.loss_mask[:, 1:]]
-    assert float(mean) == pytest.approx(0.0, abs=1e-6) and len(set(later.tolist())) == 1  # whitened after
