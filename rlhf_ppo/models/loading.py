@@ -161,7 +161,7 @@ def make_value_model(original: nn.Module) -> nn.Module:
     if reads_last_token(original):
         return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
-    value_model = new_value_model(source)
+    value_model: Any = new_value_model(source)
     copy_weights(backbone(source), backbone(value_model))
     with gathered([value_model.score.weight], modify=True):
         nn.init.zeros_(value_model.score.weight)

@@ -33,7 +33,7 @@ class ValueModel(PreTrainedModel):
     `_joined` adds a family's own `PreTrainedModel`, so that it attends, shards, saves and loads as the family does.
     """
 
-    body_class: type[PreTrainedModel]
+    body_class: type[Any]
     reads_last_token = True
 
     def __init__(self, config: Any) -> None:
@@ -63,7 +63,7 @@ def new_value_model(language_model: nn.Module) -> ValueModel:
         language_model: The language model, or a `PeftModel` around one.
     """
     base, body = transformers_model(language_model), backbone(language_model)
-    config = copy.deepcopy(body.config)
+    config: Any = copy.deepcopy(body.config)
     config.num_labels = 1
     return _joined(type(body), config, base)._from_config(config, dtype=torch.float32)
 
@@ -82,7 +82,7 @@ def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[Valu
         "__module__": body_class.__module__,  # transformers reads its source
     }
     kind: Any = type(body_class.__name__ + SUFFIX, (ValueModel, family), members)
-    theirs = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    theirs: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if getattr(source, "_auto_class", None):  # code that the user has let run: its module is loaded
         named = _own_classes(config).get(_CLASSIFIER, "").rpartition(".")[2]
         theirs = getattr(sys.modules[type(source).__module__], named, None)
@@ -92,7 +92,7 @@ def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[Valu
     return kind
 
 
-def _names_of_weights(kind: type[PreTrainedModel], config: Any) -> list[str]:
+def _names_of_weights(kind: type[Any], config: Any) -> list[str]:
     with torch.device("meta"):
         return [*kind(copy.deepcopy(config)).state_dict()]
 
@@ -114,13 +114,15 @@ class AutoClassifier:
         own = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
         config = AutoConfig.from_pretrained(path, **own)
         name = (config.architectures or [""])[0]
-        if name.endswith(SUFFIX):
+        has_theirs = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _CLASSIFIER in _own_classes(config)
+        if has_theirs and not name.endswith(SUFFIX):
+            return AutoModelForSequenceClassification.from_pretrained(path, **kwargs)
+        body_class: Any = MODEL_MAPPING.get(type(config), None)
+        if name.endswith(SUFFIX) and name != f"{getattr(body_class, '__name__', '')}{SUFFIX}":  # a part, as a decoder
             modeling = type(config).__module__.replace(".configuration_", ".modeling_")
             body_class = getattr(importlib.import_module(modeling), name.removesuffix(SUFFIX))
-        elif type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _CLASSIFIER in _own_classes(config):
-            return AutoModelForSequenceClassification.from_pretrained(path, **kwargs)
-        else:
-            body_class = MODEL_MAPPING[type(config)]
+        if body_class is None:
+            raise ValueError(f"transformers has no AutoModel of a {type(config).__name__}")
         config.num_labels = kwargs.pop("num_labels", config.num_labels)
         kwargs.pop("trust_remote_code", None)
         return _joined(body_class, config).from_pretrained(path, config=config, **kwargs)
