@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, token_rewards
@@ -47,7 +47,7 @@ class PPOTrainer(TrainerBase):
 
     Args:
         args: The training arguments.
-        processing_class: The policy's tokenizer; None loads it from the directory or hub name of `model`.
+        processing_class: The policy's tokenizer or processor; None loads it from the directory or hub name of `model`.
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
         ref_model: The reference of the KL penalty. None: the initial policy, or no reference with `args.kl_coef=0`.
         reward_model: A sequence-classification model with one label, or a list; None if only `reward_funcs` score.
@@ -82,7 +82,7 @@ class PPOTrainer(TrainerBase):
     def __init__(
         self,
         args: PPOConfig,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         model: ModelOrPath = None,  # pyright: ignore[reportArgumentType]  required, unlike processing_class
         ref_model: ModelOrPath | None = None,
         reward_model: ModelOrPath | Sequence[ModelOrPath] | None = None,

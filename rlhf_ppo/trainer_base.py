@@ -105,7 +105,7 @@ class TrainerBase(Steps, Trainer):
         self.reward_models = [each.model for each in models.rewards]
         self.tokens, self.sizes = tokens, prepared.sizes
         self._is_stepped, self._reward_funcs = prepared.is_stepped, prepared.reward_funcs
-        self._run = run = RunState(args, tokenizer, tokens)
+        self._run = run = RunState(args, tokenizer, tokens, prepared.processor)
         self._critic_only, self.score_moments, self._stateful = CriticOnly(run), RunningMoments(), StatefulParts()
         self.kl_controller = construction.make_kl_controller(args, kl_controller, self._stateful)
         if args.score_scaling:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from rlhf_ppo.generation.sampling import (
 from rlhf_ppo.models.packing import looked_at
 from rlhf_ppo.models.unwrapping import (
     CACHE,
+    backbone,
     gathers_in_passes,
     in_eval_mode,
     text_config,
@@ -291,7 +292,7 @@ def generate_compacting(
     rows = torch.arange(len(input_ids), device=input_ids.device)
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     how, processors = sampling_processors(changed(config, return_dict_in_generate=True), input_ids.device)
-    check = FiniteLogitsCheck()
+    check, body = FiniteLogitsCheck(), cast(Any, backbone(model))
     cache = {} if kept is None else kept.cache(model, input_ids, attention_mask)
     if shares:
         cache = {CACHE: DynamicCache(config=text_config(model))}
@@ -303,6 +304,8 @@ def generate_compacting(
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": how, **cache}
         given["logits_processor"] = LogitsProcessorList([check, *processors])
         stopping = StoppingCriteriaList([criterion])
+        if hasattr(body, "rope_deltas"):  # Qwen's, of the rows of an earlier call; texts have none
+            body.rope_deltas = None
         output = model.generate(**given, stopping_criteria=stopping, synced_gpus=synced_gpus)
         finished, sampled = check.check_beside(criterion.finished), output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]

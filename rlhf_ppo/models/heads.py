@@ -173,7 +173,7 @@ def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) ->
 def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
     head = head_of_scorer(model)
     if not is_in_float32(head):
-        states = states.to(next(head.parameters()).dtype)  # a base in 16 bits may be below a head in 32
+        states = states.to(next(head.parameters(), states).dtype)  # a base in 16 bits may be below a head in 32
     with torch.autocast(states.device.type, enabled=False):  # at values near 5 bfloat16's steps are .03
         return head(states).float()
 

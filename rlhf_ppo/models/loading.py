@@ -8,7 +8,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from rlhf_ppo.models.adapters import (
     adapter_config,
@@ -29,7 +39,10 @@ from rlhf_ppo.models.unwrapping import (
     is_peft_model,
     transformers_model,
 )
-from rlhf_ppo.models.value_model import AutoClassifier, new_value_model
+from rlhf_ppo.models.value_model import AutoClassifier, TRLModel, new_value_model
+from rlhf_ppo.run.distributed import get_logger
+
+logger = get_logger(__name__)
 
 CHECKPOINT_DTYPE = "checkpoint_dtype"
 """Attribute of a language model loaded from a path: the type of its files, in which the trained policy is saved."""
@@ -133,6 +146,13 @@ def load_classifier(
                     "AutoModelForSequenceClassification"
                 )
         model = cast(nn.Module, _without_adapters(loaded) if merges_adapter else loaded)
+    elif not isinstance(model, PreTrainedModel) and not is_peft_model(model):
+        if not (hasattr(model, "base_model_prefix") and hasattr(model, "score")):
+            raise ValueError(
+                f"{argument} is a {type(model).__name__}: pass an AutoModelForSequenceClassification, or a module "
+                "with base_model_prefix and score (TRL's interface)"
+            )
+        model = TRLModel(model)
     return model
 
 
@@ -234,6 +254,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     settings = {"dtype": torch.float32, **kwargs} | ({"output_loading_info": True} if is_language_model else {})
     given = f"{argument}={os.fspath(path)!r}"
     try:
+        if is_language_model:
+            auto_class = _class_it_was_saved_as(path, **kwargs)
         loaded = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:
         reason = CODE_IS_RUN_IF if wants_code(error) else f"cannot be loaded: {error!s:.600}"
@@ -250,6 +272,33 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     of_files = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
     setattr(loaded, CHECKPOINT_DTYPE, AutoConfig.from_pretrained(path, **of_files).dtype)
     return loaded
+
+
+def _class_it_was_saved_as(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Return the auto class with which a language model keeps its vision tower, if it has one."""
+    own = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+    config = AutoConfig.from_pretrained(path, **own)
+    reads_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    is_llama4 = config.model_type == "llama4"  # whose class reads an output that transformers 5.24 does not give
+    if reads_images is not None and reads_images.__name__ in (config.architectures or ()) and not is_llama4:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def load_processor(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin | None:
+    """Return the processor that was saved with a policy of images and text, to save it again; else None."""
+    config = transformers_model(policy).config
+    if config.get_text_config() is config or not config._name_or_path:
+        return None
+    try:
+        processor: Any = AutoProcessor.from_pretrained(config._name_or_path)
+    except (ImportError, OSError, ValueError) as error:
+        logger.warning(f"The policy is saved without its processor, which cannot be loaded: {error!s:.300}")
+        return None
+    if not isinstance(processor, ProcessorMixin):
+        return None
+    processor.tokenizer = tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    return processor
 
 
 def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings: Any) -> Any:

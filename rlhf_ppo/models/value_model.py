@@ -1,9 +1,10 @@
-"""The value model of any language model: its backbone and a linear head of one output."""
+"""The value model of any language model, its backbone and a linear head; models with TRL's interface."""
 
 from __future__ import annotations
 
 import copy
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -14,9 +15,12 @@ from transformers import (
     MODEL_MAPPING,
     AutoConfig,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+from transformers.utils import WEIGHTS_NAME
 
 from rlhf_ppo.models.heads import last_real
 from rlhf_ppo.models.unwrapping import backbone, transformers_model
@@ -95,6 +99,54 @@ def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[Valu
 def _names_of_weights(kind: type[Any], config: Any) -> list[str]:
     with torch.device("meta"):
         return [*kind(copy.deepcopy(config)).state_dict()]
+
+
+# ---- TRL's interface ----
+
+
+class TRLModel(PreTrainedModel):
+    """A module with TRL's interface: `module.score(backbone(...).last_hidden_state)` is a number for each token.
+
+    The number is also the hidden state, to which an identity is the head.
+
+    Args:
+        module: Has `base_model_prefix`, the backbone's name, and `score`.
+    """
+
+    reads_last_token = supports_gradient_checkpointing = True
+
+    def __init__(self, module: Any) -> None:
+        of_body = getattr(self._body(module), "config", None)
+        sizes = ("vocab_size", sys.maxsize), ("max_position_embeddings", None)
+        known = {name: getattr(of_body, name, default) for name, default in sizes}
+        super().__init__(PreTrainedConfig.from_dict({"num_labels": 1, **known}))
+        self.module, self.score = module, nn.Identity()
+        self._no_split_modules = getattr(self._body(module), "_no_split_modules", None)
+        self._weight_conversions: list[Any] = []  # saved as it is
+        with no_init_weights():
+            self.post_init()
+
+    def save_pretrained(self, save_directory: Any, *, state_dict: Any = None, **_: Any) -> None:
+        """Write the state as `torch.save` does, which keeps tied weights."""
+        os.makedirs(save_directory, exist_ok=True)
+        torch.save(self.state_dict() if state_dict is None else state_dict, os.path.join(save_directory, WEIGHTS_NAME))
+
+    @staticmethod
+    def _body(module: Any) -> Any:
+        return getattr(module, module.base_model_prefix)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutput:
+        """Call the backbone and the head as TRL does; `last_hidden_state` is their result `(B, L, 1)`."""
+        output = self._body(self.module)(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            return_dict=True,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        states = getattr(output, "last_hidden_state", None)  # TRL before 1.13 read the other
+        return BaseModelOutput(self.module.score(output.hidden_states[-1] if states is None else states))
 
 
 # ---- Loading ----

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController, check_coefficient
@@ -218,6 +218,7 @@ class Prepared:
 
     Attributes:
         tokenizer: The policy's tokenizer.
+        processor: The policy's processor of images and text, which is saved with it, or None.
         tokens: Padding and stop tokens.
         functions: The reward functions, with those of environments.
         reward_funcs: The same as given.
@@ -231,6 +232,7 @@ class Prepared:
     """
 
     tokenizer: PreTrainedTokenizerBase
+    processor: ProcessorMixin | None
     tokens: SpecialTokens
     functions: Sequence[Callable[..., Any]]
     reward_funcs: Any
@@ -246,7 +248,7 @@ class Prepared:
 def prepare(
     trainer: Trainer,
     args: PPOConfig,
-    processing_class: PreTrainedTokenizerBase | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
     model: ModelOrPath,
     ref_model: ModelOrPath | None,
     reward_model: Any,
@@ -272,7 +274,9 @@ def prepare(
     episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
     is_stepped = all(given is None for given in (episodes, reward_funcs, reward_model, train_dataset, eval_dataset))
     functions = reward_functions(reward_funcs, reward_model, episodes, is_stepped)
-    tokenizer = load_tokenizer(model) if processing_class is None else processing_class
+    processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
+    given: Any = processing_class if processor is None else cast(Any, processor).tokenizer
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(model) if given is None else given
     train_dataset = NoPrompts() if is_stepped else train_dataset
     train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
     check_ptx(args, ptx_dataset)
@@ -301,6 +305,7 @@ def prepare(
     sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
     return Prepared(
         tokenizer=tokenizer,
+        processor=processor or loading.load_processor(models.policy, tokenizer),
         tokens=tokens,
         functions=functions,
         reward_funcs=reward_funcs,

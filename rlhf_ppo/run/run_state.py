@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainerControl
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
 from rlhf_ppo.config import PPOConfig
@@ -70,6 +70,7 @@ class RunState:
         args: The arguments.
         tokenizer: The policy's tokenizer.
         tokens: Padding and stop tokens.
+        processor: The policy's processor of images and text, or None.
         accelerator: Trainer's accelerator.
         callbacks: Trainer's callback handler.
         state: Trainer's state.
@@ -83,6 +84,7 @@ class RunState:
     args: PPOConfig
     tokenizer: PreTrainedTokenizerBase
     tokens: SpecialTokens
+    processor: ProcessorMixin | None = None
     accelerator: Accelerator = field(init=False)
     callbacks: CallbackHandler = field(init=False)
     state: PPOTrainerState = field(init=False)

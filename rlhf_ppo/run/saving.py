@@ -105,7 +105,7 @@ def save_all(
     dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
     with stopping_as_trained(models.policy, run.tokens):
         save_models(models, directory, state_dict, value_directory, dtype)
-    run.tokenizer.save_pretrained(directory)
+    (run.processor or run.tokenizer).save_pretrained(directory)
     if value_directory == CRITIC_DIR:
         run.tokenizer.save_pretrained(os.path.join(directory, value_directory))
     torch.save(run.args, os.path.join(directory, TRAINING_ARGS_NAME))
