@@ -253,14 +253,17 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         auto_class = AutoClassifier
     settings = {"dtype": torch.float32, **kwargs} | ({"output_loading_info": True} if is_language_model else {})
     given = f"{argument}={os.fspath(path)!r}"
+    of_files = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+    config = None
     try:
         if is_language_model:
-            auto_class = _class_it_was_saved_as(path, **kwargs)
+            config = AutoConfig.from_pretrained(path, **of_files)
+            auto_class = _class_it_was_saved_as(config)
         loaded = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:
         reason = CODE_IS_RUN_IF if wants_code(error) else f"cannot be loaded: {error!s:.600}"
         raise ValueError(f"{given} {reason}") from error
-    if not is_language_model:
+    if config is None:
         return loaded
     loaded, info = loaded
     names = {f"{name}.weight" for name, part in loaded.named_modules() if part is loaded.get_output_embeddings()}
@@ -269,15 +272,12 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
             f"{given} is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be "
             "random; pass a directory or name of a model that was saved with its head"
         )
-    of_files = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
-    setattr(loaded, CHECKPOINT_DTYPE, AutoConfig.from_pretrained(path, **of_files).dtype)
+    setattr(loaded, CHECKPOINT_DTYPE, config.dtype)
     return loaded
 
 
-def _class_it_was_saved_as(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+def _class_it_was_saved_as(config: Any) -> Any:
     """Return the auto class with which a language model keeps its vision tower, if it has one."""
-    own = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
-    config = AutoConfig.from_pretrained(path, **own)
     reads_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     is_llama4 = config.model_type == "llama4"  # whose class reads an output that transformers 5.24 does not give
     if reads_images is not None and reads_images.__name__ in (config.architectures or ()) and not is_llama4:
@@ -285,14 +285,21 @@ def _class_it_was_saved_as(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def load_processor(policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin | None:
-    """Return the processor that was saved with a policy of images and text, to save it again; else None."""
+def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
+    """Return a processor's tokenizer, or the tokenizer itself."""
+    return cast(Any, processing_class).tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+
+
+def load_processor(given: Any, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin | None:
+    """Return the processor that came with a policy of images and text, to save it again; else None."""
+    if isinstance(given, ProcessorMixin):
+        return given
     config = transformers_model(policy).config
     if config.get_text_config() is config or not config._name_or_path:
         return None
     try:
         processor: Any = AutoProcessor.from_pretrained(config._name_or_path)
-    except (ImportError, OSError, ValueError) as error:
+    except Exception as error:  # it may need packages that texts do not
         logger.warning(f"The policy is saved without its processor, which cannot be loaded: {error!s:.300}")
         return None
     if not isinstance(processor, ProcessorMixin):

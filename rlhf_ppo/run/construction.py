@@ -274,9 +274,7 @@ def prepare(
     episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
     is_stepped = all(given is None for given in (episodes, reward_funcs, reward_model, train_dataset, eval_dataset))
     functions = reward_functions(reward_funcs, reward_model, episodes, is_stepped)
-    processor = processing_class if isinstance(processing_class, ProcessorMixin) else None
-    given: Any = processing_class if processor is None else cast(Any, processor).tokenizer
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(model) if given is None else given
+    tokenizer = load_tokenizer(model) if processing_class is None else loading.tokenizer_in(processing_class)
     train_dataset = NoPrompts() if is_stepped else train_dataset
     train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
     check_ptx(args, ptx_dataset)
@@ -305,7 +303,7 @@ def prepare(
     sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
     return Prepared(
         tokenizer=tokenizer,
-        processor=processor or loading.load_processor(models.policy, tokenizer),
+        processor=loading.load_processor(processing_class, models.policy, tokenizer),
         tokens=tokens,
         functions=functions,
         reward_funcs=reward_funcs,

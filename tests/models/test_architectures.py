@@ -10,11 +10,17 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    CLIPImageProcessor,
+    LlavaProcessor,
+)
 
-from tests.conftest import needs_continuous
-from tests.models.architectures import families, tiny_model
-from tests.models.sweep import check_family
+from tests.conftest import count_w4, make_tokenizer, needs_continuous
+from tests.models.architectures import families, tiny_config, tiny_model
+from tests.models.sweep import check_family, check_rows_alone
 from tests.runs import record_rollouts
 
 FAST = (
@@ -121,3 +127,27 @@ def test_composite_models_serve_in_every_role_and_load_again(family: str, make_t
     ids = torch.tensor([ROWS[1]])
     for again, trained in ((policy, first.model.policy), (value_model, first.model.value_model)):
         assert_close(again(input_ids=ids).logits, cast(Any, trained).eval()(input_ids=ids).logits)
+
+
+def test_a_policy_by_path_is_saved_as_the_class_and_with_the_processor_that_it_came_with(
+    make_trainer: Any, tmp_path: Path
+) -> None:
+    """Of Qwen 3.5 transformers also has a class for texts alone."""
+    torch.manual_seed(0)
+    policy, tokenizer = AutoModelForImageTextToText.from_config(tiny_config("qwen3_5")).eval(), make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    processor = LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=4, vision_feature_select_strategy="full")
+    for part in (policy, processor):
+        part.save_pretrained(tmp_path / "policy")
+    given = {"train_dataset": [{"input_ids": row} for row in ROWS], "value_model": None, "reward_funcs": count_w4}
+    sizes = {"total_episodes": 8, "response_length": 3, "top_k": 1, "num_ppo_epochs": 1}
+    for name, own in {"beside": None, "given": processor}.items():
+        trainer = make_trainer(model=str(tmp_path / "policy"), processing_class=own, **given, **sizes)
+        if own is None:
+            rollouts = record_rollouts(trainer)
+            trainer.train()
+            check_rows_alone(rollouts[0], policy, None, None, trainer.args.temperature)
+        trainer.save_model(str(tmp_path / name))
+        saved, info = type(policy).from_pretrained(tmp_path / name, output_loading_info=True)
+        assert saved.config.architectures == [type(policy).__name__] and not info["missing_keys"]
+        assert (tmp_path / name / "processor_config.json").is_file()
