@@ -285,11 +285,6 @@ def _class_it_was_saved_as(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def tokenizer_in(processing_class: Any) -> PreTrainedTokenizerBase:
-    """Return a processor's tokenizer, or the tokenizer itself."""
-    return cast(Any, processing_class).tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-
-
 def load_processor(given: Any, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin | None:
     """Return the processor that came with a policy of images and text, to save it again; else None."""
     if isinstance(given, ProcessorMixin):

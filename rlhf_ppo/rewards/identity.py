@@ -24,7 +24,10 @@ def model_identity(model: nn.Module) -> str:
     Args:
         model: The model; every rank calls this if it is sharded.
     """
-    head = [parameter for parameter in model.parameters() if len(parameter.shape) > 1][-1]
+    matrices = [parameter for parameter in model.parameters() if len(parameter.shape) > 1]
+    if not matrices:  # a rule with TRL's interface
+        return str(model)
+    head = matrices[-1]
     with gathered([head]):
         whole: Any = getattr(head, "full_tensor", lambda: head)()
         values = whole.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)

@@ -34,10 +34,10 @@ from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings, is_peft
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
-from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models, tokenizer_beside
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
 from rlhf_ppo.run import distributed
-from rlhf_ppo.run.datasets import PromptPreparation, load_data
+from rlhf_ppo.run.datasets import PromptPreparation, load_data, policy_tokenizer
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
 from rlhf_ppo.run.learning import CriticOnly
@@ -274,7 +274,7 @@ def prepare(
     episodes = EpisodeRollouts.of(args, tools, environment_factory, rollout_func)
     is_stepped = all(given is None for given in (episodes, reward_funcs, reward_model, train_dataset, eval_dataset))
     functions = reward_functions(reward_funcs, reward_model, episodes, is_stepped)
-    tokenizer = load_tokenizer(model) if processing_class is None else loading.tokenizer_in(processing_class)
+    tokenizer = policy_tokenizer(processing_class, model)
     train_dataset = NoPrompts() if is_stepped else train_dataset
     train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
     check_ptx(args, ptx_dataset)
@@ -498,28 +498,6 @@ def reward_functions(
     if not (functions or reward_model or own):
         raise ValueError("no reward: pass reward_funcs, a reward_model, or an environment with get_reward")
     return functions + own
-
-
-def load_tokenizer(model: Any) -> PreTrainedTokenizerBase:
-    """Load the policy's tokenizer from its directory or hub name.
-
-    Args:
-        model: The policy, as the trainer takes it.
-
-    Raises:
-        ValueError: The policy has no name, or no tokenizer is saved with it.
-    """
-    is_name = isinstance(model, str | os.PathLike)
-    path = model if is_name else getattr(getattr(model, "config", None), "_name_or_path", "")
-    tokenizer = tokenizer_beside(path) if path else None
-    if tokenizer is not None:
-        return tokenizer
-    missing = f"={os.fspath(path)!r} has none" if path else f" is a {type(model).__name__} without one"
-    raise ValueError(
-        "processing_class=None loads the tokenizer from the model's directory or hub name, but model"
-        f"{missing}; save it there with tokenizer.save_pretrained, or pass "
-        "processing_class=AutoTokenizer.from_pretrained(...)"
-    )
 
 
 def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
@@ -18,7 +19,7 @@ from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from rlhf_ppo.config import PPOConfig
@@ -40,6 +41,7 @@ from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.rewards.reward_model import tokenizer_beside
 from rlhf_ppo.run.distributed import get_logger, isolated_rng
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.run_state import RunState
@@ -293,6 +295,31 @@ def load_data(
     return train_dataset, eval_dataset
 
 
+def policy_tokenizer(given: Any, model: Any) -> PreTrainedTokenizerBase:
+    """Return the given tokenizer or that of the given processor, or load it from the policy's directory or hub name.
+
+    Args:
+        given: A tokenizer, a processor, or None.
+        model: The policy, as the trainer takes it.
+
+    Raises:
+        ValueError: The policy has no name, or no tokenizer is saved with it.
+    """
+    if given is not None:
+        return cast(Any, given).tokenizer if isinstance(given, ProcessorMixin) else given
+    is_name = isinstance(model, str | os.PathLike)
+    path = model if is_name else getattr(getattr(model, "config", None), "_name_or_path", "")
+    tokenizer = tokenizer_beside(path) if path else None
+    if tokenizer is not None:
+        return tokenizer
+    missing = f"={os.fspath(path)!r} has none" if path else f" is a {type(model).__name__} without one"
+    raise ValueError(
+        "processing_class=None loads the tokenizer from the model's directory or hub name, but model"
+        f"{missing}; save it there with tokenizer.save_pretrained, or pass "
+        "processing_class=AutoTokenizer.from_pretrained(...)"
+    )
+
+
 @dataclass(frozen=True)
 class PromptPreparation:
     """Tokenization and checks of data sets.
@@ -362,7 +389,7 @@ class PromptPreparation:
     def _begins_twice(self, rows: Any) -> int | None:
         """Return the first row that begins with BOS twice, or None."""
         bos = self.tokenizer.bos_token_id
-        if bos is None or num_rows(rows) is None or ids_of(self.tokenizer("a"))[0] != bos:
+        if bos is None or num_rows(rows) is None or ids_of(self.tokenizer("a"))[:1] != [bos]:
             return None
         rows = rows.select_columns("input_ids") if isinstance(rows, Dataset) else rows
         return next((index for index, row in enumerate(rows) if list(row["input_ids"][:2]) == [bos, bos]), None)
