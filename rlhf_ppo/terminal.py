@@ -35,6 +35,11 @@ def visible(text: str, *, one_line: bool = False) -> str:
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
+def escape_error(error: BaseException) -> None:
+    """Escape the texts of an error of a user's code, in place: a model may have written them."""
+    error.args = tuple(visible(each) if isinstance(each, str) else each for each in error.args)
+
+
 def markdown(value: Any) -> str:
     """Escape a text for a cell of a Markdown table; newlines become `<br>`."""
     return html.escape(visible(str(value))).replace("|", "&#124;").replace("\n", "<br>")
@@ -82,7 +87,7 @@ _WHOLE_WORDS = "RLHF_PPO_HIDDEN_WORDS"
 _SPECIAL_TOKENS = "stop|eos|bos|pad|unk|sep|cls|mask|image|video|audio|start|end|decoder_start"
 _SECRET = re.compile(
     rf"(?<!\w)(?!(?:{_SPECIAL_TOKENS})_token(?!\w))"
-    r"(?:\w*_)?(?:token|secret|password|passwd|passphrase|pwd|cookie|credentials?|api_?key|access_?key|private_?key|secret_?key|key"
+    r"(?:\w*_)?(?:token|bearer|secret|password|passwd|passphrase|pwd|cookie|credentials?|api_?key|access_?key|private_?key|secret_?key|key"
     r"|authorization|auth)(?!\w)",
     re.IGNORECASE,
 )

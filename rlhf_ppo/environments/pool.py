@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 from rlhf_ppo.environments.tools import Kind, Tool, content_of, error_answer, kind_of_class, standalone
 from rlhf_ppo.environments.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop
+from rlhf_ppo.terminal import escape_error
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ class Episode:
         try:
             return self.pool.call(getattr(self.environment, method), arguments)
         except BaseException as error:
+            escape_error(error)
             raise EpisodeError(f"{self.description}: {method} failed: {type(error).__name__}: {error}") from error
 
 

@@ -66,9 +66,11 @@ def write_report(
 
     Raises:
         FileNotFoundError: A directory has no run, or no verdicts.
-        ValueError: A run is given twice, or has no log of PPO.
+        ValueError: A run is given twice, or has no log of PPO; or `path` is a file of another kind.
     """
     path = Path(os.path.expanduser(path))
+    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"{path} exists and is no HTML file; the report would replace it: choose a name.html")
     read = read_runs(runs)
     data = report_data(read, read_judged(runs, judged))
     names = [run.name for run in read]

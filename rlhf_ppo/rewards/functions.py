@@ -30,6 +30,7 @@ from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, check_scores
 from rlhf_ppo.run.distributed import any_rank
+from rlhf_ppo.terminal import escape_error
 
 LogMetric = Callable[[str, float, float], None]
 """Takes a metric's name, its value, and the weight of the value: the number of rows that it is about."""
@@ -180,6 +181,7 @@ def naming(name: str, when: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        escape_error(error)
         error.add_note(f"raised by the reward function {name!r}{when}")
         raise
 

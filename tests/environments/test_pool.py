@@ -1,5 +1,6 @@
 """Discovery of tools, one environment for each row, seeds, rounds, time limits, and errors that name the row."""
 
+import traceback
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def test_an_environment_that_takes_messages() -> None:
 class Broken(Counter):
     def reset(self, fails: bool = False, **row: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if fails:
-            raise ValueError("no board")
+            raise ValueError("no board \x1b[2J")
         return super().reset()
 
     def get_reward(self) -> float:
@@ -162,8 +163,9 @@ class Broken(Counter):
 def test_errors_name_environment_and_row() -> None:
     pool = Environments(Broken)
     where = "row 1 of the batch, environment Broken"
-    with pytest.raises(EpisodeError, match=f"{where}: reset failed: ValueError: no board"):
+    with pytest.raises(EpisodeError, match=f"{where}: reset failed: ValueError: no board") as error:
         pool.start([{}, {"fails": True}])
+    assert "\x1b" not in "".join(traceback.format_exception(error.value)), "it would clear the terminal"
     episodes = pool.start([{}, {}])
     with pytest.raises(EpisodeError, match=f"{where}: get_reward failed: KeyError"):
         ask_rewards(episodes[1:])

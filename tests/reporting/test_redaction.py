@@ -38,6 +38,7 @@ def leaks(text: str | bytes) -> list[str]:
 
 def test_which_names_are_secret() -> None:
     secret = ["hub_token", "push_to_hub_token", "token", "HF_TOKEN", "api_key", "apikey", "wandb-token", "password"]
+    secret.append("bearer")
     harmless = ["stop_token", "eos_token", "max_new_tokens", "keyword", "token_variable", "tokens", "keys"]
     assert [name for name in secret + harmless if is_secret(name)] == secret
 
@@ -59,7 +60,7 @@ def test_an_address_keeps_host_and_path(address: str, expected: str) -> None:
 def test_settings_inside_of_a_text_are_hidden() -> None:
     text = f'{{"reward_fn": "{with_secrets("http://h/x")}", "api_key": "{KEY}", "stop_token": "eos"}}'
     assert redact_text(text) == '{"reward_fn": "http://h/x", "api_key": ***, "stop_token": "eos"}'
-    assert not leaks(redact_text(f"Authorization: Bearer {KEY}") + redact_text(f"hub_token={HUB}"))
+    assert not leaks(redact_text(f"Authorization: Bearer {KEY}") + redact_text(f"f(bearer={HUB!r})"))
     nested = {"comet": {"api_key": KEY, "project": "p"}, "list": [with_secrets("http://h")], "n": 3}
     assert redacted(nested) == {"comet": {"api_key": "***", "project": "p"}, "list": ["http://h"], "n": 3}
 

@@ -15,6 +15,7 @@ import pytest
 from rlhf_ppo.cli.main import main
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit
+from rlhf_ppo.reporting.plots import plot_metrics
 from rlhf_ppo.reporting.report import SCRIPTS, first_and_last, write_report
 from rlhf_ppo.terminal import visible
 from tests.runs import QUICK
@@ -139,6 +140,15 @@ def test_hostile_texts_stay_text_and_nothing_is_fetched(runs: list[Path], tmp_pa
     addresses = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href")]
     assert all(str(address).startswith(("#", "data:")) for address in addresses)
     assert "<img" not in text and "hf_secret" not in text and "\u2028" not in text
+
+
+def test_a_report_replaces_no_file_of_another_kind(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("mine")
+    with pytest.raises(ValueError, match="rewards.py exists and is no HTML file"):
+        write_report(runs, tmp_path / "rewards.py")
+    with pytest.raises(ValueError, match="py"):
+        plot_metrics(runs, tmp_path / "rewards.py")
+    assert (tmp_path / "rewards.py").read_text() == "mine"
 
 
 def test_first_and_last_by_hand() -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.rewards import RewardFunction, ScoringBatch
 from rlhf_ppo.rewards.builtin import builtin_reward
-from rlhf_ppo.rewards.functions import LoggedByFunctions
+from rlhf_ppo.rewards.functions import LoggedByFunctions, naming
 from rlhf_ppo.rewards.scorer import WrongRewardError, check_scores
 from tests.conftest import make_tokenizer
 
@@ -199,6 +199,12 @@ def test_a_list_in_each_row_rewards_tokens(tokenizer: PreTrainedTokenizerFast) -
 def test_wrong_scores_are_errors(returned: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         check_scores(returned, "f", [2, 2, 2])
+
+
+def test_an_error_of_a_function_shows_no_escapes_and_its_name() -> None:
+    with pytest.raises(ValueError) as error, naming("f"):
+        raise ValueError("wrote \x1b[2J")
+    assert str(error.value) == r"wrote \x1b[2J" and error.value.__notes__ == ["raised by the reward function 'f'"]
 
 
 # ---- What a function logs ----
