@@ -20,7 +20,9 @@ from run import code_version
 
 sys.path.insert(0, str(EXAMPLE.parent))
 import agent_calculator
+import calculator_model
 
+TOOL = agent_calculator.Calculator.calculate
 SETTINGS = {"calculator": 0.0, "calculator, calls cost": 0.3}
 """Price of a call by the name of a setting."""
 
@@ -29,8 +31,8 @@ def train(seed: int, updates: int) -> None:
     """Train the settings of a seed that are missing, and store them."""
     torch.set_num_threads(1)
     done = {row["setting"] for row in read_results() if row.get("seed") == seed}
-    start, tokenizer = time.process_time(), agent_calculator.make_tokenizer()
-    model = agent_calculator.make_model(tokenizer, seed, 0.3)
+    start, tokenizer = time.process_time(), calculator_model.make_tokenizer(TOOL)
+    model = calculator_model.make_model(tokenizer, TOOL, seed, 0.3)
     made = round(time.process_time() - start)
     for setting, price in SETTINGS.items():
         if setting not in done:
