@@ -114,6 +114,10 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "at_once": {"loss": "at once", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 12},
     "adapters": {"adapter": "lora", "reference": "the policy"},
     "one_base": {"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
+    "one_base_recomputed": {
+        **{"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
+        "gradient_checkpointing": True,
+    },
     "one_base_at_once": {
         **{"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
         "loss": "at once",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import tokenize
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def function_identities(function: Any) -> list[str]:
     try:
         found[0] = f"{os.path.realpath(inspect.getfile(made))}:{made.__qualname__} {own}"
         found.append(f"source {hashlib.sha256(inspect.getsource(made).encode()).hexdigest()[:16]} {own}")
-    except (OSError, TypeError):  # it has no file, as in a console
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # it has no file, or that has changed since
         pass
     return found
 

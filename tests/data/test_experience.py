@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from rlhf_ppo.data.rollout import (
     Prompts,
     Responses,
     Rollout,
-    pad_right,
     sizes_within,
 )
 from rlhf_ppo.run.distributed import minibatch_generator
@@ -110,18 +109,6 @@ def test_parts_hold_every_real_token_once_in_order_without_common_padding() -> N
                 ours = getattr(part, name)[row][getattr(part, mask)[row]]
                 assert torch.equal(ours, getattr(whole, name)[start + row][getattr(whole, mask)[start + row]]), name
             assert int(part.response_mask[row].sum()) == RESPONSE_LENGTHS[start + row]
-
-
-@settings(deadline=None)
-@given(st.integers(1, 9))
-def test_parts_of_any_size_put_together_are_the_whole(size: int) -> None:
-    whole = rollout()
-    parts = whole.parts(size)
-    assert len(parts) == -(-len(whole) // size)
-    restored = pad_right([part.values.masked_fill(~part.response_mask, 0) for part in parts], width=6)
-    assert torch.equal(restored, whole.values.masked_fill(~whole.response_mask, 0))
-    assert torch.equal(torch.cat([part.scores for part in parts]), whole.scores)
-    assert torch.equal(torch.cat([part.ended for part in parts]), whole.ended)
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1), max_tokens=st.integers(1, 60))

@@ -220,7 +220,11 @@ def warm_the_critic_up(output_dir: str, models: str, adapters: bool = False, **o
         moved = {name: np.abs(after[name] - before[name]).max() / trainer.args.learning_rate for name in after}
         by_model = {model: [far for name, far in moved.items() if name.startswith(model)] for model in TRAINED}
         largest.append({model: max(far, default=0.0) for model, far in by_model.items()})
-    return {"largest": largest, "warmup": [log["val/critic_warmup"] for log in trainer.state.log_history[:-1]]}
+    return {
+        **launched_as(trainer),
+        "largest": largest,
+        "warmup": [log["val/critic_warmup"] for log in trainer.state.log_history[:-1]],
+    }
 
 
 @torch.no_grad()
@@ -541,33 +545,6 @@ def see_prompts(
     found = {**launched_as(trainer), "seen": [*trainer.seen], "names": [*trainer.names], "answers": [*trainer.answers]}
     evaluated = trainer.evaluation_loop(trainer.get_eval_dataloader(), "five prompts")
     return found | {"num_evaluated": evaluated.num_samples}
-
-
-def two_rates(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-    """The value model learns at twice the policy's rate."""
-    parts = {"policy.": 1e-3, "value_model.": 2e-3}
-    groups = [
-        {"params": [p for name, p in named if name.startswith(part)], "lr": rate} for part, rate in parts.items()
-    ]
-    assert all(group["params"] for group in groups)
-    return torch.optim.AdamW(groups)
-
-
-def train_longer_at_two_rates(output_dir: str, models: str) -> dict[str, Any]:
-    """Train for two updates, then go on to four; return the rates that were used and the models that moved."""
-    run = {"save_strategy": "steps", "save_steps": 2, "given": {"optimizers": (two_rates, None)}}
-    first = make_trainer(output_dir, models, max_steps=2, **run)
-    first.train()
-    before = whole_parameters(first)
-    trainer = make_trainer(output_dir, models, max_steps=4, **run)
-    trainer.train(resume_from_checkpoint=True)
-    moved = [name for name, value in whole_parameters(trainer).items() if not np.array_equal(value, before[name])]
-    return {
-        **launched_as(trainer),
-        "rates": [entry["lr"] for entry in trainer.state.log_history if "lr" in entry],
-        "of_groups": [group["initial_lr"] for group in trainer.optimizer.param_groups],
-        "moved": {name.partition(".")[0] for name in moved},
-    }
 
 
 def first_update_in_bf16(output_dir: str, models: str, adapters: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.models.test_peft import IDS, FirstPass, first, logits, lora, two_adapters
+from tests.models.test_peft import IDS, first, logits, lora, two_adapters
 from tests.runs import QUICK
 
 peft = pytest.importorskip("peft")
@@ -73,38 +73,6 @@ def test_the_memory_of_one_model_holds_four(make_shared: MakeTrainer, tmp_path: 
 
 
 # ---- The same numbers ----
-
-
-@pytest.mark.parametrize(
-    "checkpointing",
-    [None, {"use_reentrant": False}, {"use_reentrant": True}],
-    ids=["kept", "recomputed", "reentrant"],
-)
-def test_the_first_gradients_are_those_of_models_with_bases_of_their_own(make_shared: MakeTrainer, checkpointing: Any):
-    gradients, state = [], {}
-    for shared in (True, False):
-        kept = FirstPass()
-        trainer = make_shared(
-            share_base_model=shared,
-            peft_config=lora(init_lora_weights=False),
-            value_peft_config=lora(init_lora_weights=False),
-            gradient_checkpointing=shared and checkpointing is not None,
-            gradient_checkpointing_kwargs=checkpointing if shared else None,
-            callbacks=[kept],
-            response_length=8,
-        )
-        if shared:  # with the zero head no gradient would reach the value model's adapter
-            torch.nn.init.normal_(trainer.value_model.base_model.model.score.modules_to_save.default.weight)
-            state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        trainer.model.load_state_dict(state)
-        trainer.train()
-        gradients.append(kept.gradients)
-
-    ours, theirs = gradients
-    assert ours.keys() == theirs.keys() and len(ours) == 17  # two matrices of each of four layers, twice; and a head
-    for name, value in theirs.items():
-        assert value.abs().max() > 0, name
-        torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-5)
 
 
 def test_the_value_model_starts_as_the_adapted_policy_with_a_zero_head(make_shared: MakeTrainer):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.models.reference import Reference
 from tests.conftest import tiny_policy
@@ -57,20 +57,6 @@ def test_a_new_adapter_follows_the_seed_whatever_was_drawn_before(make_trainer: 
         drawn.append(torch.cat([value.flatten() for name, value in weights(policy).items() if "lora_A" in name]))
 
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
-
-
-class FirstPass(TrainerCallback):
-    """Keeps the gradients of the first optimizer step."""
-
-    def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self.gradients:
-            model = kwargs["model"]
-            self.gradients = {
-                name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None
-            }
 
 
 # ---- A new adapter ----

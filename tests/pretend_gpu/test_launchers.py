@@ -79,14 +79,6 @@ def test_the_first_updates_figures_are_those_of_the_cpu(config: str, models: Pat
             assert row[name] == pytest.approx(same[name], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
-@pytest.mark.parametrize("config", sorted(ENGINES))
-def test_fp16_scales_its_losses(config: str, models: Path, tmp_path: Path) -> None:
-    run = {"models": str(models), "output_dir": str(tmp_path / "run"), "fp16": True}
-    (report,) = launch(config, ("train_with_checkpoints", run), precision="fp16")
-    norms = [entry["grad_norm"] for entry in updates(report["log"])]
-    assert len(norms) == 3
-
-
 def test_a_frozen_model_is_sharded_block_by_block(models: Path, tmp_path: Path) -> None:
     """The trained models are on the host yet; beside the shards the device holds one block, or what is outside."""
     run = {"output_dir": str(tmp_path), "models": str(models)}
