@@ -101,9 +101,8 @@ class PPOScriptArguments(DryRunScriptArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        "Reward functions: built-in names, package.module.function, file.py:function or addresses, with optional "
-        "settings, such as 'keyword(keywords=[\"yes\"])'. With them, a reward model scores only if reward_model_path "
-        "is given.",
+        "Reward functions: built-in names, package.module.function, file.py:function or addresses. With "
+        "them, a reward model scores only if reward_model_path is given.",
     )
     environment: list[str] | None = option(
         None,

@@ -326,7 +326,10 @@ def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | 
     console.print(stories_table(prompts, heroes, sft_stories, ppo_stories))
     console.print(metrics_table(before, after))
     console.print(cell(f"Curves: {output_dir / 'curves.png'}"))
-    console.print(f"Judge prefers PPO over SFT: {verdicts.rate:.2%} (ties {verdicts.ties / verdicts.judged:.2%})")
+    low, high = verdicts.interval()
+    console.print(
+        f"Judge prefers PPO over SFT: {verdicts.rate:.2%} (95% interval {100 * low:.1f} to {100 * high:.1f})"
+    )
     return DemoResult(accuracy, before, after, verdicts)
 
 

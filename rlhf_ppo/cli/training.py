@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +87,9 @@ class RewardArguments(DefaultBf16, RewardConfig):
 
 # ---- Loading ----
 
+NOT_HERE = "is no directory here, and the hub did not give it"
+"""Reason of a name that cannot be loaded."""
+
 
 def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer that pads on the left; without a PAD token, EOS is its PAD.
@@ -102,7 +105,8 @@ def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrai
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        advice = CODE_IS_RUN_IF if wants_code(error) else f"has no tokenizer that can be read: {error}"
+        missing = "has no tokenizer that can be read" if os.path.isdir(path) else NOT_HERE
+        advice = CODE_IS_RUN_IF if wants_code(error) else f"{missing}: {error}"
         raise ValueError(f"{argument}={path!r} {advice}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # a new token would be outside the models' vocabularies
@@ -121,6 +125,13 @@ def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[s
     if quantization is not None:
         settings |= {"quantization_config": quantization, "device_map": {"": PartialState().device}}
     return settings
+
+
+def check_lora(model_args: ModelConfig) -> None:
+    """Raise a `ValueError` for options of LoRA without `use_peft`, with which all weights would train."""
+    for name in () if model_args.use_peft else ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
+        if (given := getattr(model_args, name)) != ModelConfig.__dataclass_fields__[name].default:
+            raise ValueError(f"{name}={given!r} has no effect without use_peft: add --use_peft")
 
 
 def lora_config(model_args: ModelConfig) -> Any:
@@ -251,7 +262,7 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
                 AutoModelForSequenceClassification, path, argument, num_labels=1, **settings
             )
         else:
-            reward_model = load_classifier(path, argument, num_labels=1, **settings)
+            reward_model = _load_reward_model(path, settings)
         if is_other and value_path is None and not args.share_base_model:
             value_model = load_pretrained(
                 AutoModelForSequenceClassification, path, argument, num_labels=1, **in_float32
@@ -259,6 +270,18 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     if value_path is not None and not args.share_base_model:
         value_model = load_value_model(value_path, "value_model_path", **in_float32)
     return {"reward_model": reward_model, "value_model": value_model}
+
+
+def _load_reward_model(path: str, settings: Mapping[str, Any]) -> Any:
+    try:
+        return load_classifier(path, "reward_model_path", num_labels=1, **settings)
+    except ValueError as error:
+        if path != PPOConfig.__dataclass_fields__["reward_model_path"].default:
+            raise
+        raise ValueError(
+            f"no reward is given, and TRL's default cannot be loaded: give reward_model_path, reward_funcs or "
+            f"environment ({error})"
+        ) from error
 
 
 # ---- TRL's trainers ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
@@ -144,7 +145,8 @@ def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | No
     logged = [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
     if metrics is None:
         others = (key for key in logged if key not in PANELS and not key.startswith("health/"))
-        metrics = [key for key in PANELS if key in logged] + sorted(others)
+        metrics = [key for key in PANELS if key in logged]
+        metrics += sorted(others, key=lambda key: (not re.fullmatch("rewards/.*/mean", key), key))
     missing = [key for key in metrics if key not in logged]
     if missing or not metrics:
         raise ValueError(

@@ -40,9 +40,21 @@ logger = get_logger(__name__)
 
 
 def num_processes(args: TrainingArguments) -> int:
-    """Return the number of processes, after starting the process group."""
+    """Return the number of processes, after starting the process group.
+
+    Raises:
+        ValueError: Launched processes do not know each other, or `fp16` is on without an accelerator.
+    """
     args._setup_devices  # noqa: B018  the property starts it
-    return PartialState().num_processes
+    count, launched = PartialState().num_processes, int(os.environ.get("WORLD_SIZE", 1))
+    if "LOCAL_RANK" in os.environ and count < launched:
+        raise ValueError(
+            f"use_cpu={args.use_cpu!r}: the launcher started {launched} processes without accelerators; each would "
+            "train alone; set use_cpu=True (--use_cpu) to train on CPUs together"
+        )
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError("fp16=True has no effect on a CPU: leave it out, or set bf16=True")
+    return count
 
 
 def use_one_device(args: TrainingArguments) -> None:

@@ -24,7 +24,7 @@ from rlhf_ppo.reporting import critic_audit as audits
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, completion_rows
 from rlhf_ppo.reporting.evaluation import first_prompts, runnable, sample_rows
-from rlhf_ppo.rewards.scorer import Scores, scores_in_reward_unit
+from rlhf_ppo.rewards.scorer import Scores, WrongRewardError, scores_in_reward_unit
 from rlhf_ppo.run.distributed import isolated_rng
 from rlhf_ppo.run.learning import valued_tokens
 from rlhf_ppo.run.run_state import RunState
@@ -85,7 +85,7 @@ class RolloutMetrics:
     """
 
     def __init__(self, run: RunState) -> None:
-        self.run, self.num_response_tokens = run, 0
+        self.run, self.num_response_tokens, self._num_unscored = run, 0, 0
         self._latest: tuple[int, Rollout, Experience, dict[str, Tensor], dict[str, list[Any]]] | None = None
 
     def record(
@@ -109,6 +109,9 @@ class RolloutMetrics:
         columns = metrics.gather_columns(own, run.gather)
         valued = valued_tokens(rollout.loss_mask, args)
         metrics.warn_of_unscored(columns["scores"])
+        self._num_unscored = self._num_unscored + 1 if columns["scores"].isnan().all() else 0
+        if self._num_unscored == 3:
+            raise WrongRewardError("no response of three updates has a score: reward_funcs must return numbers")
         unique = metrics.unique_fraction(rollout, run.gather)
         found = metrics.rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
         found |= metrics.critic_metrics(rollout.values, experience.returns, valued, run.sum_over_ranks, run.gather)

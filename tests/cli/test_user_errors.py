@@ -37,6 +37,14 @@ TRL = f"--bf16 False {QUICK} --model_name_or_path"
 LLM = "llm --train --trainer ppo --model base --rl-reward-model-path scorer --data-path rows.jsonl --log none"
 MISTAKES = [
     (f"{RUN} --learnin_rate 1", "there is no option --learnin_rate (did you mean 'learning_rate'?)"),
+    (f"{RUN} --lora_r 8", "lora_r=8 has no effect without use_peft: add --use_peft"),
+    (f"reward {TRL} base --dataset_name rows.jsonl --lora_alpha 8", "lora_alpha=8 has no effect without use_peft"),
+    (f"{RUN} --fp16", "fp16=True has no effect on a CPU"),
+    (
+        f"train --sft_model_path base --response_length 4 {QUICK} --dataset_name rows.jsonl",
+        "no reward is given, and TRL's default cannot be loaded: give reward_model_path, reward_funcs or environment",
+    ),
+    (f"{RUN} --model_name_or_path no/hub", "model_name_or_path='no/hub' is no directory here, and the hub did not"),
     (f"{RUN} --learning_rate fast", "--learning_rate/--learning-rate: invalid float"),
     (f"{RUN} --no_cuda", "no_cuda"),
     (f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),

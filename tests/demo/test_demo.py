@@ -46,7 +46,7 @@ def test_the_judge_prefers_ppo(demo):
     verdicts = result.verdicts
     assert verdicts.wins + verdicts.losses + verdicts.ties == SIZE.num_held_out
     assert result.is_clear and verdicts.rate > 0.65
-    assert f"Judge prefers PPO over SFT: {verdicts.rate:.2%} (ties " in printed
+    assert f"Judge prefers PPO over SFT: {verdicts.rate:.2%} (95% interval " in printed
 
 
 def test_score_rises_and_kl_stays_bounded(demo):

@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import PromptCollator
+from rlhf_ppo.run.distributed import num_processes
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
@@ -122,3 +123,14 @@ def test_a_collator_that_loses_rows_during_the_run_does_not_end_it_silently(make
     trainer = make_trainer(**QUICK, train_dataset=prompt_rows(16), data_collator=losing)
     with pytest.raises(ValueError, match="data_collator returned 1 prompts of train_dataset, not the 2 of an update"):
         trainer.train()
+
+
+def test_launched_processes_that_do_not_know_each_other_are_refused(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `accelerate launch` starts two processes on CPUs without `use_cpu`: each is rank 0 of one."""
+    args = make_trainer().args
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="the launcher started 2 processes without accelerators"):
+        num_processes(args)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from rlhf_ppo.rewards.scorer import WrongRewardError
 from tests.runs import QUICK, parameters
 
 MakeTrainer = Callable[..., Any]
@@ -29,3 +31,11 @@ def test_an_update_without_any_score_changes_nothing_and_the_next_one_learns(mak
     assert first["loss"] == 0 and second["objective/scores"] > 0 and "rewards/nothing_at_first/mean" in second
     assert not any(value != value for entry in trainer.state.log_history for value in entry.values())
     assert any(not torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+
+
+def test_a_reward_that_never_scores_ends_the_run_after_three_updates(make_trainer: MakeTrainer) -> None:
+    run = {"total_episodes": 8, "reward_funcs": lambda completions, **columns: [None] * len(completions)}
+    trainer = make_trainer(**{**QUICK, **run})
+    with pytest.raises(WrongRewardError, match="no response of three updates has a score"):
+        trainer.train()
+    assert trainer.state.global_step == 2

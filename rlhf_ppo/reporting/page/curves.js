@@ -53,7 +53,7 @@
 
   function arrange() {
     const wanted = wantedIn("find");
-    const isMain = ({ key, isPath }) => isPath || MAIN.includes(key) || /^eval_(score|kl)$/.test(key);
+    const isMain = ({ key, isPath }) => isPath || MAIN.includes(key) || /^(eval_(score|kl)|rewards\/.*\/mean)$/.test(key);
     const fits = ({ key, says }) => `${key} ${says}`.toLowerCase().includes(wanted);
     const found = panels.filter(({ chart }) => (wanted ? fits(chart) : isMain(chart)));
     const rest = wanted ? [] : panels.filter(({ chart }) => !isMain(chart));
