@@ -457,9 +457,7 @@ class PPOConfig(
         "With DeepSpeed ZeRO-3, gather the policy's weights for generation: faster, but the whole policy must fit on "
         "one device.",
     )
-    num_sample_generations: Count = _option(
-        10, "Tables of samples to print, from before the first update to after the last; 0: none."
-    )
+    num_sample_generations: Count = _option(10, "Tables of samples to print, the first before training; 0: none.")
 
     # --- Reward ---
     # HfArgumentParser reads the second of several types from the command line.
