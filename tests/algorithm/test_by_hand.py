@@ -60,13 +60,11 @@ def assert_equal(actual, expected):
     torch.testing.assert_close(actual, torch.as_tensor(expected), atol=1e-6, rtol=0)
 
 
-def chain(whiten_rewards=False):
+def chain():
     """Run the library from scores to whitened advantages; return every stage."""
     kl = kl_estimate(LOGPROBS, REF_LOGPROBS, "k1")
     scores = penalize_missing_eos(SCORES, STOPPED, 1.0)
     non_score_reward, rewards = token_rewards(kl, scores, MASK, kl_coef=0.2)
-    if whiten_rewards:
-        rewards = masked_whiten(rewards, MASK, shift_mean=False)
     advantages, returns = gae(rewards, VALUES, MASK, gamma=0.5, lam=0.8)
     return scores, non_score_reward, rewards, advantages, returns, masked_whiten(advantages, MASK)
 
@@ -130,24 +128,3 @@ def test_value_loss_and_gradient():
     assert_equal(gradient, [[0.0, 0.08, -0.18], [-0.10, 0.0, 0.0]])
     assert (result.clipped & MASK).tolist() == [[True, False, False], [False, True, False]]
     assert_equal(masked_mean(result.clipped, MASK), 0.4)
-
-
-def test_whiten_rewards_keeps_their_mean():
-    """Rewards 0.14, -0.10, 1.40, 0.02, -0.50: sum 0.96, mean 0.192.
-
-    Deviations -0.052, -0.292, 1.208, -0.172, -0.692; squares 0.002704 + 0.085264 + 1.459264 + 0.029584 + 0.478864 =
-    2.05568, over 4: 0.51392, root 0.7168821.
-    Rewards:    -0.0725363 + 0.192 = 0.1194637    -0.4073194 + 0.192 = -0.2153194    1.6850747 + 0.192 = 1.8770747
-                -0.2399279 + 0.192 = -0.0479279   -0.9652912 + 0.192 = -0.7732912
-    TD errors:   0.3194637    -0.6153194    1.4770747         0.1520721    -0.5732912
-    Advantages:  0.3194637 - 0.4 * 0.0244895 = 0.3096679    -0.6153194 + 0.4 * 1.4770747 = -0.0244895    1.4770747
-                 0.1520721 - 0.4 * 0.5732912 = -0.0772443   -0.5732912
-    Mean 1.1117176 / 5 = 0.2223435; variance 2.3656900 / 4 = 0.5914225, deviation 0.7690400.
-    """
-    _, non_score_reward, rewards, advantages, returns, whitened = chain(whiten_rewards=True)
-    assert_equal(non_score_reward, [[0.14, -0.10, 0.10], [0.02, -0.04, 0.0]])
-    assert_equal(rewards, [[0.1194637, -0.2153194, 1.8770747], [-0.0479279, -0.7732912, 0.0]])
-    assert_equal(masked_mean(rewards, MASK), 0.192)
-    assert_equal(advantages, [[0.3096679, -0.0244895, 1.4770747], [-0.0772443, -0.5732912, 0.0]])
-    assert_equal(returns, [[0.4096679, 0.5755105, 1.8770747], [-0.3772443, -0.7732912, 0.0]])
-    assert_equal(whitened, [[0.1135498, -0.3209625, 1.6315552], [-0.3895608, -1.0345817, 0.0]])
