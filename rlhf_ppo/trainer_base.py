@@ -103,7 +103,7 @@ class TrainerBase(Steps, Trainer):
         models, tokens, tokenizer = prepared.models, prepared.tokens, prepared.tokenizer
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [each.model for each in models.rewards]
-        self.tokens, self.sizes = tokens, prepared.sizes
+        self.tokens, self.stop_token_id, self.sizes = tokens, tokens.stop, prepared.sizes
         self._is_stepped, self._reward_funcs = prepared.is_stepped, prepared.reward_funcs
         self._run = run = RunState(args, tokenizer, tokens, prepared.processor)
         self._critic_only, self.score_moments, self._stateful = CriticOnly(run), RunningMoments(), StatefulParts()

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,10 +123,10 @@ def adapter_directory(policy: nn.Module, directory: str) -> str:
 
 
 def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serves_others: bool) -> nn.Module:
-    """Add a new adapter to the policy.
+    """Add a new adapter to the policy; merge the one that it has into its base first, as TRL does.
 
     Args:
-        policy: A causal language model.
+        policy: A causal language model, or a `PeftModel` around one.
         peft_config: A `peft.PeftConfig`.
         name: The adapter's name; PEFT's `"default"` when None.
         base_serves_others: The policy without the adapter is also the reference, or the base of other models.
@@ -135,10 +135,11 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
         The policy as a `PeftModel`.
 
     Raises:
-        ValueError: The policy has an adapter, the method is unsuitable, or the base would change.
+        ValueError: The method is unsuitable, or the base would change.
     """
     from peft import get_peft_model
 
+    policy = cast(Any, policy).merge_and_unload() if is_peft_model(policy) else policy
     _check_config(policy, peft_config, "model", "peft_config")
     if base_serves_others:
         _check_base_stays(peft_config)

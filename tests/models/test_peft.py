@@ -210,20 +210,26 @@ def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer,
     assert torch.equal(logits(resumed.policy_model), logits(whole.policy_model))
 
 
+def test_a_policy_with_an_adapter_gets_the_new_one_over_the_merged_base_as_in_trl(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**QUICK, model=trained_adapter(), peft_config=lora(r=2))
+    merged = trained_adapter().merge_and_unload()
+    assert torch.equal(logits(trainer.policy_model), logits(merged)) and trainer.stop_token_id == 1
+    assert trainer.policy_model.active_peft_config.r == 2
+
+
 # ---- What cannot work ----
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda: {"model": trained_adapter(), "peft_config": lora()}, "already a PeftModel"),
         (lambda: {"model": trained_adapter(), "model_adapter_name": "other"}, "'other' is not an adapter"),
         (lambda: {"ref_adapter_name": "sft"}, "'sft' is not an adapter"),
         (lambda: {"peft_config": lora(init_lora_weights="pissa")}, "pass ref_model"),
         (lambda: {"model": tiny_policy(attention_bias=True), "peft_config": lora(bias="all")}, "pass ref_model"),
         (lambda: {"model": tiny_policy().requires_grad_(False)}, "no parameter of model is trainable"),
     ],
-    ids=["two", "no such", "no reference", "changed base", "biases", "frozen"],
+    ids=["no such", "no reference", "changed base", "biases", "frozen"],
 )
 def test_what_cannot_work(make_trainer: MakeTrainer, arguments: Any, message: str):
     with pytest.raises(ValueError, match=message):
