@@ -25,9 +25,9 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 # Container images often set this; every process of the tests would compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
-check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-pretend-gpu test-oldest test-vllm fast: export OMP_NUM_THREADS = 1
+check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-pretend-gpu test-oldest test-newest test-vllm fast: export OMP_NUM_THREADS = 1
 
-.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-gpu test-pretend-gpu test-oldest test-vllm demo chat-model bench bench-gpu bench-learning docs clean
+.PHONY: help install format lint fast check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-gpu test-pretend-gpu test-oldest test-newest test-vllm demo chat-model bench bench-gpu bench-learning docs clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -98,6 +98,10 @@ test-pretend-gpu: install ## The GPU path on a device that computes on the CPU a
 test-oldest: $(VENV)-oldest/installed ## The fast tests of what libraries decide, two cases of each, with the oldest versions that are allowed
 	MAX_CASES=2 $(subst $(VENV),$(VENV)-oldest,$(PYTEST)) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
 
+test-newest: $(VENV)-newest/installed ## The same with the newest libraries of the index, beside the pinned torch
+	$(VENV)-newest/bin/python -m pip install --quiet --no-compile --upgrade -c constraints-newest.txt transformers trl accelerate peft
+	MAX_CASES=2 $(subst $(VENV),$(VENV)-newest,$(PYTEST)) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
+
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py
 
@@ -119,7 +123,7 @@ docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
 
 clean: ## Remove the environments and what was built
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm site dist .coverage .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-trl $(VENV)-vllm site dist .coverage .pytest_cache .ruff_cache
 
 # The newest pip reads an index in a third of the time of the one that Python brings; without it that one does.
 # torch goes first and pinned, so that nothing that is installed after it can choose another build.
@@ -138,6 +142,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
 	$(call make_venv,$(VENV)-oldest,constraints-oldest.txt,test)
+
+$(VENV)-newest/installed: pyproject.toml constraints-newest.txt
+	$(call make_venv,$(VENV)-newest,constraints-newest.txt,test)
 
 $(VENV)-trl/installed: constraints-trl.txt
 	$(PYTHON_BASE) -m venv $(VENV)-trl
