@@ -65,39 +65,32 @@ def make_audited(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTr
     return make
 
 
-def test_monte_carlo_returns_are_those_of_the_policy(make_audited: Callable[..., PPOTrainer]) -> None:
-    """160 prefixes x 16 continuations of a known policy: the critic that knows the values is calibrated.
+def test_audits_of_a_policy_whose_values_are_known(make_audited: Callable[..., PPOTrainer]) -> None:
+    """160 prefixes x 16 continuations: the critic that knows the values is calibrated, whatever another one says.
 
-    Two of the 40 rows have the same prompt.
+    Two of the 40 rows have the same prompt. The mean of a prompt knows the prompt but no response: each prompt has one
+    response, whose tokens count in the returns of all its prefixes.
     """
-    found = make_audited(true_values, kl_coef=0.0).audit_critic()
-    assert (found.num_prompts, found.num_prefixes, found.num_continuations) == (39, 160, 16)
-    assert found.findings == []
-    assert found.figures["explained_variance"].value > 0.97
-    assert found.figures["tau"].low > 0.8 * found.figures["tau_ceiling"].value
-
-
-def test_the_mean_of_a_prompt_knows_the_prompt_but_no_response(make_audited: Callable[..., PPOTrainer]) -> None:
-    """Each prompt has one response, whose tokens count in the returns of all its prefixes."""
 
     def by_prompt(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         paid = count_of_w4(completion_ids)
         return [each + 3.0 * (len(prompt) % 2) for each, prompt in zip(paid, prompts, strict=True)]
 
-    same = make_audited(true_values, kl_coef=0.0).audit_critic().figures
-    assert same["explained_variance_of_prompt"].value < 0.05 and same["gain_over_prompt"].low > 0.7
-    found = make_audited(true_values, kl_coef=0.0, reward_funcs=by_prompt).audit_critic()
-    assert found.figures["explained_variance_of_prompt"].low > 0.3
-    assert any("mean return of the prompt" in each for each in found.findings), found
+    found = make_audited(true_values, kl_coef=0.0).audit_critic()
+    assert (found.num_prompts, found.num_prefixes, found.num_continuations) == (39, 160, 16)
+    assert found.findings == []
+    assert found.figures["explained_variance"].value > 0.97
+    assert found.figures["tau"].low > 0.8 * found.figures["tau_ceiling"].value
+    assert found.figures["explained_variance_of_prompt"].value < 0.05 and found.figures["gain_over_prompt"].low > 0.7
 
+    of_prompt = make_audited(true_values, kl_coef=0.0, reward_funcs=by_prompt).audit_critic()
+    assert of_prompt.figures["explained_variance_of_prompt"].low > 0.3
+    assert any("mean return of the prompt" in each for each in of_prompt.findings), of_prompt
 
-def test_the_returns_do_not_depend_on_the_critic(make_audited: Callable[..., PPOTrainer]) -> None:
-    critics = (true_values, lambda rollout: torch.full_like(rollout.values, 0.3))
-    audits = [make_audited(values, kl_coef=0.0, lam=0.5).audit_critic() for values in critics]
-    assert any("head is frozen" in finding for finding in audits[1].findings)
-    found = [each.figures for each in audits]
+    frozen = make_audited(lambda rollout: torch.full_like(rollout.values, 0.3), kl_coef=0.0, lam=0.5).audit_critic()
+    assert any("head is frozen" in finding for finding in frozen.findings)
     for name in ("tau_ceiling", "explained_variance_of_prompt"):
-        assert found[0][name] == found[1][name]
+        assert frozen.figures[name] == found.figures[name]
 
 
 def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., PPOTrainer]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,20 @@ def test_a_renamed_checkpoint_is_refused(run: Path) -> None:
         find_start(run, True, overwrite=False)
 
 
-TRIES = "import sys; from rlhf_ppo.run.checkpoints import locked; locked(sys.argv[1]).__enter__()"
+def code_of_another_process(directory: Path) -> int | None:
+    """Lock the directory in another process; 3: it is in use."""
+
+    def tries() -> None:
+        try:
+            locked(directory).__enter__()
+        except InUseError:
+            os._exit(3)
+        os._exit(0)
+
+    other = multiprocessing.get_context("fork").Process(target=tries)
+    other.start()
+    other.join()
+    return other.exitcode
 
 
 def test_a_directory_has_one_trainer(tmp_path: Path) -> None:
@@ -69,10 +82,9 @@ def test_a_directory_has_one_trainer(tmp_path: Path) -> None:
         assert in_use(tmp_path)
         with pytest.raises(InUseError, match="in use"), locked(tmp_path):
             pass
-        other = subprocess.run([sys.executable, "-c", TRIES, str(tmp_path)], capture_output=True, text=True)
-        assert other.returncode != 0 and "InUseError" in other.stderr
+        assert code_of_another_process(tmp_path) == 3
     assert not in_use(tmp_path)
-    assert subprocess.run([sys.executable, "-c", TRIES, str(tmp_path)]).returncode == 0
+    assert code_of_another_process(tmp_path) == 0
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
