@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -38,12 +39,13 @@ from rlhf_ppo.generation.sampling import (
     sampling_processors,
     stop_tokens,
 )
-from rlhf_ppo.models.packing import looked_at
+from rlhf_ppo.models.packing import deviation, looked_at
 from rlhf_ppo.models.unwrapping import (
     CACHE,
     backbone,
     gathers_in_passes,
     in_eval_mode,
+    rounding,
     text_config,
     transformers_model,
 )
@@ -120,9 +122,45 @@ def continues(policy: nn.Module) -> bool:
     return look.packs and look.pads_left and not gathers_in_passes(policy)
 
 
+def _keep_states(policy: nn.Module) -> list[Any]:
+    """Return the modules that keep a state after a pass, of which compaction does not know (RecurrentGemma)."""
+    return [module for module in policy.modules() if "conv1d_state" in vars(module)]
+
+
 def _generates_one_by_one(policy: nn.Module) -> bool:
     """Return whether each prompt needs its own call: RWKV's state mixes rows."""
-    return "state" in inspect.signature(transformers_model(policy).forward).parameters
+    mixes_rows = "state" in inspect.signature(transformers_model(policy).forward).parameters
+    return mixes_rows or bool(_keep_states(policy))
+
+
+_READS_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""What `_reads_padding` has found, so that it runs each model once."""
+
+
+def _reads_padding(policy: nn.Module, model: Any) -> bool:
+    """Return whether a row depends on the padding before it, in a first pass or in one that continues its cache.
+
+    Layers that pack rows attend by transformers' own functions, with its own caches.
+
+    Args:
+        policy: The policy.
+        model: The transformers model in it, ready for `generate`.
+    """
+    look = looked_at(policy)
+    if look.packs or not look.pads_left:
+        return not look.pads_left
+    if policy not in _READS_PADDING:
+        ids = (torch.arange(8, device=model.device) * 7 + 1).repeat(2, 1) % text_config(policy).vocab_size
+        mask = torch.ones_like(ids)
+        mask[1, :-3] = 0
+        how = changed(_READING, max_new_tokens=2, output_logits=True)
+        given = [(ids, mask), (ids[1:, -3:], mask[1:, -3:])]
+        beside, alone = (
+            model.generate(input_ids=part, attention_mask=shown, generation_config=how).logits[1][-1]
+            for part, shown in given
+        )
+        _READS_PADDING[policy] = deviation(beside, alone) > rounding(beside)
+    return _READS_PADDING[policy]
 
 
 @torch.no_grad()
@@ -157,17 +195,8 @@ def sample_responses(
     in_step = gathers_in_passes(policy)
     max_new_tokens, filling = length_and_filling(config)
     max_rows = 1 if _generates_one_by_one(policy) else rows_per_call
-    equal_lengths = not looked_at(policy).pads_left
-    sizes = [
-        size
-        for part in (longest_first[: is_kept.sum()], longest_first[is_kept.sum() :])
-        for size in call_sizes(lengths[part].tolist(), max_new_tokens, max_rows, equal_lengths)
-        if len(part)
-    ]
-    if in_step and gather is not None:
-        sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=device)).max()))
     shares = kept is None and _repeats(prompts) and continues(policy)
-    parts = []
+    parts, states = [], _keep_states(policy)
     # Activation checkpointing, active in training mode, forbids the KV cache.
     with (
         in_eval_mode(policy),
@@ -175,10 +204,21 @@ def sample_responses(
         float32_head_apart(policy),
         default_generation_config(policy) as model,
     ):
+        equal_lengths = _reads_padding(policy, model)
+        sizes = [
+            size
+            for part in (longest_first[: is_kept.sum()], longest_first[is_kept.sum() :])
+            for size in call_sizes(lengths[part].tolist(), max_new_tokens, max_rows, equal_lengths)
+            if len(part)
+        ]
+        if in_step and gather is not None:
+            sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=device)).max()))
         for rows in np.split(longest_first, np.cumsum(sizes)[:-1]):
             first, indices = padding_columns(prompts.mask[rows]), sent(torch.from_numpy(rows), device)
             mask = prompts.attention_mask[indices]
             ids = prompts.input_ids[indices].masked_fill(~mask, 0)
+            for module in states:
+                module.conv1d_state = None
             caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
             parts.append(
                 generate_compacting(
@@ -332,8 +372,10 @@ def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
         `{}` if there is no cache, or its rows cannot be separated.
     """
     cache: Any = getattr(output, CACHE, None)
-    layers = getattr(cache, "layers", [None])
-    if not all(hasattr(layer, "reorder_cache") for layer in layers):
+    layers = getattr(cache, "layers", [])
+    # Other classes hold states beside their layers; `generate` finds its place by the length of keys.
+    has_keys = type(cache) is DynamicCache and any(hasattr(layer, "keys") for layer in layers)
+    if not has_keys or not all(hasattr(layer, "reorder_cache") for layer in layers):
         return {}
     for layer in layers:
         layer.reorder_cache(rows)  # `batch_select_indices` forgets the states of convolutions and recurrences

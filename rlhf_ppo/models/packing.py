@@ -336,6 +336,8 @@ def looked_at(model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor] | 
 
 @torch.no_grad()
 def _look(base: Any, body: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor] | None) -> Look | None:
+    if base.config.model_type == "reformer":
+        return Look("whose gradients cannot be computed outside training mode; use another decoder")
     device, size = next(base.parameters()).device, text_config(base).vocab_size
     row = (torch.arange(_WIDTH, device=device) * 7 + 1) % size
     ids = row.repeat(4, 1)

@@ -108,22 +108,27 @@ def no_split_modules(*models: nn.Module) -> list[str]:
 
 
 def settle_special_tokens(model: nn.Module) -> None:
-    """Undo some of Trainer's changes of special tokens: the EOS that layers read, and foreign padding.
+    """Undo some of Trainer's changes of special tokens: those that layers read, and foreign padding.
 
-    Trainer copies the tokenizer's special tokens into the saved configurations. Qwen4-Exp hashes the EOS with which it
-    was made: the configuration keeps it, and responses end at that of the `generation_config`. Most architectures
-    cannot be loaded with an added "[PAD]" beyond the vocabulary.
+    Trainer copies the tokenizer's special tokens into the saved configurations. Some layers read those with which they
+    were made, which the configuration keeps: Qwen4-Exp hashes EOS, and the positions of XGLM depend on the embedding's
+    padding. The `generation_config` has the tokenizer's. Most architectures cannot be loaded with an added "[PAD]"
+    beyond the vocabulary.
 
     Args:
         model: A transformers model, or a `PeftModel` around one.
     """
-    for module in transformers_model(model).modules():
+    base, config = transformers_model(model), text_config(model)
+    for module in base.modules():
         if isinstance(read := vars(module).get("eos_token_id"), int):
-            text_config(model).eos_token_id = read
-    generation_config = getattr(transformers_model(model), "generation_config", None)
-    for config in (text_config(model), generation_config):
-        if config is not None and (config.pad_token_id or 0) >= text_config(model).vocab_size:
-            config.pad_token_id = None
+            ids = config.eos_token_id
+            config.eos_token_id = sorted(ids, key=lambda token: token != read) if isinstance(ids, list) else read
+    if (padding := getattr(base.get_input_embeddings(), "padding_idx", None)) is not None:
+        config.pad_token_id = padding
+    generation_config = getattr(base, "generation_config", None)
+    for each in (config, generation_config):
+        if each is not None and (each.pad_token_id or 0) >= config.vocab_size:
+            each.pad_token_id = None
 
 
 def drop_ignored_generation_settings(model: nn.Module) -> None:

@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys("state_size mamba_d_state ssm_state_size head_dim linear_key_head_dim".split(), 4),
     **dict.fromkeys("linear_value_head_dim linear_head_dim qk_rope_head_dim qk_nope_head_dim".split(), 4),
     **dict.fromkeys("mamba_n_heads mamba_num_heads linear_num_value_heads".split(), 4),
-    **dict.fromkeys("mamba_d_head mamba_head_dim q_lora_rank kv_lora_rank".split(), 8),
+    **dict.fromkeys("mamba_d_head mamba_head_dim q_lora_rank kv_lora_rank index_head_dim".split(), 8),
     **dict.fromkeys("initializer_range init_std".split(), 0.3),
     **dict.fromkeys("vocab_size unpadded_vocab_size".split(), 48),
     **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "use_sliding_window": True, "max_window_layers": 1},
@@ -98,7 +98,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "xlstm": {"chunk_size": 8, "ffn_round_up_to_multiple_of": 8},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 16, "mlstm_round_up_to_multiple_of": 16,
+              "ffn_round_up_to_multiple_of": 8},
     "kimi_linear": LINEAR_AND_FULL,
     "deepseek_v4": {"o_lora_rank": 8},
     "zamba": {**layers("mamba", "hybrid", "hybrid"), "num_hidden_layers": 3, "attention_head_dim": 8,
@@ -139,7 +140,7 @@ def small_values(family: str, config_class: Any = None, window: int = 4, **chang
             values[name] = small_values(part.model_type, part, window)
     for name, part in PARTS.get(family, {}).items():
         values[name] = {"model_type": part, **small_values(part, window=window)}
-    given = {**CHANGES.get(family, {}), **changes}
+    given: dict[str, Any] = {**CHANGES.get(family, {}), **changes}
     nested = {name: {**values.get(name, {}), **value} for name, value in given.items() if isinstance(value, dict)}
     return {**values, **given, **nested}
 
@@ -154,7 +155,11 @@ def tiny_model(family: str, kind: Any = AutoModelForCausalLM, seed: int = 0, **c
     config = tiny_config(family, **changes)
     if kind is AutoModelForSequenceClassification:
         config.num_labels = changes.get("num_labels", 1)
-    return kind.from_config(config).eval()
+    model: Any = kind.from_config(config).eval()
+    for module in model.modules():  # an embedding of zeros would make keys alike, and top-k a matter of chance
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            torch.nn.init.normal_(module.weight.data[module.padding_idx])
+    return model
 
 
 def families() -> list[str]:

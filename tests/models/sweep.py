@@ -79,7 +79,7 @@ def plain(family: str, window: int, trained: Any) -> Any:
     model = tiny_model(family, window=window, eos_token_id=5, pad_token_id=46)
     if isinstance(trained, PeftModel):
         model = get_peft_model(model, copy.deepcopy(LORA))
-        weights = get_peft_model_state_dict(trained, adapter_name=trained.active_adapter)
+        weights = get_peft_model_state_dict(trained, adapter_name=str(trained.active_adapter))
         set_peft_model_state_dict(model, {name: value for name, value in weights.items() if ".lora_" in name})
         model = model.merge_and_unload()
     return model
@@ -113,7 +113,7 @@ def check_family(family: str, window: int, folder: str, value_model: Any = None,
     policy = tiny_model(family, window=window, eos_token_id=5, pad_token_id=46)
     try:
         stop = a_stop_token(policy)
-    except RuntimeError:  # the trainer is to say why
+    except (RuntimeError, IndexError):  # the trainer is to say why
         stop = 7
     given = {"peft_config": copy.deepcopy(changes.pop("peft_config", None))}
     recomputes = window == 16 and policy.supports_gradient_checkpointing
@@ -126,7 +126,8 @@ def check_family(family: str, window: int, folder: str, value_model: Any = None,
         args, make_tokenizer(), policy, train_dataset=[{"input_ids": row} for row in ROWS], value_model=value_model,
         reward_funcs=lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids], **given,
     )  # fmt: skip
-    models, rollouts = trainer.model, record_rollouts(trainer)
+    models: Any = trainer.model
+    rollouts = record_rollouts(trainer)
     torch.manual_seed(0)
     for name, weight in models.named_parameters():
         if ".lora_B." in name or ".score." in name:
@@ -144,7 +145,7 @@ def check_family(family: str, window: int, folder: str, value_model: Any = None,
     if given["peft_config"] is None:
         trainer.save_model(folder)
         again, ids = type(policy).from_pretrained(folder, dtype=torch.float32).eval(), torch.tensor(ROWS[0])
-        check_close("saved logits", alone(again, ids)[0], alone(policy.eval(), ids)[0])
+        check_close("saved logits", *(alone(each.eval(), ids)[0][:, :46] for each in (again, policy)))
     return "packed" if packs_rows(backbone(policy)) else "padded"
 
 
@@ -153,6 +154,10 @@ def outcome(family: str, way: str) -> str:
     found = []
     for window in WINDOWS:
         try:
+            with torch.device("meta"):
+                size = tiny_model(family, window=window).num_parameters()
+            if size > 5e7:
+                return f"not made: {size:,} parameters"
             plain(family, window, None)
         except Exception as error:
             return f"not made: {type(error).__name__}: {error!s:.200}"

@@ -26,14 +26,19 @@ from tests.runs import record_rollouts
 FAST = (
     "llama qwen2 qwen3 qwen2_moe qwen3_moe mistral mixtral gemma gemma2 gemma3_text gemma3n_text gemma4_text phi3 "
     "phimoe gpt2 gpt_neox opt olmo2 olmoe granite cohere2 glm4 deepseek_v3 falcon falcon_h1 lfm2 mamba "
-    "llama4_text qwen3_next jamba rwkv mbart deepseek_v32 afmoe qwen4_exp_text"
+    "llama4_text qwen3_next jamba rwkv mbart deepseek_v32 afmoe qwen4_exp_text mamba2 minimax recurrent_gemma "
+    "git xglm"
 ).split()
 """Families that people use, and one of each kind; `make test-models` has all."""
 CONTINUOUS = ["llama", "qwen2_moe", "gemma3_text"]
 ROWS = [[5, 9, 8], [7, 12, 20, 4, 31, 17, 6, 3], [6, 6, 3], [30, 4], [9, 4, 4, 4, 21, 13], [8], [3] * 5, [11, 12]]
 
 NOT_CAUSAL = "in which a token's state depends on later tokens"
-REFUSED = {"bert": NOT_CAUSAL, "cpmant": NOT_CAUSAL, "modernbert-decoder": "changes its logits after the head"}
+HEAD = "changes its logits after the head"
+REFUSED = {
+    "bert": NOT_CAUSAL, "cpmant": NOT_CAUSAL, "modernbert-decoder": HEAD, "prophetnet": HEAD,
+    "reformer": "whose gradients cannot be computed outside training mode",
+}  # fmt: skip
 """What the error at construction says of families that cannot work."""
 
 
