@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -42,7 +42,6 @@ from rlhf_ppo.generation.sampling import (
 from rlhf_ppo.models.packing import deviation, looked_at
 from rlhf_ppo.models.unwrapping import (
     CACHE,
-    backbone,
     gathers_in_passes,
     in_eval_mode,
     rounding,
@@ -122,15 +121,26 @@ def continues(policy: nn.Module) -> bool:
     return look.packs and look.pads_left and not gathers_in_passes(policy)
 
 
-def _keep_states(policy: nn.Module) -> list[Any]:
-    """Return the modules that keep a state after a pass, of which compaction does not know (RecurrentGemma)."""
-    return [module for module in policy.modules() if "conv1d_state" in vars(module)]
+def _forget_earlier_calls(policy: nn.Module) -> bool:
+    """Drop what modules keep of the rows of an earlier call; return whether a module keeps their states.
+
+    RecurrentGemma keeps states, which compaction does not divide, and Qwen the images' shift of positions.
+    """
+    kept = [
+        (module, name)
+        for module in policy.modules()
+        for name in ("conv1d_state", "rope_deltas")
+        if name in vars(module)
+    ]
+    for module, name in kept:
+        setattr(module, name, None)
+    return any(name == "conv1d_state" for _, name in kept)
 
 
 def _generates_one_by_one(policy: nn.Module) -> bool:
     """Return whether each prompt needs its own call: RWKV's state mixes rows."""
     mixes_rows = "state" in inspect.signature(transformers_model(policy).forward).parameters
-    return mixes_rows or bool(_keep_states(policy))
+    return mixes_rows or _forget_earlier_calls(policy)
 
 
 _READS_PADDING: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -155,11 +165,12 @@ def _reads_padding(policy: nn.Module, model: Any) -> bool:
         mask[1, :-3] = 0
         how = changed(_READING, max_new_tokens=2, output_logits=True)
         given = [(ids, mask), (ids[1:, -3:], mask[1:, -3:])]
-        beside, alone = (
-            model.generate(input_ids=part, attention_mask=shown, generation_config=how).logits[1][-1]
-            for part, shown in given
-        )
-        _READS_PADDING[policy] = deviation(beside, alone) > rounding(beside)
+        seen: list[Tensor] = []
+        for part, shown in given:
+            _forget_earlier_calls(model)
+            output = model.generate(input_ids=part, attention_mask=shown, generation_config=how)
+            seen.append(output.logits[1][-1])
+        _READS_PADDING[policy] = deviation(*seen) > rounding(seen[0])
     return _READS_PADDING[policy]
 
 
@@ -196,7 +207,7 @@ def sample_responses(
     max_new_tokens, filling = length_and_filling(config)
     max_rows = 1 if _generates_one_by_one(policy) else rows_per_call
     shares = kept is None and _repeats(prompts) and continues(policy)
-    parts, states = [], _keep_states(policy)
+    parts = []
     # Activation checkpointing, active in training mode, forbids the KV cache.
     with (
         in_eval_mode(policy),
@@ -217,8 +228,6 @@ def sample_responses(
             first, indices = padding_columns(prompts.mask[rows]), sent(torch.from_numpy(rows), device)
             mask = prompts.attention_mask[indices]
             ids = prompts.input_ids[indices].masked_fill(~mask, 0)
-            for module in states:
-                module.conv1d_state = None
             caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
             parts.append(
                 generate_compacting(
@@ -332,7 +341,7 @@ def generate_compacting(
     rows = torch.arange(len(input_ids), device=input_ids.device)
     strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     how, processors = sampling_processors(changed(config, return_dict_in_generate=True), input_ids.device)
-    check, body = FiniteLogitsCheck(), cast(Any, backbone(model))
+    check = FiniteLogitsCheck()
     cache = {} if kept is None else kept.cache(model, input_ids, attention_mask)
     if shares:
         cache = {CACHE: DynamicCache(config=text_config(model))}
@@ -344,8 +353,7 @@ def generate_compacting(
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": how, **cache}
         given["logits_processor"] = LogitsProcessorList([check, *processors])
         stopping = StoppingCriteriaList([criterion])
-        if hasattr(body, "rope_deltas"):  # Qwen's, of the rows of an earlier call; texts have none
-            body.rope_deltas = None
+        _forget_earlier_calls(model)
         output = model.generate(**given, stopping_criteria=stopping, synced_gpus=synced_gpus)
         finished, sampled = check.check_beside(criterion.finished), output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]

@@ -128,7 +128,7 @@ def small_values(family: str, config_class: Any = None, window: int = 4, **chang
     unsettable = NOT_SET.get(family, ()) + (("head_dim",) if "qk_rope_head_dim" in default.to_dict() else ())
     known = dir(default)  # `hasattr` would read properties, some of which raise
     small = SMALL | dict.fromkeys(WINDOWS.split(), window)
-    values = {name: value for name, value in small.items() if name in known and name not in unsettable}
+    values: dict[str, Any] = {name: value for name, value in small.items() if name in known and name not in unsettable}
     kinds = {*(getattr(default, "layer_types", None) or ())}
     local = kinds & {"sliding_attention", "chunked_attention"}
     if local and kinds <= {*local, "full_attention"}:
@@ -140,7 +140,7 @@ def small_values(family: str, config_class: Any = None, window: int = 4, **chang
             values[name] = small_values(part.model_type, part, window)
     for name, part in PARTS.get(family, {}).items():
         values[name] = {"model_type": part, **small_values(part, window=window)}
-    given: dict[str, Any] = {**CHANGES.get(family, {}), **changes}
+    given: dict[str, Any] = CHANGES.get(family, {}) | changes
     nested = {name: {**values.get(name, {}), **value} for name, value in given.items() if isinstance(value, dict)}
     return {**values, **given, **nested}
 
