@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
@@ -21,6 +21,7 @@ from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import text_config
+from rlhf_ppo.models.value_model import AutoClassifier
 
 PURPOSES = {
     "weights": "policy, value model, reference and reward model",
@@ -113,7 +114,7 @@ def empty_models(
 
     def make(auto: Any, path: str, argument: str, dtype: str | None = model_args.dtype) -> nn.Module:
         path = base_of_adapter(path) if is_adapter_directory(path) else path
-        labels = {"num_labels": 1} if auto is AutoModelForSequenceClassification else {}
+        labels = {"num_labels": 1} if auto is AutoClassifier else {}
         config = load_pretrained(AutoConfig, path, argument, revision=model_args.model_revision, **trusts, **labels)
         stored = config.dtype or torch.float32 if dtype in ("auto", None) else getattr(torch, dtype)
         with torch.device("meta"):
@@ -127,9 +128,9 @@ def empty_models(
     of_value = of_reward if scored else of_policy
     if script_args.value_model_path is not None:
         of_value = script_args.value_model_path, "value_model_path"
-    value_model = make(AutoModelForSequenceClassification, *of_value, dtype="float32")
+    value_model = make(AutoClassifier, *of_value, dtype="float32")
     frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, *of_policy)]
-    frozen += [make(AutoModelForSequenceClassification, *of_reward)] if scored else []
+    frozen += [make(AutoClassifier, *of_reward)] if scored else []
     if peft_config is not None:
         from peft import get_peft_model
 

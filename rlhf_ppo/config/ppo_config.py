@@ -279,8 +279,8 @@ class RecipeArguments:
 
     save_critic: bool = _option(
         False,
-        "Save the value model too, in the directory critic beside the policy, to load it with "
-        "AutoModelForSequenceClassification.",
+        "Save the value model too, in the directory critic beside the policy, to load it with value_model; where "
+        "transformers has the class, as a sequence-classification model.",
     )
 
     # --- Advantages ---

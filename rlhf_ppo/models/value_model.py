@@ -87,12 +87,13 @@ def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[Valu
     }
     kind: Any = type(body_class.__name__ + SUFFIX, (ValueModel, family), members)
     theirs: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    if getattr(source, "_auto_class", None):  # code that the user has let run: its module is loaded
+    if runs_code := getattr(source, "_auto_class", None) is not None:  # which the user has let run: it is loaded
         named = _own_classes(config).get(_CLASSIFIER, "").rpartition(".")[2]
         theirs = getattr(sys.modules[type(source).__module__], named, None)
-        kind._auto_class = None if theirs is None else _CLASSIFIER  # so that its code is saved with it
     if theirs is not None and _names_of_weights(theirs, config) == _names_of_weights(kind, config):
         kind.__name__ = kind.__qualname__ = theirs.__name__
+        kind.__module__ = theirs.__module__
+        kind._auto_class = _CLASSIFIER if runs_code else None  # so that the code is saved with it
     return kind
 
 
@@ -165,19 +166,33 @@ class AutoClassifier:
         """
         own = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
         config = AutoConfig.from_pretrained(path, **own)
-        name = (config.architectures or [""])[0]
-        has_theirs = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _CLASSIFIER in _own_classes(config)
-        if has_theirs and not name.endswith(SUFFIX):
+        if (kind := _own_kind(config)) is None:
             return AutoModelForSequenceClassification.from_pretrained(path, **kwargs)
-        body_class: Any = MODEL_MAPPING.get(type(config), None)
-        if name.endswith(SUFFIX) and name != f"{getattr(body_class, '__name__', '')}{SUFFIX}":  # a part, as a decoder
-            modeling = type(config).__module__.replace(".configuration_", ".modeling_")
-            body_class = getattr(importlib.import_module(modeling), name.removesuffix(SUFFIX))
-        if body_class is None:
-            raise ValueError(f"transformers has no AutoModel of a {type(config).__name__}")
         config.num_labels = kwargs.pop("num_labels", config.num_labels)
         kwargs.pop("trust_remote_code", None)
-        return _joined(body_class, config).from_pretrained(path, config=config, **kwargs)
+        return kind.from_pretrained(path, config=config, **kwargs)
+
+    @staticmethod
+    def from_config(config: Any, **kwargs: Any) -> Any:
+        """Make a model with new weights."""
+        kind = _own_kind(config)
+        auto: Any = AutoModelForSequenceClassification
+        return auto.from_config(config, **kwargs) if kind is None else kind._from_config(config, dtype=kwargs["dtype"])
+
+
+def _own_kind(config: Any) -> type[ValueModel] | None:
+    """Return the class of this package for a configuration, or None if transformers' classifier is to be loaded."""
+    name = (config.architectures or [""])[0]
+    has_theirs = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _CLASSIFIER in _own_classes(config)
+    if has_theirs and not name.endswith(SUFFIX):
+        return None
+    body_class: Any = MODEL_MAPPING.get(type(config), None)
+    if name.endswith(SUFFIX) and name != f"{getattr(body_class, '__name__', '')}{SUFFIX}":  # a part, as a decoder
+        modeling = type(config).__module__.replace(".configuration_", ".modeling_")
+        body_class = getattr(importlib.import_module(modeling), name.removesuffix(SUFFIX))
+    if body_class is None:
+        raise ValueError(f"transformers has no AutoModel of a {type(config).__name__}")
+    return _joined(body_class, config)
 
 
 def _own_classes(config: Any) -> dict[str, str]:
