@@ -369,9 +369,10 @@ def _scorer_with_zero_head(policy: nn.Module) -> nn.Module:
     with torch.device("meta"):
         scorer = new_value_model(original)
     shared = {id(value): value for value in backbone(policy).parameters()}
-    body = copy.deepcopy(backbone(policy), shared)
+    body: Any = copy.deepcopy(backbone(policy), shared)
     _strip_adapters(body)
     setattr(scorer, scorer.base_model_prefix, body)
+    scorer.config, body.config.num_labels = body.config, 1  # older transformers set the attention of one of two only
     nn.init.zeros_(scorer.score.to_empty(device=device).weight)
     for name in ("is_quantized", "hf_quantizer", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
         if hasattr(original, name):  # PEFT and Trainer treat quantized models as their own kind

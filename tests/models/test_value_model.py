@@ -16,6 +16,7 @@ from rlhf_ppo.models.heads import token_values
 from rlhf_ppo.models.loading import load_value_model, make_value_model
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
+from tests.models.test_architectures import cases
 from tests.models.test_one_base import mean_id
 from tests.models.test_peft import lora
 from tests.runs import QUICK, die_and_resume, record_rollouts
@@ -35,7 +36,7 @@ def ragged() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES))
 @torch.no_grad()
 def test_values_are_those_of_the_row_alone_and_of_the_model_loaded_again(family: str, tmp_path: Path) -> None:
     policy, (ids, mask) = tiny_model(family), ragged()
@@ -64,7 +65,7 @@ def test_a_language_models_directory_gives_its_backbone_and_a_new_head(tmp_path:
 
 
 def test_it_shares_the_base_of_a_policy_and_loads_from_its_adapter(make_trainer: Any, tmp_path: Path) -> None:
-    tiny_model("olmoe").save_pretrained(tmp_path / "base")
+    tiny_model("granite").save_pretrained(tmp_path / "base")
     given = {"value_model": None, "reward_funcs": mean_id, "peft_config": lora(), "share_base_model": True}
     steps = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.05}
     trainer = make_trainer(model=str(tmp_path / "base"), **given, **steps, **QUICK)
