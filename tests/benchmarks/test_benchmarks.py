@@ -111,16 +111,6 @@ def process_results(seconds: float, memory: float) -> dict[str, Any]:
     return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}
 
 
-def test_the_row_of_a_workload_gives_medians_and_ratios() -> None:
-    from compare import COLUMNS, row
-
-    results = {"ours": [process_results(1.0, 10.0)], "trl": [process_results(3.0, 40.0)]}
-    cells = row("tiny", 1, results, (1e6, 1e9))
-    assert len(cells) == len(COLUMNS)
-    assert cells[:6] == ["tiny", "1", "5.00 / 15.00", "**3.00x**", "4.00 / 12.00", "**3.00x**"]
-    assert cells[6:12] == ["1.00 / 3.00", "1.00 / 3.00", "2.00 / 6.00", "10", "40", "0.25x"]
-
-
 def test_shares_of_the_bound_count_the_threads_of_a_cpu_alone() -> None:
     from bound import update_flops
     from compare import row, utilization

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.reward_server import make_server
-from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
+from rlhf_ppo.rewards.endpoint import RewardEndpoint
 
 
 @pytest.fixture
@@ -31,14 +31,3 @@ def ask(url: str, completions: list[str], completion_ids: list[list[int]], **col
 def test_numbers_null_and_rewards_per_token(address: str) -> None:
     assert ask(f"{address}/brevity", ["a", "b c d e", ""], [[5], [6], [7]], topic=["x", "y", "z"]) == [1.0, 0.25, None]
     assert ask(f"{address}/no_repetition", ["a", "b"], [[5, 5, 6, 6], [7]]) == [[0, -1, 0, -1], [0]]
-
-
-def test_the_token_of_the_environment(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("examples.reward_server.TOKEN", "SERVERS_OWN")  # both run in this process
-    monkeypatch.setenv("SERVERS_OWN", "secret")
-    for token in ("", "wrong"):
-        monkeypatch.setenv(TOKEN_VARIABLE, token)
-        with pytest.raises(ConnectionError, match="status 401"):
-            ask(f"{address}/brevity", ["a"], [[5]])
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    assert ask(f"{address}/brevity", ["a b"], [[5]]) == [0.5]
