@@ -423,10 +423,8 @@ class _LengthFilter:
         """Log how many of `num_rows` prompts were dropped, and how many end in EOS.
 
         Raises:
-            ValueError: There is no prompt, or none is short enough.
+            ValueError: No prompt is short enough.
         """
-        if num_rows == 0:
-            raise ValueError(f"{self.name} has no rows")
         if num_kept == 0:
             raise ValueError(
                 f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length} tokens: "

@@ -41,7 +41,7 @@ from rlhf_ppo.run.datasets import PromptPreparation, load_data, policy_tokenizer
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
 from rlhf_ppo.run.learning import CriticOnly
-from rlhf_ppo.run.optimization import Optimizers, check_pair
+from rlhf_ppo.run.optimization import Optimizers
 from rlhf_ppo.run.ptx import LanguageModeling
 from rlhf_ppo.run.rollouts import Play
 from rlhf_ppo.run.run_state import RunState, StatefulParts
@@ -278,7 +278,6 @@ def prepare(
     train_dataset = NoPrompts() if is_stepped else train_dataset
     train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
     check_ptx(args, ptx_dataset)
-    check_pair(optimizers)
     if kl_controller is not None:
         check_coefficient(kl_controller)
     tokens = special_tokens(args, tokenizer)

@@ -40,7 +40,7 @@ class Optimization:
     """The optimizer over all trainable parameters, and the schedule.
 
     Args:
-        optimizers: A pair that `check_pair` has checked.
+        optimizers: The trainer's argument: optimizer and scheduler, or functions that make them.
 
     Attributes:
         given: The instances among them, for Trainer.
@@ -273,14 +273,3 @@ def _trainable(model: nn.Module) -> list[tuple[str, Parameter]]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-
-
-def check_pair(optimizers: Any) -> None:
-    """Raise a `ValueError` if the scheduler belongs to another optimizer: it would change no learning rate."""
-    optimizer, scheduler = optimizers
-    if isinstance(scheduler, _SCHEDULERS) and getattr(scheduler, "optimizer", None) is not optimizer:
-        raise ValueError(
-            f"optimizers[1] is a {type(scheduler).__name__} of another optimizer than optimizers[0], so it would "
-            "change no learning rate; pass both, or a function that takes the optimizer and the number of updates and "
-            "returns the scheduler"
-        )

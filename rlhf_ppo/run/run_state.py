@@ -210,10 +210,7 @@ class StatefulParts:
 
         Raises:
             TypeError: The part's state cannot be in a checkpoint.
-            ValueError: The name is taken.
         """
-        if self._parts.get(name, part) is not part:
-            raise ValueError(f"a part called {name!r} is registered already; give this one another name")
         self._initial[name] = copy.deepcopy(_state_of(name, part))
         self._parts[name] = part
 
