@@ -249,11 +249,6 @@ class TrainerBase(Steps, Trainer):
             num_episodes_before=self.state.episode,
             schedule_follows_metric=follows_metric(self.lr_scheduler),
         )
-        if args.kl_estimator == "k3" and args.kl_coef > 0:
-            logger.warning_once(
-                "kl_estimator='k3' does not optimise the KL-regularised reward, and can end below the untrained "
-                "policy; 'k1' does"
-            )
         run.fire("on_train_begin")
         if args.eval_on_start and checkpoint is None:
             self._evaluate(None, ignore_keys, skip_scheduler=True)

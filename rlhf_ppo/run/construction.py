@@ -513,6 +513,11 @@ def make_kl_controller(args: PPOConfig, given: KLController | None, stateful: St
     """
     if given is not None and args.kl_target is not None:
         raise ValueError(f"kl_controller and kl_target={args.kl_target} both set the KL coefficient; leave one None")
+    if args.kl_estimator == "k3" and args.kl_coef > 0:
+        logger.warning_once(
+            "kl_estimator='k3' does not optimise the KL-regularised reward, and can end below the untrained "
+            "policy; 'k1' does"
+        )
     if given is None and args.kl_target is None:
         return FixedKLController(args)
     controller = given or AdaptiveKLController(args.kl_coef, cast(float, args.kl_target), args.kl_horizon)
