@@ -55,12 +55,15 @@ def check_close(what: str, actual: Tensor, expected: Tensor) -> None:
 
 @torch.no_grad()
 def alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of a row alone, and the hidden states that the head reads."""
+    """Logits of a row alone, and the last hidden states."""
     found: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: found.append(given[0]))
     logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
     hook.remove()
-    return logits, found[0][0].float()
+    shrunk = getattr(
+        model.config.get_text_config(), "logits_mup_width_multiplier", None
+    )  # Inkling's head reads them so
+    return logits, found[0][0].float() * (shrunk or 1.0)
 
 
 def a_stop_token(model: Any) -> int:
