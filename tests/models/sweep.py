@@ -60,10 +60,9 @@ def alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: found.append(given[0]))
     logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
     hook.remove()
-    shrunk = getattr(
-        model.config.get_text_config(), "logits_mup_width_multiplier", None
-    )  # Inkling's head reads them so
-    return logits, found[0][0].float() * (shrunk or 1.0)
+    config = model.config.get_text_config()  # the heads of Inkling and MiniCPM3 read them divided
+    name = "logits_scaling" if config.model_type == "minicpm3" else "logits_mup_width_multiplier"
+    return logits, found[0][0].float() * (getattr(config, name, None) or 1.0)
 
 
 def a_stop_token(model: Any) -> int:
