@@ -39,7 +39,7 @@ RANKS = {"run/distributed.py", "run/signals.py"}  # every room reads which rank 
 MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
 LONGER = {  # Trainer finds its overrides on one class only; the options are one dataclass
     "rlhf_ppo/trainer_base.py": 640,
-    "rlhf_ppo/config/ppo_config.py": 510,
+    "rlhf_ppo/config/ppo_config.py": 500,
 }
 MAX_FUNCTION_LINES = 60  # with the docstring, without the signature
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}

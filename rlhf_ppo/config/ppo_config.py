@@ -490,8 +490,7 @@ class PPOConfig(
     kl_estimator: Literal["k1", "k3"] = _option(
         "k1",
         "KL estimator in the reward: 'k1', the log-ratio, with an unbiased policy gradient; 'k3', never negative, "
-        "does not optimise the KL-regularised reward: it can end below the untrained policy (arXiv 2512.21852). 'k2' "
-        "is only logged (policy/approxkl_avg).",
+        "does not optimise the KL-regularised reward: it can end below the untrained policy (arXiv 2512.21852).",
     )
     whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, with their mean unchanged.")
 
