@@ -620,7 +620,7 @@ class TrainerBase(Steps, Trainer):
             return datasets.leaving_signals(made)
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["input_ids", "attention_mask"]
+        self._signature_columns = ["input_ids", "attention_mask", "prompt", "chat_template_kwargs"]
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Keep all columns if rewards read them."""

@@ -198,6 +198,8 @@ class RewardModel:
     """
 
     name = "reward_model"
+    reads_columns = False
+    """It reads the prompt alone, which every batch keeps."""
     exchanges_errors = True
     """Its passes may wait for all ranks, so that errors are exchanged before and after them only."""
 
@@ -212,7 +214,6 @@ class RewardModel:
     ) -> None:
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
         self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
-        self.reads_columns = tokenizers is not None
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Tensor:

@@ -544,7 +544,7 @@ def prompt_preparation(
         args,
         capabilities.shared_vocabulary(reading, models.frozen_reference, tokenizer, *special),
         models.longest_sequence,
-        columns_are_read=bool(functions or episodes) or any(reward.tokenizer for reward in models.rewards),
+        columns_are_read=bool(functions or episodes),
         encoder=None if episodes is None else episodes.encoder,
         stops=tokens.stops,
     )

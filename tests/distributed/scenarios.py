@@ -560,7 +560,7 @@ def first_update_in_bf16(output_dir: str, models: str, adapters: bool) -> dict[s
         num_prompts=8, bf16=True, num_ppo_epochs=1,
         num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
     )  # fmt: skip
-    rollouts, steps, own = record_rollouts(trainer), FirstStep(), own_gradients(trainer.model)
+    rollouts, steps, own = record_rollouts(trainer), FirstStep(trainer.model), own_gradients(trainer.model)
     if trainer.accelerator.state.deepspeed_plugin is not None:
         trainer.add_callback(steps)
     trainer.train()
@@ -598,16 +598,16 @@ class FirstStep(TrainerCallback):
     DeepSpeed steps inside of `backward`, where it also frees what it added up.
     """
 
-    def __init__(self) -> None:
-        self.gradients: dict[str, np.ndarray] = {}
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.gradients = model, dict[str, np.ndarray]()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:
-            self.before = exact_weights(model)
+            self.before = exact_weights(self.model)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
-            self.gradients = {name: self.before[name] - value for name, value in exact_weights(model).items()}
+            self.gradients = {name: self.before[name] - value for name, value in exact_weights(self.model).items()}
 
 
 def exact_weights(model: Any) -> dict[str, np.ndarray]:
