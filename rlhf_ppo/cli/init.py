@@ -238,8 +238,6 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
     prompts = data["prompts"]
     rows = distinct_prompts(prompts.rows)
     if prompts.held_out is None:
-        if len(rows) < 2:
-            raise ValueError(f"prompts={args.prompts!r} has one distinct prompt; PPO and the judge need others")
         num_held_out = max(1, min(MAX_HELD_OUT, len(rows) // 5))
         shuffled = rows.shuffle(seed=0)
         rows, held_out = shuffled.select(range(num_held_out, len(rows))), shuffled.select(range(num_held_out))

@@ -197,12 +197,10 @@ def load_rows(args: JudgeArguments) -> Any:
     """
     rows = choose_split(load_splits(args.dataset_name), args.split, "split")
     rows = separate_prompts(rows.select(range(min(args.num_prompts, len(rows)))), where_missing=True)
-    for name in ("model_column", "opponent_column"):
-        column = getattr(args, name)
+    wanted = {name: getattr(args, name) for name in ("model_column", "opponent_column")}
+    for name, column in (wanted | {"prompts": "prompt" if args.model is None else None}).items():
         if column is not None and column not in rows.column_names:
             raise ValueError(f"{name}={column!r}: the data set has only the columns {rows.column_names}")
-    if args.model is None and "prompt" not in rows.column_names:
-        raise ValueError(f"dataset_name={args.dataset_name!r}: the data set has no column 'prompt'")
     return rows
 
 

@@ -1,5 +1,6 @@
 """Arguments of a run and their validation."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,8 +11,4 @@ __all__ = ["RANGES", "PPOConfig"]
 
 def __getattr__(name: str) -> Any:
     """Import transformers with the first name that needs it: the command line's errors need none."""
-    if name not in __all__:
-        raise AttributeError(f"module 'rlhf_ppo.config' has no attribute {name!r}")
-    from rlhf_ppo.config import ppo_config
-
-    return getattr(ppo_config, name)
+    return getattr(importlib.import_module("rlhf_ppo.config.ppo_config"), name)

@@ -398,7 +398,7 @@ class PPOConfig(
     )
     dataloader_drop_last: bool = _option(True, "Drop the last, smaller batch of an epoch; False is an error.")
     warmup_ratio: ShareBelowOne | None = _option(
-        None, "Share of all updates in which the learning rate rises; the same as warmup_steps below 1."
+        None, "Share of all updates in which the learning rate rises, where warmup_steps is not set."
     )
     restore_callback_states_from_checkpoint: bool = _option(True, "Restore callbacks' counters, such as a patience.")
 
@@ -582,11 +582,6 @@ class PPOConfig(
             if not any(value is None or value is False for value in values.values()):
                 shown = " and ".join(f"{name}={value!r}" for name, value in values.items())
                 raise ValueError(f"{shown} exclude each other; set only one of them")
-        if self.warmup_ratio is not None and self.warmup_steps != self.warmup_ratio:
-            raise ValueError(
-                f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} contradict each other; set "
-                "warmup_steps alone, which is a share of the run below 1"
-            )
         self.check_engine()
         check_kl(self)
         of_process = (self.per_device_train_batch_size, self.gradient_accumulation_steps)

@@ -294,10 +294,11 @@ def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[Answe
 
 def _called(episode: Episode, name: str, function: Any, arguments: Any, of_environment: bool) -> Answer:
     """Call a sync tool; a call of an environment that cannot be ended loses the episode."""
+    if of_environment and episode.lost:
+        lost = RuntimeError("The environment did not survive an earlier call.")
+        return Answer(name, error_answer(lost), failed=True)
     start = time.perf_counter()
     try:
-        if of_environment and episode.lost:
-            raise RuntimeError("The environment did not survive an earlier call.")
         content, failed = content_of(episode.pool.call(function, arguments)), False
     except BaseException as error:
         content, failed = error_answer(error), True

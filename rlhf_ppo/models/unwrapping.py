@@ -139,9 +139,6 @@ def drop_ignored_generation_settings(model: nn.Module) -> None:
 
     Args:
         model: A transformers model, or a `PeftModel` around one.
-
-    Raises:
-        ValueError: The configuration cannot be saved for another reason.
     """
     config = getattr(transformers_model(model), "generation_config", None)
     try:
@@ -149,14 +146,13 @@ def drop_ignored_generation_settings(model: nn.Module) -> None:
             config.validate(strict=True)
     except ValueError as error:
         names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
-        if not names:
-            raise ValueError(f"the generation_config of the model cannot be saved: {error}") from error
         for name in names:
             setattr(config, name, None)
-        logger.warning(
-            f"The model is saved without {', '.join(names)} of its generation_config, which generate() ignores as it "
-            "is and transformers refuses to save; to keep a setting for sampling, set do_sample=True beside it."
-        )
+        if names:
+            logger.warning(
+                f"The model is saved without {', '.join(names)} of its generation_config, which generate() ignores as "
+                "it is and transformers refuses to save; to keep a setting for sampling, set do_sample=True beside it."
+            )
 
 
 # ---- Probes and precision ----

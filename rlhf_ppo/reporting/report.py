@@ -66,7 +66,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: A directory has no run, or no verdicts.
-        ValueError: A run is given twice, or has no log of PPO; or `path` is a file of another kind.
+        ValueError: A run has no log of PPO; or `path` is a file of another kind.
     """
     path = Path(os.path.expanduser(path))
     if path.exists() and path.suffix.lower() not in (".html", ".htm"):

@@ -199,11 +199,11 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
         directories: Their output directories, or checkpoints, whose logs end there.
 
     Raises:
-        ValueError: A run is given twice, or has no log of PPO.
+        ValueError: A run has no log of PPO.
         FileNotFoundError: A directory has no run.
     """
     paths = [Path(directory) for directory in directories]
-    return [_read_run(path, name) for path, name in zip(paths, _names(_different(paths)), strict=True)]
+    return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def read_audit(directory: str | Path) -> dict[str, Any] | None:
@@ -230,14 +230,10 @@ def grouped_directories(directories: Sequence[str], separately: bool = False) ->
 
     Returns:
         The directories of each label.
-
-    Raises:
-        ValueError: A directory is given twice.
     """
-    whole = _different(directories)
     roots = [_root(Path(directory)) for directory in directories]
     settings = [RunSettings() if separately else RunSettings.load(root) for root in roots]
-    return _by_label(directories, _names(whole), settings)
+    return _by_label(directories, _names(directories), settings)
 
 
 def _by_label(runs: Sequence[T], names: Sequence[str], settings: Sequence[RunSettings]) -> dict[str, list[T]]:
@@ -250,14 +246,6 @@ def _by_label(runs: Sequence[T], names: Sequence[str], settings: Sequence[RunSet
         label if labels.count(label) == 1 else names[group[0]]: [runs[number] for number in group]
         for label, group in named
     }
-
-
-def _different(directories: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the real paths; raise a `ValueError` if two are the same."""
-    whole = [os.path.realpath(directory) for directory in directories]
-    if twice := [str(path) for path, real in zip(directories, whole, strict=True) if whole.count(real) > 1]:
-        raise ValueError(f"{twice[0]} is given twice; name each run once")
-    return whole
 
 
 def _root(path: Path) -> Path:
@@ -294,15 +282,16 @@ def _samples(root: Path, last: int) -> dict[int, Path]:
     return {step: paths[step] for step in sorted(paths) if step <= last}
 
 
-def _names(paths: Sequence[str]) -> list[str]:
-    """Return the last parts of paths, as many as make all names unique."""
-    parts = [Path(path).parts for path in paths]
+def _names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Return the last parts of real paths, as many as make all names unique."""
+    whole = [os.path.realpath(path) for path in paths]
+    parts = [Path(path).parts for path in whole]
     longest = max(map(len, parts), default=1)
     for length in range(1, longest):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return list(paths)
+    return whole
 
 
 def _label(names: Sequence[str]) -> str:
