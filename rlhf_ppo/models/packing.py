@@ -393,8 +393,8 @@ def _fault_of_head(ours: Tensor, theirs: Tensor) -> str | None:
     if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * largest):
         return None
     return (
-        "which changes its logits after the head in a way rlhf_ppo does not know; add its scaling to "
-        "rlhf_ppo.models.policy_and_value.logit_scaling"
+        "whose logits are not what its head makes of the last hidden states; use another decoder, or add its scaling "
+        "to rlhf_ppo.models.policy_and_value.logit_scaling"
     )
 
 

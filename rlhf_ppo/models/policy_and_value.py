@@ -103,6 +103,7 @@ def token_logprobs(
     Returns:
         Log-probabilities and entropies in nats, float32 `(N,)` each.
     """
+    states = _head_states(policy, states)
     head = head_layers(output_layer(policy), states)
     if head is None:
         return _logprobs_of_called_head(policy, states, targets, temperature, with_entropy)
@@ -126,7 +127,7 @@ def _logprobs_of_called_head(
     recompute = torch.is_grad_enabled() and num_chunks > 1
 
     def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        log_distribution = (logits(policy, states) / temperature).log_softmax(dim=-1)
+        log_distribution = (_scaled_logits(policy, states) / temperature).log_softmax(dim=-1)
         logprobs = log_distribution.gather(1, targets[:, None]).squeeze(1)
         if not with_entropy:
             return logprobs, torch.full_like(logprobs, math.nan)
@@ -159,6 +160,17 @@ def logits(policy: nn.Module, states: Tensor) -> Tensor:
     Returns:
         Logits before the temperature, float32 `(..., V)`.
     """
+    return _scaled_logits(policy, _head_states(policy, states))
+
+
+def _head_states(policy: nn.Module, states: Tensor) -> Tensor:
+    """Return what the head reads: hidden states, or the output of ModernBERT's layer between backbone and head."""
+    head = output_layer(policy)
+    layer = getattr(transformers_model(policy), "lm_head", head)
+    return states if head in layer.modules() else layer(states)
+
+
+def _scaled_logits(policy: nn.Module, states: Tensor) -> Tensor:
     result = output_layer(policy)(states).float()
     factor, cap, _ = logit_scaling(policy)
     return result * factor if cap is None else cap * torch.tanh(result * factor / cap)

@@ -62,9 +62,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {**SLIDING_AND_FULL, "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}},
+    "blt": {"encoder_config": {"hidden_size_global": 16}, "decoder_config": {"hidden_size_global": 16},
+            "global_config": {"encoder_cross_output_size": None}, "encoder_hash_byte_group_vocab": 64},
     "codegen": {"rotary_dim": 4},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
              "ffn_config": {"hidden_size": 16, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dots3_note": {"vision_config": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 16,
+                                     "adapter_out_dim": 16},
+                   "audio_config": {"adapter_input_size": 16, "adapter_out_dim": 16}},
     "dory": {**layers("sliding_attention", "sliding_attention", "full_attention"), "num_hidden_layers": 3,
              "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
@@ -86,6 +91,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": layers("conv", "full_attention"),
     "lfm3": layers("conv", "full_attention"),
     "longcat_flash": {"expert_ffn_hidden_size": 24, "zero_expert_num": 2, "head_dim": 4},
+    "moshi": {"audio_vocab_size": 48},
     "mamba2": {"head_dim": 8, "n_groups": 1, "chunk_size": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "n_groups": 1},
     "qwen3_next": LINEAR_AND_FULL,
@@ -117,7 +123,11 @@ NOT_SET: dict[str, tuple[str, ...]] = {
 """Names that a configuration has, and that cannot be set."""
 
 
-PARTS = {"fuyu": {"text_config": "persimmon"}}
+PARTS = {
+    "fuyu": {"text_config": "persimmon"},
+    "got_ocr2": {"text_config": "qwen2"},
+    "moss_transcribe_diarize": {"text_config": "qwen3"},
+}
 """Parts of composite configurations whose default says nothing of their type."""
 
 

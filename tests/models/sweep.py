@@ -57,7 +57,8 @@ def check_close(what: str, actual: Tensor, expected: Tensor) -> None:
 def alone(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of a row alone, and the last hidden states."""
     found: list[Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: found.append(given[0]))
+    head = getattr(model, "lm_head", model.get_output_embeddings())  # of ModernBERT with the layer before it
+    hook = head.register_forward_pre_hook(lambda _, given: found.append(given[0]))
     logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
     hook.remove()
     config = model.config.get_text_config()  # the heads of Inkling and MiniCPM3 read them divided

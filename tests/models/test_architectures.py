@@ -20,23 +20,23 @@ from transformers import (
 
 from tests.conftest import count_w4, make_tokenizer, needs_continuous
 from tests.models.architectures import families, tiny_config, tiny_model
-from tests.models.sweep import check_family, check_rows_alone
+from tests.models.sweep import LORA, check_family, check_rows_alone
 from tests.runs import record_rollouts
 
 FAST = (
     "llama qwen2 qwen3 qwen2_moe qwen3_moe mistral mixtral gemma gemma2 gemma3_text gemma3n_text gemma4_text phi3 "
     "phimoe gpt2 gpt_neox opt olmo2 olmoe granite cohere2 glm4 deepseek_v3 falcon falcon_h1 lfm2 mamba "
     "llama4_text qwen3_next jamba rwkv mbart deepseek_v32 afmoe qwen4_exp_text mamba2 minimax recurrent_gemma "
-    "git xglm"
+    "git xglm modernbert-decoder"
 ).split()
 """Families that people use, and one of each kind; `make test-models` has all."""
 CONTINUOUS = ["llama", "qwen2_moe", "gemma3_text"]
 ROWS = [[5, 9, 8], [7, 12, 20, 4, 31, 17, 6, 3], [6, 6, 3], [30, 4], [9, 4, 4, 4, 21, 13], [8], [3] * 5, [11, 12]]
 
 NOT_CAUSAL = "in which a token's state depends on later tokens"
-HEAD = "changes its logits after the head"
 REFUSED = {
-    "bert": NOT_CAUSAL, "cpmant": NOT_CAUSAL, "modernbert-decoder": HEAD, "prophetnet": HEAD,
+    "bert": NOT_CAUSAL, "cpmant": NOT_CAUSAL,
+    "prophetnet": "whose logits are not what its head makes of the last hidden states",
     "reformer": "whose gradients cannot be computed outside training mode",
 }  # fmt: skip
 """What the error at construction says of families that cannot work."""
@@ -53,6 +53,12 @@ def cases(names: Iterable[str], is_slow: bool = False) -> list[Any]:
 def test_an_update_reads_each_row_as_if_it_were_alone(family: str, tmp_path: Path) -> None:
     """Rows are longer than windows, chunks and top-k of 4 tokens; the oracle is plain transformers."""
     check_family(family, 4, str(tmp_path))
+
+
+@pytest.mark.parametrize("family", cases(["phimoe", "llama4_text"]))
+def test_all_linear_leaves_out_routers_which_peft_cannot_adapt(family: str, tmp_path: Path) -> None:
+    """They are linear layers by their class, and return tuples."""
+    check_family(family, 4, str(tmp_path), peft_config=LORA, share_base_model=True)
 
 
 @needs_continuous
