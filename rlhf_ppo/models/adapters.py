@@ -33,6 +33,9 @@ logger = get_logger(__name__)
 PROMPT_LEARNING = "prompt learning adds virtual tokens to the sequence itself; use a method like LoRA"
 """Reason for refusing prompt learning, and the fix."""
 
+LOADED = "_hf_peft_config_loaded"
+"""Attribute of a model, no `PeftModel`, into which transformers itself has loaded an adapter: True."""
+
 _LORA_WEIGHT = re.compile(r"\.lora_(embedding_)?[AB]\.")
 _LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
 """The factor that is 0 in a new adapter."""
@@ -111,6 +114,22 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
 
 
+def merged_in_place(model: nn.Module) -> nn.Module:
+    """Merge the adapter that transformers has loaded into a model; PEFT merges its own models only."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+        elif isinstance(layer, ModulesToSaveWrapper):
+            model.set_submodule(name, layer.modules_to_save[layer.active_adapters[0]])
+    setattr(model, LOADED, False)
+    del model.peft_config
+    return model
+
+
 def adapter_directory(policy: nn.Module, directory: str) -> str:
     """Return the directory in which PEFT saves the active adapter: `directory`, or a folder of the adapter's name.
 
@@ -143,7 +162,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
     _check_config(policy, peft_config, "model", "peft_config")
     if base_serves_others:
         _check_base_stays(peft_config)
-    return get_peft_model(policy, peft_config, adapter_name=name or "default")
+    return get_peft_model(policy, _without_routers(policy, peft_config), adapter_name=name or "default")
 
 
 def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
@@ -166,7 +185,15 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    return get_peft_model(value_model, config)
+    return get_peft_model(value_model, _without_routers(value_model, config))
+
+
+def _without_routers(model: nn.Module, peft_config: Any) -> Any:
+    """Keep "all-linear" off linear layers that return tuples, which PEFT cannot adapt: routers of Llama 4, Phi MoE."""
+    linear = [(name, type(part)) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    routers = sorted({name.rpartition(".")[2] for name, kind in linear if kind.__name__.endswith("Router")})
+    is_free = getattr(peft_config, "exclude_modules", routers) is None and peft_config.target_modules == "all-linear"
+    return dataclasses.replace(peft_config, exclude_modules=routers) if routers and is_free else peft_config
 
 
 @contextmanager

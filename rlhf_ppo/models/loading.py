@@ -21,10 +21,12 @@ from transformers import (
 )
 
 from rlhf_ppo.models.adapters import (
+    LOADED,
     adapter_config,
     base_of_adapter,
     is_adapter_directory,
     load_adapter,
+    merged_in_place,
 )
 from rlhf_ppo.models.heads import (
     check_one_label,
@@ -153,7 +155,7 @@ def load_classifier(
                 "with base_model_prefix and score (TRL's interface)"
             )
         model = TRLModel(model)
-    return model
+    return _without_adapters(model) if argument == "value_model" and getattr(model, LOADED, False) else model
 
 
 def check_value_model(model: nn.Module) -> None:
@@ -200,10 +202,10 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
                 f"{argument} is quantized, and quantized weights cannot be trained: load it without "
                 "quantization_config, or train an adapter over it (peft_config for the policy)"
             )
-        if getattr(model, "_hf_peft_config_loaded", False):
+        if getattr(model, LOADED, False):
             raise ValueError(
-                f"{argument} holds an adapter that transformers has loaded, which it neither trains nor tells apart; "
-                "load it with peft.PeftModel.from_pretrained(base, ..., is_trainable=True), or merge it"
+                f"{argument} holds an adapter that transformers has loaded, which it neither trains nor tells apart: "
+                f"pass the adapter's directory as {argument}, or a peft.PeftModel with is_trainable=True"
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"no parameter of {argument} is trainable; call {argument}.requires_grad_(True)")
@@ -336,9 +338,12 @@ def wants_code(error: Exception) -> bool:
 
 def _without_adapters(model: nn.Module) -> nn.Module:
     """Merge a model's adapter, if it has one, into its base, whose weights train as those of any whole model."""
-    if not is_peft_model(model):
+    if is_peft_model(model):
+        merged: nn.Module = model.merge_and_unload()  # pyright: ignore[reportAssignmentType]
+    elif getattr(model, LOADED, False):
+        merged = merged_in_place(model)
+    else:
         return model
-    merged: nn.Module = model.merge_and_unload()  # pyright: ignore[reportAssignmentType]
     for parameter in merged.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return merged
