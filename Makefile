@@ -105,7 +105,10 @@ test-newest: $(VENV)-newest/installed ## The same with the newest libraries of t
 demo: install ## Train a language model, a reward model and a PPO policy from scratch, with no hub
 	$(PYTHON) examples/demo.py
 
-chat-model: install ## SmolLM2-135M-Instruct (Apache-2.0; 89 MB to download, 538 MB on disk) in chat-model/, for tests and benchmarks
+chat-model: chat-model/config.json ## SmolLM2-135M-Instruct (Apache-2.0; 89 MB to download, 538 MB on disk) in chat-model/, for tests and benchmarks
+
+# The folder is renamed when it is complete.
+chat-model/config.json: | install
 	$(PYTHON) -m pip install --quiet --no-deps -c constraints.txt gguf
 	$(PYTHON) benchmarks/chat_model.py chat-model
 

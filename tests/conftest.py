@@ -195,6 +195,15 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chat_model() -> Path:
+    """The real chat model that `make chat-model` makes; CHAT_MODEL names another folder."""
+    folder = Path(os.environ.get("CHAT_MODEL") or Path(__file__).parents[1] / "chat-model")
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"there is no {folder}; `make chat-model` makes it")
+    return folder
+
+
 def make_tokenizer(padding_side: str = "left", pad_token: str | None = "<pad>") -> PreTrainedTokenizerFast:
     """A word-level tokenizer: <pad>=0, <eos>=1, <bos>=2, then w0, w1, ..."""
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<bos>", *WORDS])}
