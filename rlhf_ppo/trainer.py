@@ -346,7 +346,7 @@ class PPOTrainer(TrainerBase):
         """
         model, args, warms_up = self._prepared, self.args, self._critic_only.warms_up
         has_own_loss = type(self).compute_loss is not PPOTrainer.compute_loss
-        if has_own_loss or not (learning.has_separate_passes(self.accelerator, args) or warms_up):
+        if has_own_loss or not (learning.has_separate_passes(self.accelerator, args, self.value_model) or warms_up):
             with self._forward_context():
                 loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
             return learning.backward(self.accelerator, loss), figures

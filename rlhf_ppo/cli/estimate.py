@@ -18,6 +18,7 @@ from rlhf_ppo.cli.training import has_reward_model, lora_config
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import AtLeastOne, Interval, option
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
+from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import text_config
@@ -128,7 +129,8 @@ def empty_models(
     of_value = of_reward if scored else of_policy
     if script_args.value_model_path is not None:
         of_value = script_args.value_model_path, "value_model_path"
-    value_model = make(AutoClassifier, *of_value, dtype="float32")
+    is_small = args.share_base_model or is_head_of_policy(of_value[0])
+    value_model = nn.Module() if is_small else make(AutoClassifier, *of_value, dtype="float32")
     frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, *of_policy)]
     frozen += [make(AutoClassifier, *of_reward)] if scored else []
     if peft_config is not None:
@@ -136,8 +138,7 @@ def empty_models(
 
         peft_config.inference_mode = False
         policy = get_peft_model(policy, peft_config)  # pyright: ignore[reportArgumentType]
-    if args.share_base_model:
-        value_model, frozen = nn.Module(), []
+    frozen = [] if args.share_base_model else frozen
     for model in frozen:
         model.requires_grad_(False)
     return policy, value_model, frozen

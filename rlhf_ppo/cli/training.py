@@ -39,6 +39,7 @@ from rlhf_ppo.config.checks import ExplainsUnknown, parse_object
 from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
+from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, load_value_model, wants_code
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
@@ -238,7 +239,7 @@ def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Load the reward model and the value model, which learns in float32; None makes it from the reward model.
 
-    With `share_base_model`, paths are returned: the trainer puts the adapters over the policy's base.
+    With `share_base_model`, paths are returned: the trainer puts the adapters over the policy's base. So is "policy".
 
     Returns:
         Arguments of `PPOTrainer`.
@@ -249,7 +250,8 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     is_other = settings["dtype"] != torch.float32 or "quantization_config" in settings
     path, value_path, argument = args.reward_model_path, script_args.value_model_path, "reward_model_path"
     reward_model: Any = None
-    value_model: Any = value_path if args.share_base_model else None
+    is_used_as_it_is = args.share_base_model or is_head_of_policy(value_path)
+    value_model: Any = value_path if is_used_as_it_is else None
     if has_reward_model(script_args, args):
         if args.share_base_model and is_adapter_directory(path):
             reward_model = path
@@ -267,7 +269,7 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
             value_model = load_pretrained(
                 AutoModelForSequenceClassification, path, argument, num_labels=1, **in_float32
             )
-    if value_path is not None and not args.share_base_model:
+    if value_path is not None and not is_used_as_it_is:
         value_model = load_value_model(value_path, "value_model_path", **in_float32)
     return {"reward_model": reward_model, "value_model": value_model}
 

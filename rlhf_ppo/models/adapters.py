@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from rlhf_ppo.models.heads import scalar_head
+from rlhf_ppo.models.heads import ValueHead, scalar_head
 from rlhf_ppo.models.unwrapping import (
     active_adapter,
     backbone,
@@ -289,6 +289,8 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
             f"{role} is already a PeftModel and {argument} is given too; call {role}.merge_and_unload() first, or "
             f"leave {argument} out to continue training the adapter"
         )
+    if isinstance(model, ValueHead):
+        raise ValueError(f"{argument} is given, but value_model is a head of the policy and has no layers to adapt")
     if peft_config.is_prompt_learning:
         raise ValueError(f"{argument} is a {type(peft_config).__name__}: {PROMPT_LEARNING}")
     if argument == "peft_config" and peft_config.task_type not in (None, "CAUSAL_LM"):
@@ -327,7 +329,8 @@ def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_conf
 
     Args:
         policy: A `PeftModel`.
-        value_model: A value model with the base's weights below the head, or None to make it, with a zero head.
+        value_model: A value model with the base's weights below the head, a `ValueHead`, which has none, or None to
+            make it, with a zero head.
         peft_config: The `peft.PeftConfig` of the value model's adapter. None: the adapter of `value_model`, or a
             configuration like the policy's, for `value_model=None` with a copy of the policy's adapter.
 
@@ -341,6 +344,8 @@ def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_conf
     critic = _scorer_with_zero_head(policy) if value_model is None else value_model
     if peft_config is not None:
         critic = add_value_adapter(critic, peft_config)
+    elif isinstance(critic, ValueHead):
+        return critic
     elif not is_peft_model(critic):
         config = with_adapters(policy).active_peft_config
         critic = _with_adapter_like(config, critic)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rlhf_ppo.data.rollout import PackedIndices
@@ -111,7 +113,12 @@ def _no_id_is_padding(base: Any) -> Iterator[None]:
 
 
 def token_values(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, last: int, places: PackedIndices | None = None
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    last: int,
+    places: PackedIndices | None = None,
+    states: Tensor | None = None,
 ) -> Tensor:
     """Apply the value model's head to the last `last` positions.
 
@@ -121,12 +128,13 @@ def token_values(
         attention_mask: True on real tokens, bool `(B, L)`.
         last: Number of positions, counted from the right.
         places: Indices of the real tokens; None reads them from the device.
+        states: Hidden states of all positions, `(B, L, H)`; None runs the model's body.
 
     Returns:
         One value per position, float32 `(B, last)`.
     """
-    states = hidden_states(model, input_ids, attention_mask, places)[:, -last:]
-    return _apply_head(model, states).squeeze(-1)
+    states = hidden_states(model, input_ids, attention_mask, places) if states is None else states
+    return _apply_head(model, states[:, -last:]).squeeze(-1)
 
 
 def last_token_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -192,6 +200,48 @@ class Float32Linear(nn.Linear):
 
 
 LINEAR_KINDS = nn.Linear, Float32Linear
+
+
+class ValueHead(nn.Module):
+    """The value model that has no body: a linear head on the policy's last hidden states, which starts at 0.
+
+        v_t = w . stop_gradient(h_t)
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+    """
+
+    reads_last_token = True
+
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        width: Any = output_layer(policy).in_features
+        device = next(policy.parameters()).device
+        self.score = Float32Linear(width, 1, bias=False, device=device, dtype=torch.float32)
+        nn.init.zeros_(self.score.weight)
+
+    def save_pretrained(
+        self, directory: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write `value_head.safetensors` into a directory."""
+        os.makedirs(directory, exist_ok=True)
+        state = self.state_dict() if state_dict is None else state_dict
+        save_file({name: value.contiguous() for name, value in state.items()}, os.path.join(directory, _VALUE_HEAD))
+
+    def load(self, directory: str | os.PathLike[str]) -> Self:
+        """Read what `save_pretrained` wrote."""
+        self.load_state_dict(load_file(os.path.join(directory, _VALUE_HEAD)))
+        return self
+
+
+_VALUE_HEAD = "value_head.safetensors"
+"""Not in the policy's own directory, where vLLM reads all files of weights."""
+
+
+def is_head_of_policy(value_model: Any) -> bool:
+    """Return whether an argument asks for a `ValueHead`: "policy", or a directory that holds a saved head."""
+    is_path = isinstance(value_model, str | os.PathLike)
+    return value_model == "policy" or (is_path and os.path.isfile(os.path.join(value_model, _VALUE_HEAD)))
 
 
 def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:

@@ -29,6 +29,7 @@ from rlhf_ppo.models.adapters import (
     merged_in_place,
 )
 from rlhf_ppo.models.heads import (
+    ValueHead,
     check_one_label,
     reads_last_token,
 )
@@ -209,7 +210,8 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(f"no parameter of {argument} is trainable; call {argument}.requires_grad_(True)")
-        pack_rows(model)
+        if not isinstance(model, ValueHead):
+            pack_rows(model)
         model.train()
 
 

@@ -20,7 +20,14 @@ from transformers import PreTrainedConfig
 
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
-from rlhf_ppo.models.heads import LINEAR_KINDS, is_in_float32, last_real, multiply_scores_in_float32, token_values
+from rlhf_ppo.models.heads import (
+    LINEAR_KINDS,
+    ValueHead,
+    is_in_float32,
+    last_real,
+    multiply_scores_in_float32,
+    token_values,
+)
 from rlhf_ppo.models.packing import hidden_states, packs_rows
 from rlhf_ppo.models.unwrapping import (
     backbone,
@@ -60,6 +67,7 @@ def response_logprobs(
     temperature: float,
     with_entropy: bool = True,
     places: PackedIndices | None = None,
+    states: Tensor | None = None,
 ) -> ResponseLogprobs:
     r"""Compute `log softmax(z_t / temperature)[y_t]` for every response token that the policy wrote.
 
@@ -74,6 +82,7 @@ def response_logprobs(
         temperature: Sampling temperature, above 0.
         with_entropy: Compute the entropy.
         places: Indices of the real tokens; None reads them from the device.
+        states: Hidden states of all positions, `(B, C + T, H)`; None runs the policy's body.
 
     Returns:
         Log-probabilities and entropy, both float32 `(B, T)`.
@@ -81,7 +90,8 @@ def response_logprobs(
     num_rows, length = response_mask.shape
     places = PackedIndices.of(attention_mask, response_mask) if places is None else places
     tokens = places.response_tokens
-    states = hidden_states(policy, query_responses, attention_mask, places).flatten(0, 1).index_select(0, tokens - 1)
+    states = hidden_states(policy, query_responses, attention_mask, places) if states is None else states
+    states = states.flatten(0, 1).index_select(0, tokens - 1)
     per_token = token_logprobs(policy, states, query_responses.flatten()[tokens], temperature, with_entropy)
     zeros = torch.zeros(num_rows * length, device=states.device)
     of_rows = (zeros.index_copy(0, places.responses, each).view(num_rows, length) for each in per_token)
@@ -328,7 +338,7 @@ class PolicyAndValue(nn.Module):
 
     Args:
         policy: The causal language model that is trained, or a `PeftModel` around it.
-        value_model: A model with a per-token scalar head.
+        value_model: A model with a per-token scalar head, or the `ValueHead` of the policy: one body then serves both.
         temperature: Sampling temperature that divides the logits.
     """
 
@@ -350,8 +360,12 @@ class PolicyAndValue(nn.Module):
         return transformers_model(self.policy).config
 
     @property
+    def _with_body(self) -> list[nn.Module]:
+        return [self.policy] if isinstance(self.value_model, ValueHead) else [self.policy, self.value_model]
+
+    @property
     def _no_split_modules(self) -> list[str]:
-        return no_split_modules(self.policy, self.value_model)
+        return no_split_modules(*self._with_body)
 
     @property
     def device(self) -> torch.device:
@@ -361,30 +375,30 @@ class PolicyAndValue(nn.Module):
     @property
     def packs_rows(self) -> bool:
         """Whether both models pack rows: they compute nothing for padding."""
-        return all(packs_rows(backbone(model)) for model in (self.policy, self.value_model))
+        return all(packs_rows(backbone(model)) for model in self._with_body)
 
     def train(self, mode: bool = True) -> Self:
         """Switch between learning and evaluation, which compute the same; see `set_learning`."""
         super().train(mode)
         if mode:
-            for model in (self.policy, self.value_model):
+            for model in self._with_body:
                 set_learning(model)
         return self
 
     def tie_weights(self) -> None:
         """Tie each model's tied weights again; accelerate calls this after moving models to the meta device."""
-        for model in (self.policy, self.value_model):
+        for model in self._with_body:
             transformers_model(model).tie_weights()
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute activations in the backward pass, in both models."""
-        for model in (self.policy, self.value_model):
+        for model in self._with_body:
             transformers_model(model).gradient_checkpointing_enable(**kwargs)
             recompute_in_eval_mode(model)
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute activations in the backward pass, in both models (the name since transformers 5.2x)."""
-        for model in (self.policy, self.value_model):
+        for model in self._with_body:
             transformers_model(model).activation_checkpointing_enable(**kwargs)
             recompute_in_eval_mode(model)
 
@@ -412,14 +426,19 @@ class PolicyAndValue(nn.Module):
         Returns:
             Log-probabilities and entropy of the response tokens, and their values.
         """
-        batch = query_responses, attention_mask, response_mask
+        batch, states = (query_responses, attention_mask, response_mask), None
+        if isinstance(self.value_model, ValueHead) and only != "policy":
+            places = PackedIndices.of(attention_mask, response_mask) if places is None else places
+            with torch.set_grad_enabled(torch.is_grad_enabled() and only is None):  # the head learns by itself
+                states = hidden_states(self.policy, query_responses, attention_mask, places)
         if only == "value_model":
-            return response_values(self.value_model, *batch, places)
+            return response_values(self.value_model, *batch, places, states)
         divisor = self.temperature if temperature is None else temperature
-        of_policy = response_logprobs(self.policy, *batch, divisor, with_entropy, places)
+        of_policy = response_logprobs(self.policy, *batch, divisor, with_entropy, places, states)
         if only == "policy":
             return of_policy
-        return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch, places))
+        states = None if states is None else states.detach()
+        return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch, places, states))
 
     def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
         """Call `function` with the policy; FSDP registers this method to run the way it runs `forward`."""
@@ -432,6 +451,7 @@ def response_values(
     attention_mask: Tensor,
     response_mask: Tensor,
     places: PackedIndices | None = None,
+    states: Tensor | None = None,
 ) -> ResponseValues:
     """Estimate the value before each response token, and after the last token of the row.
 
@@ -443,9 +463,10 @@ def response_values(
         attention_mask: True on real tokens, bool `(B, C + T)`.
         response_mask: True on the response tokens that the policy wrote, bool `(B, T)`.
         places: Indices of the real tokens; None reads them from the device.
+        states: Hidden states of all positions, `(B, C + T, H)`; None runs the value model's body.
     """
     last = response_mask.shape[1] + 1
-    values = token_values(value_model, query_responses, attention_mask, last, places)
+    values = token_values(value_model, query_responses, attention_mask, last, places, states)
     after_last = last_real(attention_mask[:, -values.shape[1] :])[:, None]
     before = values[:, :-1].masked_fill(~response_mask, 0.0)
     return ResponseValues(before, values.gather(1, after_last).squeeze(1).clone())

@@ -198,7 +198,8 @@ class Models:
     def reading_policy_tokens(self) -> dict[str, nn.Module]:
         """All models that read the policy's tokens, by their names in errors."""
         rewards = {reward.argument: reward.model for reward in self.rewards if reward.tokenizer is None}
-        return {"model": self.policy, "value_model": self.value_model, **rewards}
+        critic = {} if isinstance(self.value_model, heads.ValueHead) else {"value_model": self.value_model}
+        return {"model": self.policy, **critic, **rewards}
 
     @property
     def frozen_reference(self) -> nn.Module | None:
@@ -350,7 +351,8 @@ def assemble_models(
     else:
         critic = _separate_critic(args, policy, critic, copied, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, needs_reference and given_reference is None)
-    capabilities.check_consistent(critic, "value_model")
+    if not isinstance(critic, heads.ValueHead):
+        capabilities.check_consistent(critic, "value_model")
     reference = None
     if needs_reference or given_reference is not None:
         reference = references.make_reference(
@@ -395,7 +397,10 @@ def _load_given(
     reference = critic = None
     if ref_model is not None:
         reference = loading.load_policy(given["ref_model"], "ref_model")
-    if value_model is not None:
+    if heads.is_head_of_policy(value_model):
+        head = heads.ValueHead(policy)
+        critic = head if value_model == "policy" else head.load(cast(Any, value_model))
+    elif value_model is not None:
         merges_adapter = not args.share_base_model
         critic = loading.load_value_model(given["value_model"], "value_model", merges_adapter=merges_adapter)
     _check_loaded(args, {"model": policy, "ref_model": reference, "value_model": critic})

@@ -19,6 +19,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.capabilities import weights_not_finite
+from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import load_object
@@ -317,12 +318,14 @@ def gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor |
     return result if accelerator.scaler is None else result / accelerator.scaler.get_scale()
 
 
-def has_separate_passes(accelerator: Accelerator, args: PPOConfig) -> bool:
+def has_separate_passes(accelerator: Accelerator, args: PPOConfig, value_model: nn.Module) -> bool:
     """Return whether policy and value model run forward and backward one after the other, which saves memory.
 
-    DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every parameter takes part.
+    DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every parameter takes part. A value model
+    that is a head of the policy has no pass of its own.
     """
-    return accelerator.distributed_type == DistributedType.NO and not args.torch_compile
+    is_plain = accelerator.distributed_type == DistributedType.NO and not args.torch_compile
+    return is_plain and not isinstance(value_model, ValueHead)
 
 
 # ---- Values that are not finite ----

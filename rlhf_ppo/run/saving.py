@@ -25,6 +25,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.generation.sampling import SpecialTokens, changed
 from rlhf_ppo.models.adapters import load_adapter_weights
+from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import CHECKPOINT_DTYPE
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
@@ -98,15 +99,16 @@ def save_all(
         models: Both models.
         directory: The policy's directory.
         state_dict: Weights of both models, or None.
-        is_checkpoint: Whether the value model is written in any case; else it is with `save_critic`.
+        is_checkpoint: Whether the value model is written in any case; else with `save_critic`; a head is always.
     """
-    critic = CRITIC_DIR if run.args.save_critic else None
+    is_head = isinstance(models.value_model, ValueHead)
+    critic = CRITIC_DIR if run.args.save_critic or is_head else None
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
     dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
     with stopping_as_trained(models.policy, run.tokens):
         save_models(models, directory, state_dict, value_directory, dtype)
     (run.processor or run.tokenizer).save_pretrained(directory)
-    if value_directory == CRITIC_DIR:
+    if value_directory == CRITIC_DIR and not is_head:
         run.tokenizer.save_pretrained(os.path.join(directory, value_directory))
     torch.save(run.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
@@ -143,6 +145,8 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
     for part, directory in ((models.policy, checkpoint), (models.value_model, of_values)):
         if is_peft_model(part):
             load_adapter_weights(part, directory)
+        elif isinstance(part, ValueHead):
+            part.load(directory)
         elif is_converted_on_save(part):
             load_converted(part, directory)
         else:

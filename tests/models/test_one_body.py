@@ -1,0 +1,184 @@
+"""`value_model="policy"`: one body for policy and value, whose head reads the policy's own last hidden states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from rlhf_ppo.models.heads import ValueHead
+from rlhf_ppo.models.packing import pack_rows
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
+from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
+from tests.models.test_one_base import mean_id
+from tests.models.test_peft import lora, trained_adapter
+from tests.models.test_policy_and_value import ragged_batch
+from tests.runs import QUICK, InOnePass, die_and_resume, logged, record
+
+MakeTrainer = Callable[..., Any]
+ONE_BODY: dict[str, Any] = {"value_model": "policy", "reward_funcs": mean_id, "learning_rate": 0.01}
+ONE_STEP: dict[str, Any] = (
+    ONE_BODY | QUICK | {"gradient_accumulation_steps": 4, "total_episodes": 8, "max_grad_norm": 0}
+)
+POLICIES: dict[str, Callable[[], nn.Module]] = {
+    "packed": tiny_policy,
+    "padded": lambda: tiny_policy(attn_implementation="eager"),
+    "adapted": trained_adapter,
+}
+
+
+def drawn_head(policy: nn.Module) -> ValueHead:
+    head = ValueHead(policy)
+    nn.init.normal_(head.score.weight, generator=torch.Generator().manual_seed(4))
+    return head
+
+
+def states_alone(policy: Any, ids: Tensor) -> Tensor:
+    """The last hidden states of a row, in plain transformers."""
+    return policy(input_ids=ids[None], output_hidden_states=True).hidden_states[-1][0]
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+@torch.no_grad()
+def test_values_are_the_head_over_the_hidden_states_of_the_row_alone(kind: str) -> None:
+    policy, (ids, mask, response_mask) = POLICIES[kind]().eval(), ragged_batch()
+    head = drawn_head(policy)
+    alone = [states_alone(policy, row[real]) @ head.score.weight[0] for row, real in zip(ids, mask, strict=True)]
+    pack_rows(policy)
+    model = PolicyAndValue(policy, head, temperature=0.7)
+    assert model.packs_rows == (kind != "padded")
+    output, only = model(ids, mask, response_mask), model(ids, mask, response_mask, only="value_model")
+    for row, length in enumerate(response_mask.sum(dim=1).tolist()):
+        torch.testing.assert_close(output.values[row, :length], alone[row][-length - 1 : -1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output.final_values[row], alone[row][-1], rtol=1e-5, atol=1e-5)
+    assert not output.values[~response_mask].any() and torch.equal(only.values, output.values)
+    assert torch.equal(output.logprobs, response_logprobs(policy, ids, mask, response_mask, 0.7).logprobs)
+
+
+class FirstGradients(TrainerCallback):
+    """Keeps the gradients and weights of the first optimizer step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            parts = self.trainer.policy_model, self.trainer.value_model
+            self.policy, self.critic = ({name: each.grad for name, each in part.named_parameters()} for part in parts)
+            self.policy, self.critic = copy.deepcopy((self.policy, self.critic))
+            self.body = copy.deepcopy(self.trainer.policy_model)
+
+
+def first_step(make_trainer: MakeTrainer, **given: Any) -> tuple[FirstGradients, Any, Any]:
+    """Take a step with a head that is not 0; return its gradients, rollout and experience."""
+    seen = FirstGradients()
+    trainer = seen.trainer = make_trainer(**ONE_STEP | given, callbacks=[seen])
+    if isinstance(trainer.value_model, ValueHead):
+        trainer.value_model.load_state_dict(drawn_head(trainer.policy_model).state_dict())
+    rollouts, experiences = record(trainer, "collect_rollout"), record(trainer, "estimate_advantages")
+    trainer.train()
+    return seen, rollouts[0], experiences[0]
+
+
+def test_the_policys_gradient_is_that_beside_a_separate_critic_and_without_a_value_loss(
+    make_trainer: MakeTrainer,
+) -> None:
+    critic = tiny_scorer()
+    critic.model.load_state_dict(tiny_policy().model.state_dict())
+    critic.score.load_state_dict(drawn_head(tiny_policy()).score.state_dict())
+    ours, *_ = first_step(make_trainer)
+    for other in ({"vf_coef": 0.0}, {"value_model": critic}):
+        theirs, *_ = first_step(make_trainer, **other)
+        for name, gradient in theirs.policy.items():
+            assert gradient.any() and torch.equal(ours.policy[name], gradient), name
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"max_tokens_per_micro_batch": 12}, {"model": "padded"}, {"gradient_checkpointing": True}]
+)
+def test_the_heads_gradient_is_that_of_a_regression_by_hand(make_trainer: MakeTrainer, given: dict[str, Any]) -> None:
+    given = {name: POLICIES[value]() if name == "model" else value for name, value in given.items()}
+    seen, rollout, experience = first_step(make_trainer, vf_coef=0.3, **given)
+    weight = drawn_head(seen.body).score.weight
+    errors = []
+    for row, real in enumerate(rollout.attention_mask):
+        length = int(rollout.response_mask[row].sum())
+        states = states_alone(seen.body, rollout.query_responses[row, real]).detach()
+        errors.append(states[-length - 1 : -1] @ weight[0] - experience.returns[row, :length])
+    (0.3 * 0.5 * torch.cat(errors).square().mean()).backward()
+    assert weight.grad is not None and weight.grad.norm() > 0.1
+    torch.testing.assert_close(seen.critic["score.weight"], weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"trainer_class": InOnePass}, {"gradient_checkpointing": True}, {"critic_warmup_steps": 2}],
+    ids=["plain", "in one pass", "checkpointing", "warm-up"],
+)
+def test_the_body_runs_once_for_a_rollout_and_once_for_each_micro_batch(
+    make_trainer: MakeTrainer, given: dict[str, Any]
+) -> None:
+    run = {"gradient_accumulation_steps": 2, "total_episodes": 12}
+    trainer, passes = make_trainer(**ONE_BODY | QUICK | run | given), []
+    count: Any = lambda _, args, kwargs: passes.append(1) if kwargs["use_cache"] is False else None
+    trainer.policy_model.model.register_forward_pre_hook(count, with_kwargs=True)
+    trainer.train()
+    assert len(passes) == 3 * (1 + 2)
+    assert sum(each.numel() for each in trainer.value_model.parameters()) == 32
+
+
+RESUMED: dict[str, Callable[[], dict[str, Any]]] = {
+    "all weights": lambda: {"critic_warmup_steps": 1, "gradient_checkpointing": True},
+    "bf16": lambda: {"bf16": True, "max_tokens_per_micro_batch": 12},
+    "LoRA": lambda: {"peft_config": lora()},
+    "LoRA over a shared base": lambda: {"peft_config": lora(), "share_base_model": True},
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_run_resumes_to_the_bit(make_trainer: MakeTrainer, tmp_path: Path, case: str) -> None:
+    resumed, _ = die_and_resume(make_trainer, tmp_path, lambda: {**ONE_BODY, **RESUMED[case]()})
+    assert resumed.value_model.score.weight.any()
+    assert [path.name for path in (tmp_path / "died" / "checkpoint-3" / "value_model").iterdir()] == [
+        "value_head.safetensors"
+    ]
+
+
+def test_what_is_saved_is_a_plain_language_model_and_a_head_from_which_a_run_starts(
+    make_trainer: MakeTrainer, tmp_path: Path, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(**ONE_BODY | QUICK)
+    trainer.train()
+    trainer.save_model(str(tmp_path))
+    recwarn.clear(), caplog.clear()
+    policy, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()) and not recwarn.list and not caplog.records
+    for name, weight in trainer.policy_model.state_dict().items():
+        assert torch.equal(policy.state_dict()[name], weight), name
+    assert {path.name for path in tmp_path.glob("**/*.safetensors")} == {"model.safetensors", "value_head.safetensors"}
+    again = make_trainer(**ONE_BODY | QUICK | {"model": str(tmp_path), "value_model": tmp_path / "critic"})
+    assert torch.equal(again.value_model.score.weight, trainer.value_model.score.weight)
+
+
+def test_the_head_learns_at_its_own_rate_what_prompts_will_score(make_trainer: MakeTrainer) -> None:
+    rows = [row | {"known": float(number % 5)} for number, row in enumerate(prompt_rows(16))]
+    run = {"per_device_train_batch_size": 16, "num_ppo_epochs": 8, "total_episodes": 80, "response_length": 1}
+    rates = {"learning_rate": 0.0, "critic_learning_rate": 0.1, "cliprange_value": 100.0}
+    trainer = make_trainer(
+        **ONE_BODY | QUICK | run | rates | {"reward_funcs": lambda known, **_: known},
+        train_dataset=Dataset.from_list(rows),
+    )
+    trainer.train()
+    explained = logged(trainer, "val/explained_variance")
+    assert explained[0] == 0.0 and explained == sorted(explained) and explained[-1] > 0.8, explained
+
+
+def test_an_adapter_of_the_head_and_a_shared_base_without_an_adapter_are_refused(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match="value_peft_config is given, but value_model is a head of the policy"):
+        make_trainer(**ONE_BODY | QUICK, value_peft_config=lora())
+    with pytest.raises(ValueError, match="share_base_model=True, but all weights of model are trained"):
+        make_trainer(**ONE_BODY | QUICK, share_base_model=True)
