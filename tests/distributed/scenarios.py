@@ -206,11 +206,14 @@ class KeepWeights(TrainerCallback):
 TRAINED = ("policy", "value_model")
 
 
-def warm_the_critic_up(output_dir: str, models: str, adapters: bool = False, **overrides: Any) -> dict[str, Any]:
+def warm_the_critic_up(
+    output_dir: str, models: str, adapters: bool = False, one_body: bool = False, **overrides: Any
+) -> dict[str, Any]:
     """Train two updates of critic warm-up and one of both models; return how far each moved, in learning rates."""
     weights = KeepWeights()
+    given = (lora() if adapters else {}) | ({"value_model": "policy", "value_peft_config": None} if one_body else {})
     trainer = weights.trainer = make_trainer(
-        output_dir, models, FixedResponses, given={"callbacks": [weights], **(lora() if adapters else {})},
+        output_dir, models, FixedResponses, given={"callbacks": [weights], **given},
         critic_warmup_steps=2, num_ppo_epochs=1, num_mini_batches=1, weight_decay=0.1, lr_scheduler_type="constant",
         **overrides,
     )  # fmt: skip
@@ -241,6 +244,7 @@ def one_step(
     models: str,
     local_batch_size: int,
     adapted_head: bool = False,
+    one_body: bool = False,
     tokens_per_chunk: int = 1000,
     **overrides: Any,
 ) -> dict[str, Any]:
@@ -253,7 +257,7 @@ def one_step(
     torch.manual_seed(0)  # of the adapter
     trainer = make_trainer(
         output_dir, models, FixedResponses, num_prompts=8, gradient_accumulation_steps=local_batch_size // 2,
-        given={"peft_config": adapter} if adapted_head else {},
+        given=({"peft_config": adapter} if adapted_head else {}) | ({"value_model": "policy"} if one_body else {}),
         num_ppo_epochs=1, num_mini_batches=1, max_steps=1, optim="sgd", learning_rate=1.0, max_grad_norm=0.0,
         whiten_rewards=True, missing_eos_penalty=1.0, **overrides,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Two processes on the CPU under the shipped configurations: one algorithm, whatever splits the models."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ from tests.distributed.processes import LAUNCHERS
 pytestmark = pytest.mark.distributed
 
 
+STEPS: list[dict[str, Any]] = [{}, {"adapted_head": True}, {"one_body": True}]
+
+
 def runs(config, folder, models):
-    """Train all weights and adapters by recipes, and take one step on either, in the same two processes."""
+    """Train all weights and adapters by recipes, and take single steps, in the same two processes."""
     whole, adapter, one_step = (str(folder / name) for name in ("whole", "adapter", "one_step"))
     step = {"output_dir": one_step, "models": str(models), "local_batch_size": 4, "tokens_per_chunk": 3}
     of_adapters = {"adapters": True, "max_steps": 1, "gae_level": "turn", **recipes.CISPO}
     calls = [
         ("train", {"output_dir": whole, "models": str(models), **recipes.PPO, **recipes.BESIDE}),
         ("train", {"output_dir": adapter, "models": str(models), **of_adapters}),
-        *(("one_step", {**step, "adapted_head": adapted}) for adapted in (False, True)),
+        *(("one_step", step | what) for what in STEPS),
     ]
     return processes.run_all(config, calls)
 
@@ -33,9 +37,9 @@ def ddp(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(models, tmp_path_factory):
-    """The step, and the one with an adapter on the head, with all tokens in one chunk."""
+    """The steps, with all tokens in one chunk."""
     step = {"output_dir": str(tmp_path_factory.mktemp("one")), "models": str(models), "local_batch_size": 8}
-    calls = [("one_step", {**step, "adapted_head": adapted}) for adapted in (False, True)]
+    calls = [("one_step", step | what) for what in STEPS]
     results = [rank for (rank,) in processes.run_all("multi_gpu", calls, world=1)]
     assert all(result["num_processes"] == 1 and set(result["chunks"]) == {1} for result in results)
     start = AutoModelForCausalLM.from_pretrained(models / "policy").state_dict()
@@ -84,7 +88,7 @@ def test_every_launcher_trains_alike(config, models, ddp, one_process, tmp_path)
     whole, adapter, *steps = ddp if config == "multi_gpu" else runs(config, tmp_path, models)
 
     kind, stage = LAUNCHERS[config]
-    for rank in (*whole, *adapter, *steps[0], *steps[1]):
+    for rank in (*whole, *adapter, *itertools.chain(*steps)):
         launched = {key: rank[key] for key in ("num_processes", "distributed_type", "zero_stage")}
         assert launched == {"num_processes": 2, "distributed_type": kind, "zero_stage": stage}
     for ours, of_ddp in ((whole, ddp[0]), (adapter, ddp[1])):

@@ -24,9 +24,7 @@ from tests.runs import QUICK, InOnePass, die_and_resume, logged, record
 
 MakeTrainer = Callable[..., Any]
 ONE_BODY: dict[str, Any] = {"value_model": "policy", "reward_funcs": mean_id, "learning_rate": 0.01}
-ONE_STEP: dict[str, Any] = (
-    ONE_BODY | QUICK | {"gradient_accumulation_steps": 4, "total_episodes": 8, "max_grad_norm": 0}
-)
+ONE_STEP = ONE_BODY | QUICK | {"gradient_accumulation_steps": 4, "total_episodes": 8, "max_grad_norm": 0.0}
 POLICIES: dict[str, Callable[[], nn.Module]] = {
     "packed": tiny_policy,
     "padded": lambda: tiny_policy(attn_implementation="eager"),
@@ -64,6 +62,8 @@ def test_values_are_the_head_over_the_hidden_states_of_the_row_alone(kind: str) 
 
 class FirstGradients(TrainerCallback):
     """Keeps the gradients and weights of the first optimizer step."""
+
+    trainer: Any
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:
@@ -123,11 +123,11 @@ def test_the_body_runs_once_for_a_rollout_and_once_for_each_micro_batch(
     make_trainer: MakeTrainer, given: dict[str, Any]
 ) -> None:
     run = {"gradient_accumulation_steps": 2, "total_episodes": 12}
-    trainer, passes = make_trainer(**ONE_BODY | QUICK | run | given), []
-    count: Any = lambda _, args, kwargs: passes.append(1) if kwargs["use_cache"] is False else None
-    trainer.policy_model.model.register_forward_pre_hook(count, with_kwargs=True)
+    trainer, uses_cache = make_trainer(**ONE_BODY | QUICK | run | given), []
+    body = trainer.policy_model.model
+    body.register_forward_pre_hook(lambda _, args, given: uses_cache.append(given["use_cache"]), with_kwargs=True)
     trainer.train()
-    assert len(passes) == 3 * (1 + 2)
+    assert uses_cache.count(False) == 3 * (1 + 2)  # the others generate
     assert sum(each.numel() for each in trainer.value_model.parameters()) == 32
 
 
@@ -154,8 +154,10 @@ def test_what_is_saved_is_a_plain_language_model_and_a_head_from_which_a_run_sta
     trainer = make_trainer(**ONE_BODY | QUICK)
     trainer.train()
     trainer.save_model(str(tmp_path))
-    recwarn.clear(), caplog.clear()
-    policy, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    recwarn.clear()
+    caplog.clear()
+    load: Any = AutoModelForCausalLM.from_pretrained
+    policy, info = load(tmp_path, output_loading_info=True)
     assert not any(info.values()) and not recwarn.list and not caplog.records
     for name, weight in trainer.policy_model.state_dict().items():
         assert torch.equal(policy.state_dict()[name], weight), name
