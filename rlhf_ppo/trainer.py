@@ -53,7 +53,8 @@ class PPOTrainer(TrainerBase):
         reward_model: A sequence-classification model with one label, or a list; None if only `reward_funcs` score.
         train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; a path or hub name loads them.
         value_model: A sequence-classification model with one label, trained with the policy. None starts from the
-            reward model, or from the policy's backbone with a zero head.
+            reward model, or from the policy's backbone with a zero head. "policy": a linear head on the policy's own
+            last hidden states, detached; there is no second model.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
         eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name, or a dict of these.
         optimizers: An optimizer over all trainable parameters of both models, and a scheduler that counts PPO updates.
@@ -341,8 +342,8 @@ class PPOTrainer(TrainerBase):
     def _backward(self, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
         """Run the backward pass of a micro-batch; return its loss, and model outputs and losses of each token.
 
-        Several processes, `torch_compile` and an overridden `compute_loss` use `compute_loss` and one pass. Otherwise,
-        and in warm-up, each model has its own pass, to hold one model's activations at a time.
+        Several processes, one body, `torch_compile` and an overridden `compute_loss` use `compute_loss` and one pass.
+        Otherwise, and in warm-up, each model has its own pass, to hold one model's activations at a time.
         """
         model, args, warms_up = self._prepared, self.args, self._critic_only.warms_up
         has_own_loss = type(self).compute_loss is not PPOTrainer.compute_loss
@@ -377,7 +378,7 @@ class PPOTrainer(TrainerBase):
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
         To change a term, override `policy_loss` or `value_loss`. Training calls this method if you override it, and
-        with several processes or `torch_compile`; else one term after the other. In warm-up the policy loss is 0.
+        with several processes, one body or `torch_compile`; else one term at a time. In warm-up the policy loss is 0.
 
         Args:
             model: The `PolicyAndValue`.

@@ -112,7 +112,8 @@ class PPOScriptArguments(DryRunScriptArguments):
     tools: list[str] | None = option(None, "Functions that the policy may call, as file.py:function.")
     value_model_path: str | None = option(
         None,
-        "The value model at its start; by default the reward model, or the policy with a new head.",
+        "The value model at its start, or 'policy' for a head on the policy; by default the reward model, or the "
+        "policy with a new head.",
     )
     ptx_dataset: str | None = option(
         None,

@@ -280,7 +280,7 @@ class RecipeArguments:
     save_critic: bool = _option(
         False,
         "Save the value model too, in the directory critic beside the policy, to load it with value_model; where "
-        "transformers has the class, as a sequence-classification model.",
+        "transformers has the class, as a sequence-classification model. The head of value_model='policy' always is.",
     )
 
     # --- Advantages ---

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.cli import commands, main
+from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.reporting.judgements import read_accuracy
 from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
@@ -107,8 +108,10 @@ def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
     assert {path.name for path in Path("ppo").glob("*.safetensors")} == {"adapter_model.safetensors"}
 
 
-def test_the_name_of_a_single_module_is_a_name_and_no_pattern(places):
-    trainer = commands.train([*PPO, "--reward_funcs", "length", "--use_peft", "--lora_target_modules", "q_proj"])
+def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_path(places):
+    lora = ["--use_peft", "--lora_target_modules", "q_proj"]
+    trainer = commands.train([*PPO, "--reward_funcs", "length", *lora, "--value_model_path", "policy"])
+    assert isinstance(trainer.value_model, ValueHead)
     adapted = {
         name.split(".lora_")[0].rpartition(".")[2]
         for name, _ in trainer.policy_model.named_parameters()

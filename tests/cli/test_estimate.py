@@ -42,6 +42,8 @@ def test_the_weights_are_those_of_the_four_models(estimated: Any) -> None:
     assert found["weights"] == 2 * trained and found["gradients"] == trained and found["optimizer"] == 2 * trained
     without = estimated("--kl_coef 0 --reward_funcs length_penalty")  # the value model is made from the policy
     assert without["weights"] < found["weights"]
+    one_body = estimated("--value_model_path policy")
+    assert one_body["weights"] == found["weights"] - size(scorer) and one_body["gradients"] == size(policy)
 
 
 def test_the_cache_is_that_of_a_generation_call(estimated: Any) -> None:
