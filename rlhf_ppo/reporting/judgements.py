@@ -23,6 +23,9 @@ JUDGED = "judged"
 """Prefix of the names of tables of verdicts, and the name of their directory in a run's directory."""
 
 
+FEW = 30
+"""Number of judged prompts below which a win rate shows little."""
+
 JUDGED_RATE = "judged/win_rate"
 """Key of a win rate in a log."""
 
@@ -190,6 +193,8 @@ ACCURACY = "accuracy.json"
 
 AT_LEAST = 0.6
 """Accuracy below which a reward model is weak."""
+GOOD = 0.7
+"""Accuracy of a good reward model."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,14 @@ class RewardAccuracy:
 
     @property
     def state(self) -> str | None:
-        """`at chance` if the interval includes 50%, `weak` below 60%, or None for a useful model."""
-        return "at chance" if self.interval[0] <= 0.5 else "weak" if self.accuracy < AT_LEAST else None
+        """`at chance` if the interval includes 50%, `weak` below 60%, or None for a useful model.
+
+        If the interval includes 70% too, a good model's accuracy, the model was `tested on too few pairs`.
+        """
+        low, high = self.interval
+        if low <= 0.5:
+            return "at chance" if high < GOOD else "tested on too few pairs"
+        return "weak" if self.accuracy < AT_LEAST else None
 
     def __str__(self) -> str:
         """Return the figures in words."""

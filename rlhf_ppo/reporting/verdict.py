@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from rlhf_ppo.data.files import write_json
 from rlhf_ppo.reporting.judgements import (
+    FEW,
     Judgement,
     RewardAccuracy,
     SeedWinRates,
@@ -110,7 +111,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     )
     low, high = rates.interval
     judge = _accuracy_of(first.judge, runs)
-    is_blind = judge is not None and judge.state == "at chance"
+    is_blind = judge is not None and judge.interval[0] <= 0.5
     outcome: Outcome = "undecided" if is_blind or low <= 0.5 <= high else "better" if low > 0.5 else "worse"
     opponent = "the SFT model" if any(_is_sft(run, first) for run in runs) else visible(first.opponent, one_line=True)
     of_seeds = f" over prompts and {len(rates.rates)} seeds" if len(rates.rates) > 1 else ""
@@ -124,7 +125,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     elif outcome == "undecided":
         sentence += ", and the interval includes 50%"
     reasons = _first(
-        _of_identity(first, runs), _of_reward_model(reward), _of_training(outcome, runs), _of_judge(outcome, rates)
+        _of_judgement(first, runs), _of_reward_model(reward), _of_training(outcome, runs), _of_judge(outcome, rates)
     )
     seeds = tuple(run.settings.arguments.get("seed") for run in judged) or (None,) * len(judgements)
     return Verdict(outcome, f"{sentence}.", reasons, rates.mean, (low, high), seeds)
@@ -199,10 +200,12 @@ def _of_training(outcome: Outcome, runs: Sequence[RecordedRun]) -> Iterator[str]
         yield f"Training was short, {updates} updates: raise total_episodes."
 
 
-def _of_identity(judgement: Judgement, runs: Sequence[RecordedRun]) -> Iterator[str]:
+def _of_judgement(judgement: Judgement, runs: Sequence[RecordedRun]) -> Iterator[str]:
     rewards = {identity for run in runs for identity in run.settings.made_of.get("reward_identities", ())}
     if not rewards.isdisjoint(judgement.identities):
         yield "The judge is PPO's own reward: judge with a reward model that PPO has not seen, or with a chat model."
+    if judgement.num_prompts < FEW:
+        yield f"Only {judgement.num_prompts} prompts were judged: judge more."
 
 
 def _of_judge(outcome: Outcome, rates: SeedWinRates) -> Iterator[str]:

@@ -21,7 +21,7 @@ from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.sampling import StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
-from rlhf_ppo.reporting.judgements import wilson_interval
+from rlhf_ppo.reporting.judgements import FEW, wilson_interval
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.reward_model import Answer
 from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
@@ -86,8 +86,8 @@ class WinRate:
     def interval(self, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
         """Compute the bootstrap's percentile interval of `rate` (Efron and Tibshirani 1993, chapter 13).
 
-        A resample of `n` prompts with replacement has multinomially many wins, losses and ties. If all verdicts are
-        equal, so are all resamples: the interval is then Wilson's, so that a few straight wins prove nothing.
+        A resample of `n` prompts with replacement has multinomially many wins, losses and ties. With few prompts, or
+        equal verdicts, resamples vary too little: the interval is then Wilson's, so that a few wins prove nothing.
 
         Args:
             level: Share of resamples inside the interval.
@@ -97,7 +97,7 @@ class WinRate:
         if not self.judged:
             return float("nan"), float("nan")
         shares = np.array([self.wins, self.losses, self.ties]) / self.judged
-        if shares.max() == 1:
+        if shares.max() == 1 or self.judged < FEW:
             return wilson_interval(self.rate, self.judged, z=NormalDist().inv_cdf((1 + level) / 2))
         counts = np.random.default_rng(seed).multinomial(self.judged, shares, size=resamples)
         rates = (counts[:, 0] + counts[:, 2] / 2) / self.judged

@@ -35,6 +35,10 @@ _NOT_SENT = frozenset({"trainer_state", "log_extra", "log_metric", "environments
 _RETRIED_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 
 
+class NoAnswerError(ConnectionError):
+    """All repetitions of a request failed."""
+
+
 @dataclass(repr=False)
 class RewardEndpoint:
     """A reward function on a server, with `GRPOTrainer`'s signature. Several requests run at the same time.
@@ -85,11 +89,14 @@ class RewardEndpoint:
         table = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         columns = {name: values for name, values in columns.items() if name not in _NOT_SENT}
 
+        slots = asyncio.Semaphore(self.concurrency)  # kept between repetitions: the first failure ends the call
+
         async def score(start: int) -> list[Any]:
             rows = range(start, min(start + self.batch_size, len(completions)))
             where = f"the endpoint {self.display_url}, asked for the rows {rows.start} to {rows.stop - 1},"
             payload = {**_rows_of(table, rows), "columns": _rows_of(columns, rows)}
-            answer = await post_json(client, self.url, payload, where, self.retries, self.backoff)
+            async with slots:
+                answer = await post_json(client, self.url, payload, where, self.retries, self.backoff)
             rewards = answer.get("rewards") if isinstance(answer, dict) else None
             if not isinstance(rewards, list) or len(rewards) != len(rows):
                 wanted = f'{{"rewards": [...]}} with {len(rows)} entries'
@@ -135,7 +142,8 @@ async def post_json(
         backoff: Seconds before the first repetition; each further one waits twice as long.
 
     Raises:
-        ConnectionError: The last repetition failed, or the server answered with another status, such as 401.
+        NoAnswerError: The last repetition failed.
+        ConnectionError: The server answered with another status, such as 401.
     """
     body = json.dumps(payload)
     for attempt in itertools.count():
@@ -151,7 +159,7 @@ async def post_json(
             if response.status_code not in _RETRIED_STATUS:
                 raise ConnectionError(f"{where} {reason}")
         if attempt >= retries:
-            raise ConnectionError(f"{where} {reason}, the last of {attempt + 1} times")
+            raise NoAnswerError(f"{where} {reason}, the last of {attempt + 1} times")
         pause = backoff * 2**attempt
         logger.warning(f"{where} {reason}: repetition {attempt + 1} of {retries} in {pause:g} s.")
         await asyncio.sleep(pause)

@@ -29,7 +29,7 @@ from rlhf_ppo.models.capabilities import positions
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TrlReward, prompt_text, response_texts
-from rlhf_ppo.rewards.endpoint import RewardEndpoint, http_client, post_json
+from rlhf_ppo.rewards.endpoint import NoAnswerError, RewardEndpoint, http_client, post_json
 from rlhf_ppo.rewards.functions import (
     accepted_arguments,
     described,
@@ -283,6 +283,9 @@ Answer with one word: A, B or tie."""
 OPTIONS: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 16}
 """The default request options."""
 
+GONE = 8
+"""Number of consecutive requests without an answer after which a judge asks no more in this call."""
+
 _VERDICTS = {"a": 0.0, "b": 1.0, "tie": 0.5}
 _LAST_WORD = re.compile(r"(?:^|[:\[\"'(*`]|\bis)\s*(A|B|tie)[\s.!\])\"'*`]*$", re.IGNORECASE)
 
@@ -294,7 +297,7 @@ class ChatJudge:
     The verdict is the last word of the reply: A, B or tie, alone or after a colon, quotation mark or bracket. A reply
     without a verdict, and a request that fails after its repetitions, is a failed verdict (None); each reason is
     logged once for all pairs, with their number and an example of such replies. Requests are repeated like those of
-    `rlhf_ppo.rewards.endpoint.RewardEndpoint`.
+    `rlhf_ppo.rewards.endpoint.RewardEndpoint`; after `GONE` consecutive ones without an answer, the others fail too.
 
     Attributes:
         model: The model's name at the server.
@@ -331,9 +334,22 @@ class ChatJudge:
         Raises:
             ConnectionError: All requests failed.
         """
+        slots, lost = asyncio.Semaphore(self.concurrency), list[NoAnswerError]()
+
+        async def ask(prompt: str, pair: Sequence[str]) -> str | BaseException:
+            async with slots:
+                if len(lost) >= GONE:
+                    return lost[-1]
+                try:
+                    reply = await self._reply(client, prompt, *pair)
+                except NoAnswerError as error:
+                    lost.append(error)
+                    return error
+                lost.clear()
+                return reply
+
         async with self._client() as client:
-            rows = zip(prompts, pairs, strict=True)
-            asked = [self._reply(client, prompt, *pair) for prompt, pair in rows]
+            asked = [ask(prompt, pair) for prompt, pair in zip(prompts, pairs, strict=True)]
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures and len(failures) == len(outcomes):

@@ -29,7 +29,10 @@ def test_a_stream_keeps_all_its_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("accuracy", "num_pairs", "state"),
-    [(0.681, 19, "at chance"), (0.54, 200, "at chance"), (0.56, 1000, "weak"), (0.6, 100, None), (0.9, 19, None)],
+    [
+        *((share, count, "tested on too few pairs") for share, count in ((1.0, 3), (0.681, 19))),
+        *((0.54, 200, "at chance"), (0.56, 1000, "weak"), (0.6, 100, None), (0.9, 19, None)),
+    ],
 )
 def test_few_pairs_prove_no_reward_model(accuracy: float, num_pairs: int, state: str | None) -> None:
     found = RewardAccuracy.of(accuracy, num_pairs)

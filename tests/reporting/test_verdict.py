@@ -93,6 +93,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "cut": ({"response__ended_frac": 0.3}, "Only 30% of the responses end by themselves: raise response_length"),
     "own": ({"judged_by": ["weights 1"], "accuracy": CHANCE, "objective__kl": 11.0, "policy__entropy_avg": 0.5},
             "The judge is PPO's own reward"),
+    "few prompts": ({"wins": -11}, "Only 29 prompts were judged: judge more."),
     "few": ({"step": 20, "objective__scores": 0.5}, "Training was short, 20 updates"),
 }  # fmt: skip
 
@@ -110,6 +111,7 @@ def test_a_losing_run_has_its_reason(name: str, make_run: MakeRun) -> None:
     [
         (GOOD, "better", None),
         (CHANCE, "undecided", "at chance"),
+        (RewardAccuracy(1.0, (0.44, 1.0), 3), "undecided", "tested on too few pairs: right on 100.0% of 3 held-out"),
     ],
 )
 def test_a_judge_at_chance_decides_nothing(

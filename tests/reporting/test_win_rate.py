@@ -18,6 +18,14 @@ def test_a_tie_counts_half_and_a_failed_verdict_not_at_all() -> None:
     assert "; 4 judged: 2 wins, 1 losses, 1 ties; 1 failed verdicts)\nLength-controlled win rate: 62.5%" in str(found)
 
 
+def test_few_prompts_prove_nothing_and_ties_narrow_the_interval_of_many() -> None:
+    """A sign test of 4 wins in 4 has p = .125. Of many prompts: mean and standard error of the outcomes."""
+    assert WinRate(wins=4, losses=0, ties=1, failed=0).interval()[0] < 0.5 < WinRate(9, 0, 1, 0).interval()[0]
+    outcomes = np.repeat([1, 0, 0.5], [200, 50, 150])
+    half = 1.96 * outcomes.std() / 20
+    assert WinRate(200, 50, 150, 0).interval() == pytest.approx((0.6875 - half, 0.6875 + half), abs=0.005)
+
+
 def test_the_orders_agree_where_both_prefer_the_same_response_or_none() -> None:
     orders = [(1.0, 0.2), (-1.0, -1.0), (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (None, 1.0), (None, None)]
 

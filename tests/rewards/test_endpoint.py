@@ -104,6 +104,14 @@ def test_a_failed_request_is_repeated_and_the_last_one_names_its_rows(
         ask(endpoint(server, retries=1, batch_size=1, concurrency=1), ["a", "b"])
 
 
+def test_the_first_request_that_fails_ends_the_call(server: Any) -> None:
+    """Repetitions go before requests that have not begun, so the wait does not grow with the number of responses."""
+    server.replies = [drop] * 200
+    with pytest.raises(ConnectionError, match=r"rows [01] to [01], .*last of 3 times"):
+        ask(endpoint(server, retries=2, batch_size=1, concurrency=2), ["a"] * 40)
+    assert len(server.requests) <= 2 * 3
+
+
 @pytest.mark.parametrize(
     ("reply", "kind", "words"),
     [
