@@ -14,7 +14,7 @@ from torch import nn
 
 from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.rewards.functions import unwrapped
-from rlhf_ppo.rewards.judges import RewardModelJudge
+from rlhf_ppo.rewards.judges import ChatJudge, PreferenceReward, RewardModelJudge
 from rlhf_ppo.rewards.resolve import resolve_rewards
 
 
@@ -36,7 +36,7 @@ def model_identity(model: nn.Module) -> str:
 
 
 def function_identities(function: Any) -> list[str]:
-    """Return the place of a function or class in its file, and a hash of its source; a server's address.
+    """Return the place of a function or class in its file, and a hash of its source; a preference is its judge.
 
     Args:
         function: A reward function, or an object that holds one as `function`.
@@ -44,8 +44,11 @@ def function_identities(function: Any) -> list[str]:
     while not inspect.isroutine(function) and hasattr(unwrapped(function), "function"):
         function = unwrapped(function).function
     function = unwrapped(function)
-    own = getattr(function, "display_url", None) or getattr(function, "name", "")
-    made = function if hasattr(function, "__qualname__") else type(function)
+    if isinstance(function, PreferenceReward):
+        return judge_identities(function.judge)
+    named = function.model if isinstance(function, ChatJudge) else getattr(function, "name", "")
+    own = getattr(function, "display_url", None) or named
+    made: Any = function if hasattr(function, "__qualname__") else type(function)
     found = [f"{made.__module__}.{made.__qualname__} {own}"]
     try:
         found[0] = f"{os.path.realpath(inspect.getfile(made))}:{made.__qualname__} {own}"

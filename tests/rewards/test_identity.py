@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.rewards.identity import function_identities, judge_identities, model_identity
-from rlhf_ppo.rewards.judges import RewardModelJudge, as_judge
+from rlhf_ppo.rewards.judges import ChatJudge, PreferenceReward, RewardModelJudge, as_judge
 from rlhf_ppo.rewards.resolve import resolve_reward
 from tests.conftest import make_tokenizer, save_models, tiny_scorer
 from tests.runs import QUICK
@@ -36,7 +36,8 @@ def test_a_reward_model_is_its_merged_copy_and_its_half_precision_copy_and_no_ot
     assert identity == model_identity(load_reward_model(tmp_path / "adapter", "reward_model"))
     for name in ("merged", "half", "adapter"):
         make_tokenizer().save_pretrained(tmp_path / name)
-        assert judge_identities(RewardModelJudge(str(tmp_path / name))) == [identity]
+        judge = RewardModelJudge(str(tmp_path / name))
+        assert judge_identities(judge) == function_identities(PreferenceReward(judge)) == [identity]
     assert identity not in (model_identity(other), model_identity(tiny_scorer()))
 
 
@@ -62,3 +63,9 @@ def test_a_function_is_itself_by_any_path_and_in_a_copy_and_no_other_of_its_name
         assert not own & {*judge_identities(as_judge(resolve_reward(spec)))}, spec
     one, other = ({*function_identities(resolve_reward(f"http://{host}/f"))} for host in ("one", "two"))
     assert one.isdisjoint(other)
+
+
+def test_a_preference_is_its_judge() -> None:
+    one, other = (ChatJudge(name) for name in ("one", "other"))
+    paid = {*function_identities(PreferenceReward(one))}
+    assert paid & {*judge_identities(one)} and not paid & {*judge_identities(other)}
