@@ -250,7 +250,7 @@ def _json(text: str) -> Any:
     """Parse a JSON text; return None if it is not JSON."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):  # or it is nested a thousand deep
         return None
 
 

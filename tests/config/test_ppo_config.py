@@ -141,6 +141,7 @@ def test_an_extreme_number_is_refused_by_name_or_is_one_in_float32(name: str):
         ({"missing_eos_penalty": 1.0, "missing_eos_score": 0.0}, "missing_eos_penalty=1.0 and missing_eos_score=0.0"),
         ({"kl_target": 6.0, "kl_coef": 0}, "kl_target=6.0 multiplies kl_coef=0, which stays 0"),
         ({"reward_weights": "{length: 1}"}, "reward_weights='{length: 1}' cannot be read"),
+        ({"reward_weights": "[" * 2000}, "[[[ cannot be read"),
     ],
 )
 def test_what_contradicts_each_other_is_named(given: dict[str, Any], message: str):
