@@ -144,13 +144,14 @@ def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
 def test_an_adapter_that_transformers_has_loaded_is_merged_into_the_value_model(tmp_path: Path, argument: str) -> None:
     tiny_policy().save_pretrained(tmp_path / "base")
     kind = AutoModelForSequenceClassification
-    scorer = adapted(kind.from_pretrained(tmp_path / "base", num_labels=1), TaskType.SEQ_CLS)
-    scorer.save_pretrained(tmp_path / "adapter")
+    base = kind.from_pretrained(tmp_path / "base", num_labels=1)
+    adapted(base, TaskType.SEQ_CLS).save_pretrained(tmp_path / "adapter")
     loaded = kind.from_pretrained(tmp_path / "adapter", num_labels=1)  # no PeftModel
+    expected = loaded.eval()(IDS).logits[:, 0]
     value_model = load_value_model(loaded, argument) if argument == "value_model" else make_value_model(loaded)
     prepare_trainable(tiny_policy(), value_model)
     assert all(parameter.requires_grad for parameter in value_model.parameters())
-    assert torch.allclose(last_token_score(value_model, IDS, MASK), scorer.eval()(IDS).logits[:, 0], atol=1e-5)
+    assert torch.allclose(last_token_score(value_model, IDS, MASK), expected, atol=1e-5)
 
 
 def test_made_from_the_policy_its_values_are_zero_and_its_backbone_the_policys() -> None:
