@@ -25,8 +25,9 @@ from rlhf_ppo.data.prompts import (
     template_settings,
     text_of_content,
 )
-from rlhf_ppo.data.rollout import pad_right
+from rlhf_ppo.data.rollout import check_lengths, pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
+from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
 from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.rewards.scorer import MAX_SCORE, ScoringBatch, WrongRewardError, silent_ids, spoken_texts
@@ -154,6 +155,23 @@ class LoadedRewardModel:
     def made_scorer(self) -> nn.Module:
         """Return the module that computes its scores, which is made once all models are."""
         return cast(nn.Module, self.scorer)
+
+    def check_reads(self, prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, response_length: int) -> None:
+        """Check that the model's positions leave room behind a prompt in its own tokens.
+
+        Args:
+            prompt_ids: The prompt in the policy's tokens.
+            tokenizer: The policy's tokenizer.
+            response_length: The longest response, for the message.
+
+        Raises:
+            ValueError: They do not.
+        """
+        prompt = Answer(None, "", ended=False, prompt_ids=prompt_ids, tokenizer=tokenizer)
+        tokens, limit = len(reward_model_ids(prompt, self.tokenizer)), position_limit(self.model)
+        if limit is not None and tokens >= limit.tokens:
+            reason = f"{self.argument}, which has its own tokens, has {limit.tokens}"
+            check_lengths(tokens, response_length, limit._replace(reason=reason))
 
 
 def load_reward_models(

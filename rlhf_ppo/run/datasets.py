@@ -210,10 +210,10 @@ class Passes:
             yield batch
 
 
-def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> int:
-    """Return the number of tokens of the longest prompt in a result of `prepare_prompts`, not a stream."""
-    rows = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
-    return max(len(row["input_ids"]) for row in rows)  # pyright: ignore[reportCallIssue, reportArgumentType]
+def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> Sequence[int]:
+    """Return the tokens of the longest prompt in a result of `prepare_prompts`, not a stream."""
+    rows: Any = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
+    return max((row["input_ids"] for row in rows), key=len)
 
 
 def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
@@ -432,4 +432,4 @@ class PromptPreparation:
 
     def _check_lengths(self, rows: Any) -> None:
         if rows is not None and num_rows(rows) is not None:
-            check_lengths(longest_prompt(rows), self.args.response_length, self.longest_sequence)
+            check_lengths(len(longest_prompt(rows)), self.args.response_length, self.longest_sequence)

@@ -187,6 +187,19 @@ def given_as(form: str, directory: Path) -> dict[str, Any]:
     return {"reward_model": [type(model).from_pretrained(directory)]}
 
 
+def test_a_text_beyond_its_positions_is_refused_at_construction_or_ends_the_run(make_trainer: MakeTrainer) -> None:
+    def make(positions: int) -> PPOTrainer:
+        model = tiny_scorer(vocab_size=300, max_position_embeddings=positions)
+        given = {"reward_model": model, "reward_processing_classes": character_tokenizer(), "value_model": None}
+        return make_trainer(**QUICK, **given, train_dataset=[{"prompt": "w1 w2 w3 w4 w5 w6"}] * 8)
+
+    with pytest.raises(ValueError, match=r"prompt \(18 tokens\) .*reward_model, which has its own tokens, has 18: "):
+        make(18)
+    trainer = make(19)
+    with pytest.raises(ValueError, match=r"tokens for the reward model, which has 19 positions: lower max_prompt_len"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("form", ["objects", "directory", "loaded from a directory"])
 @pytest.mark.parametrize("columns", [{}, {"prompt": PROMPTS}, {"prompt": CONVERSATIONS}], ids=["ids", "text", "chat"])
 def test_it_scores_as_it_does_alone(
