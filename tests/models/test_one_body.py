@@ -17,6 +17,7 @@ from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
+from tests.episodes import RespondsInTurns
 from tests.models.test_one_base import mean_id
 from tests.models.test_peft import lora, trained_adapter
 from tests.models.test_policy_and_value import ragged_batch
@@ -98,7 +99,14 @@ def test_the_policys_gradient_is_that_beside_a_separate_critic_and_without_a_val
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"max_tokens_per_micro_batch": 12}, {"model": "padded"}, {"gradient_checkpointing": True}]
+    "given",
+    [
+        {"trainer_class": RespondsInTurns},
+        {"max_tokens_per_micro_batch": 12},
+        {"model": "padded"},
+        {"gradient_checkpointing": True},
+    ],
+    ids=["episodes", "packed micro-batches", "padded rows", "checkpointing"],
 )
 def test_the_heads_gradient_is_that_of_a_regression_by_hand(make_trainer: MakeTrainer, given: dict[str, Any]) -> None:
     given = {name: POLICIES[value]() if name == "model" else value for name, value in given.items()}
@@ -106,9 +114,9 @@ def test_the_heads_gradient_is_that_of_a_regression_by_hand(make_trainer: MakeTr
     weight = drawn_head(seen.body).score.weight
     errors = []
     for row, real in enumerate(rollout.attention_mask):
-        length = int(rollout.response_mask[row].sum())
-        states = states_alone(seen.body, rollout.query_responses[row, real]).detach()
-        errors.append(states[-length - 1 : -1] @ weight[0] - experience.returns[row, :length])
+        states, learned = torch.zeros(len(real), 32), rollout.response_mask[row]
+        states[real] = states_alone(seen.body, rollout.query_responses[row, real]).detach()
+        errors.append(states[-len(learned) - 1 : -1][learned] @ weight[0] - experience.returns[row, learned])
     (0.3 * 0.5 * torch.cat(errors).square().mean()).backward()
     assert weight.grad is not None and weight.grad.norm() > 0.1
     torch.testing.assert_close(seen.critic["score.weight"], weight.grad, rtol=1e-4, atol=1e-6)
@@ -133,9 +141,7 @@ def test_the_body_runs_once_for_a_rollout_and_once_for_each_micro_batch(
 
 RESUMED: dict[str, Callable[[], dict[str, Any]]] = {
     "all weights": lambda: {"critic_warmup_steps": 1, "gradient_checkpointing": True},
-    "bf16": lambda: {"bf16": True, "max_tokens_per_micro_batch": 12},
-    "LoRA": lambda: {"peft_config": lora()},
-    "LoRA over a shared base": lambda: {"peft_config": lora(), "share_base_model": True},
+    "LoRA over a shared base, in bf16": lambda: {"peft_config": lora(), "share_base_model": True, "bf16": True},
 }
 
 
