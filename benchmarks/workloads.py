@@ -45,6 +45,7 @@ class Workload:
         batch_size: Episodes of one update.
         micro_batch_size: Episodes of one forward and backward pass.
         num_ppo_epochs: Passes over them.
+        num_mini_batches: Optimizer steps of a pass.
         rollout_batch_size: Episodes generated and scored at a time; None for all of them.
         dtype: What the models' weights are stored and multiplied in.
         lora_rank: Rank of the policy's adapter on all linear layers below the head; None trains its weights. The value
@@ -60,6 +61,7 @@ class Workload:
     batch_size: int = 16
     micro_batch_size: int = 8
     num_ppo_epochs: int = 2
+    num_mini_batches: int = 1
     rollout_batch_size: int | None = None
     dtype: torch.dtype = torch.float32
     lora_rank: int | None = None
@@ -118,8 +120,18 @@ def as_users_run(model: dict[str, Any], **changes: Any) -> Workload:
     return replace(tldr(model), dtype=torch.float32, autocast=True, **changes)
 
 
+SMOLLM2_135M = {
+    **llama(30, 576, 49152),
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+CHATS = Workload(SMOLLM2_135M, (24, 72), 32, batch_size=8, num_ppo_epochs=1)
 RAGGED = Workload(llama(6, 256, 4096), (8, 96), 96, mean_length=40)
 ON_CPU = {
+    "smollm2-135m": CHATS,
+    "smollm2-135m-lora": replace(CHATS, lora_rank=16, batch_size=16, num_ppo_epochs=2, num_mini_batches=2),
     "vocab-heavy": Workload(llama(6, 128, 50304), (16, 16), 48),
     "ragged": RAGGED,
     "ragged-lora": replace(RAGGED, lora_rank=16),
@@ -247,7 +259,7 @@ def hyper_parameters(workload: Workload, num_updates: int, output_dir: str, devi
         "output_dir": output_dir,
         "per_device_train_batch_size": workload.micro_batch_size,
         "gradient_accumulation_steps": workload.batch_size // workload.micro_batch_size,
-        "num_mini_batches": 1,
+        "num_mini_batches": workload.num_mini_batches,
         "num_ppo_epochs": workload.num_ppo_epochs,
         "total_episodes": num_updates * workload.batch_size,
         "response_length": workload.response_length,
