@@ -198,18 +198,21 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
         ValueError: A model is quantized and has no adapter, or has no trainable parameter.
     """
     for argument, model in (("model", policy), ("value_model", value_model)):
+        fault = None
         if _is_quantized(model) and not is_peft_model(model):
-            raise ValueError(
-                f"{argument} is quantized, and quantized weights cannot be trained: load it without "
-                "quantization_config, or train an adapter over it (peft_config for the policy)"
+            fault = (
+                "is quantized, and quantized weights cannot be trained: load it without quantization_config, or train "
+                "an adapter over it (peft_config for the policy)"
             )
-        if getattr(model, LOADED, False):
-            raise ValueError(
-                f"{argument} holds an adapter that transformers has loaded, which it neither trains nor tells apart: "
-                f"pass the adapter's directory as {argument}, or a peft.PeftModel with is_trainable=True"
+        elif getattr(model, LOADED, False):
+            fault = (
+                "holds an adapter that transformers has loaded, which it neither trains nor tells apart: pass the "
+                f"adapter's directory as {argument}, or a peft.PeftModel with is_trainable=True"
             )
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(f"no parameter of {argument} is trainable; call {argument}.requires_grad_(True)")
+        elif not any(parameter.requires_grad for parameter in model.parameters()):
+            fault = f"has no trainable parameter; call {argument}.requires_grad_(True)"
+        if fault is not None:
+            raise ValueError(f"{argument} {fault}")
         if not isinstance(model, ValueHead):
             pack_rows(model)
         model.train()

@@ -227,7 +227,7 @@ def test_a_policy_with_an_adapter_gets_the_new_one_over_the_merged_base_as_in_tr
         (lambda: {"ref_adapter_name": "sft"}, "'sft' is not an adapter"),
         (lambda: {"peft_config": lora(init_lora_weights="pissa")}, "pass ref_model"),
         (lambda: {"model": tiny_policy(attention_bias=True), "peft_config": lora(bias="all")}, "pass ref_model"),
-        (lambda: {"model": tiny_policy().requires_grad_(False)}, "no parameter of model is trainable"),
+        (lambda: {"model": tiny_policy().requires_grad_(False)}, "model has no trainable parameter"),
     ],
     ids=["no such", "no reference", "changed base", "biases", "frozen"],
 )
