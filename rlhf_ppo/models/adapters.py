@@ -284,13 +284,11 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
 
 
 def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) -> None:
-    if is_peft_model(model):
-        raise ValueError(
-            f"{role} is already a PeftModel and {argument} is given too; call {role}.merge_and_unload() first, or "
-            f"leave {argument} out to continue training the adapter"
-        )
-    if isinstance(model, ValueHead):
-        raise ValueError(f"{argument} is given, but value_model is a head of the policy and has no layers to adapt")
+    is_head = isinstance(model, ValueHead)
+    if is_peft_model(model) or is_head:
+        what = "a head on the policy, without layers to adapt," if is_head else "already a PeftModel"
+        merge = "" if is_head else f"to train another adapter, call {role}.merge_and_unload() first, or "
+        raise ValueError(f"{role} is {what} and {argument} is given too; {merge}leave {argument} out")
     if peft_config.is_prompt_learning:
         raise ValueError(f"{argument} is a {type(peft_config).__name__}: {PROMPT_LEARNING}")
     if argument == "peft_config" and peft_config.task_type not in (None, "CAUSAL_LM"):

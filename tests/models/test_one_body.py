@@ -186,7 +186,7 @@ def test_the_head_learns_at_its_own_rate_what_prompts_will_score(make_trainer: M
 
 
 def test_an_adapter_of_the_head_and_a_shared_base_without_an_adapter_are_refused(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match="value_peft_config is given, but value_model is a head of the policy"):
+    with pytest.raises(ValueError, match="value_model is a head on the policy, .* leave value_peft_config out"):
         make_trainer(**ONE_BODY | QUICK, value_peft_config=lora())
     with pytest.raises(ValueError, match="share_base_model=True, but all weights of model are trained"):
         make_trainer(**ONE_BODY | QUICK, share_base_model=True)
