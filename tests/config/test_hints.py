@@ -33,7 +33,7 @@ micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_si
 reward_model_path model_adapter_name ref_adapter_name num_ppo_epochs whiten_rewards kl_coef kl_estimator cliprange
 vf_coef cliprange_value gamma lam ds3_gather_for_generation
 """.split()
-TRL_CONFIGS = (trl.GRPOConfig, trl.RLOOConfig, trl.DPOConfig, trl.SFTConfig)
+TRL_CONFIGS = (trl.GRPOConfig, trl.RLOOConfig, trl.SFTConfig)
 
 
 @pytest.mark.parametrize(
