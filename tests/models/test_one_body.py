@@ -179,5 +179,5 @@ def test_the_head_learns_at_its_own_rate_what_prompts_will_score(make_trainer: M
 
 
 def test_an_adapter_of_the_head_is_refused(make_trainer: MakeTrainer) -> None:
-    with pytest.raises(ValueError, match="value_model is a head on the policy, .* leave value_peft_config out"):
+    with pytest.raises(ValueError, match=r"value_model is a head on the policy, .* leave value_peft_config out"):
         make_trainer(**ONE_BODY | QUICK, value_peft_config=lora())
