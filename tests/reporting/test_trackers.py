@@ -17,7 +17,7 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
-TRACKERS = ["wandb", "tensorboard"]
+TRACKERS = ["wandb", "tensorboard", *(["trackio"] if importlib.util.find_spec("trackio") else [])]
 PROMPTS = Dataset.from_list(prompt_rows(5, seed=9))
 
 
@@ -27,6 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     place = tmp_path_factory.mktemp("tracked")
     settings = {
         "WANDB_DIR": place, "WANDB_SILENT": "true", "TENSORBOARD_LOGGING_DIR": place / "tensorboard",
+        "TRACKIO_DIR": place / "trackio",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
@@ -96,3 +97,21 @@ def test_tensorboard_holds_every_metric_and_every_table_of_a_run(run: SimpleName
     }
     rows = {step: [line.strip("| ").split(" | ") for line in text.splitlines()[2:]] for step, text in texts.items()}
     check_tables({step: [[html.unescape(cell) for cell in row] for row in table] for step, table in rows.items()}, run)
+
+
+@pytest.mark.thorough
+def test_trackio_holds_every_metric_and_every_table_of_a_run(run: SimpleNamespace) -> None:
+    """It shows texts as they are."""
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+
+    metrics, tables = dict[int, dict[str, Any]](), dict[int, Any]()
+    for row in SQLiteStorage.get_logs("huggingface", "experiment__3"):
+        if "completions" in row:
+            tables[row["train/global_step"]] = [[*cells.values()] for cells in row["completions"]["_value"]]
+        else:
+            metrics.setdefault(row["train/global_step"], {}).update(row)
+    for step, values in logged(run.history).items():
+        names = {name for name in values if not name.startswith(("train/train_", "train/total_"))}  # of the whole run
+        assert {name: metrics[step][name] for name in names} == {name: values[name] for name in names}
+    check_tables(tables, run)
