@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import HfApi
+from pyarrow import compute
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -369,7 +370,17 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     columns = [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
     check_columns(train_dataset, columns)
     rows = map(_without_lone_prompt, (train_dataset, eval_dataset))
-    return _trl_trainer(SFTTrainer, args, model_args, *rows)
+    trainer = _trl_trainer(SFTTrainer, args, model_args, *rows)
+    made: Any = trainer.train_dataset
+    if isinstance(made, Dataset) and args.max_length and not args.packing:
+        ids: Any = made.with_format("arrow")[:]["input_ids"]
+        lengths = compute.list_value_length(ids)  # pyright: ignore[reportAttributeAccessIssue]
+        if cut := lengths.to_pylist().count(args.max_length):
+            logger.warning(
+                f"train_dataset: cut {cut} of {len(made)} texts to max_length={args.max_length} tokens; the model "
+                "does not learn how they end"
+            )
+    return trainer
 
 
 def _trl_trainer(

@@ -19,7 +19,8 @@ from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 @pytest.fixture
 def places(empty_place, plain_runs):
     save_models(base=tiny_policy(), scorer=tiny_scorer())
-    write_rows("texts.jsonl", [{"prompt": "w4 w5", "completion": " w6"}] * 20)
+    texts = [{"prompt": "w4 w5", "completion": completion} for completion in [" w6"] * 15 + [" w6 w7 w8"] * 5]
+    write_rows("texts.jsonl", texts)
     write_rows("pairs.jsonl", [{"prompt": "w4 w5", "chosen": " w4", "rejected": " w7"}] * 20)
 
 
@@ -29,7 +30,7 @@ QUICK = (
 ).split()
 
 
-def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(places, capsys, recwarn):
+def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(places, capsys, caplog, recwarn):
     heads = []
     for command, data, auto, figures in (
         (commands.sft, "texts.jsonl", AutoModelForCausalLM, r"loss +\d\.\d{3} \| right tokens +\d+%"),
@@ -42,7 +43,8 @@ def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(pla
         * 2,
     ):
         torch.manual_seed(len(heads))  # the new head follows the seed that is given
-        trainer = command(["--model_name_or_path", "base", "--dataset_name", data, "--logging_steps", "1", *QUICK])
+        options = ["--model_name_or_path", "base", "--dataset_name", data, "--max_length", "5", "--logging_steps", "1"]
+        trainer = command([*options, *QUICK])
         printed = capsys.readouterr().out
         lines = [line for line in printed.splitlines() if line.startswith("update")]
         assert len(lines) == 2 and all(re.search(rf"/2 \| {figures} \| .* left$", line) for line in lines), printed
@@ -51,6 +53,7 @@ def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(pla
         heads.append(saved.score.weight if command is commands.reward else None)
         assert trainer.state.global_step == 2 and trainer.state.log_history[-1].keys() >= {"train_loss"}
     assert torch.equal(heads[1], heads[2]) and len(heads[1]) == 1
+    assert "cut 5 of 20 texts to max_length=5 tokens" in caplog.text
     assert not [warning for warning in recwarn if "pin_memory" in str(warning.message)]
 
 
