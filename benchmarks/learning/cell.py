@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import tempfile
 import time
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ EXAMPLES = {"stories": "healthy", "hole": "over-optimised", "collapse": "collaps
 """Tasks whose first run shows what a run looks like, well or not; the first is one of those to learn."""
 CURVES = (
     "objective/scores", "objective/kl", "policy/entropy_avg", "policy/clipfrac_avg", "val/explained_variance",
-    "loss/value_avg", "response/length_mean",
+    "loss/value_avg", "response/length_mean", "grad_norm", "policy/grad_norm", "val/grad_norm",
 )  # fmt: skip
 """What is kept of each update's log."""
 
@@ -130,7 +131,10 @@ def main() -> None:
     task = module_of(given.task).load(given.data, given.work / given.task)
     sizes = Sizes(given.updates, given.every, given.num_prompts, given.num_final)
     cell = {"task": given.task, "variant": given.variant, "seed": given.seed}
-    found = json.dumps(cell | run_cell(task, given.variant, given.seed, sizes, given.changes))
+    before = time.process_time()
+    cell |= run_cell(task, given.variant, given.seed, sizes, given.changes)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found = json.dumps(cell | {"cpu_seconds": time.process_time() - before, "peak_mib": peak})
     print(json.dumps(json.loads(found, parse_float=lambda digits: round(float(digits), 5))))
 
 

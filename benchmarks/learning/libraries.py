@@ -39,7 +39,7 @@ def our_trainer(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], 
     Args:
         task: What to learn.
         policy: The language model.
-        arguments: Of `PPOConfig`.
+        arguments: Of `PPOConfig`, and `value_model` of the trainer.
         **others: Further arguments of the trainer, which win.
     """
     from rlhf_ppo import PPOConfig, PPOTrainer
@@ -49,14 +49,15 @@ def our_trainer(task: Task, policy: PreTrainedModel, arguments: dict[str, Any], 
         if isinstance(task.reward, Path)
         else {"reward_funcs": in_words(task.reward)}
     )
-    args = PPOConfig(**arguments)
+    models = {name: arguments[name] for name in ("value_model",) if name in arguments}
+    args = PPOConfig(**{name: value for name, value in arguments.items() if name not in models})
     return PPOTrainer(
         args,
         task.tokenizer,
         policy,
         train_dataset=tokenized(task, arguments["total_episodes"]),
         ptx_dataset=texts_of(task) if args.ptx_coef else None,
-        **(reward | others),
+        **(reward | models | others),
     )
 
 

@@ -92,7 +92,7 @@ def overrides(variant: str, learning_rate: float = 1.0) -> dict[str, Any]:
 
     Args:
         variant: `trl`, `plain`, or parts between commas, of which the later win: a name in `OPTIONS`, `preset:` and a
-            preset's name, or an argument such as `kl_stop=0.02`.
+            preset's name, or an argument such as `kl_stop=0.02` or `value_model=policy`.
         learning_rate: The task's.
 
     Raises:
