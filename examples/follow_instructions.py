@@ -112,7 +112,8 @@ if __name__ == "__main__":
         train_dataset=[row(*each) for each in drawn], eval_dataset=[row(*each) for each in tested],
         peft_config=get_peft_config(model_args), reward_funcs=[strict, partial],
     )  # fmt: skip
-    report(trainer, "before")
+    if not args.resume_from_checkpoint:
+        report(trainer, "before")
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     report(trainer, "after")
