@@ -165,6 +165,21 @@ async def post_json(
         await asyncio.sleep(pause)
 
 
+class _OnceASecond(logging.Filter):
+    """Drop a message that equals the last one, of another request that failed at the same time."""
+
+    last, at = "", 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the message is another, or later."""
+        is_new = record.getMessage() != self.last or record.created > self.at + 1
+        self.last, self.at = record.getMessage(), record.created
+        return is_new
+
+
+logger.addFilter(_OnceASecond())
+
+
 def _hide_secrets(record: logging.LogRecord) -> bool:
     """Hide queries and passwords of the addresses that httpx logs at INFO."""
     record.msg, record.args = redact_urls(record.getMessage()), None

@@ -84,10 +84,15 @@ def test_one_request_that_fails_is_one_failed_verdict(
     assert [message[:24] for message in caplog.messages if "verdicts" in message] == ["1 of 3 verdicts failed: "]
 
 
-def test_a_server_that_is_gone_is_not_waited_for_with_every_pair(server: Any) -> None:
+def test_a_server_that_is_gone_is_not_waited_for_with_every_pair(
+    server: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that fail together are one line."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     server.replies = [says(completion("A")), *[drop] * 60]
     assert finished(judge(server, concurrency=2, retries=1)(["p"] * 30, PAIRS[:1] * 30)) == [0.0, *[None] * 29]
     assert len(server.requests) <= 1 + 2 * 9  # eight without an answer, and one that runs beside the eighth
+    assert 1 <= sum("repetition 1 of 1" in message for message in caplog.messages) <= 2
 
 
 def test_openais_key_goes_to_openai_alone(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
