@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -259,7 +260,7 @@ def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_
 
 def _shortened(text: str, column: str) -> str:
     is_prompt = column in PROMPT_COLUMNS
-    text = text.strip() if is_prompt else text
+    text = re.sub(r"\n\s*\n", "\n\n", text.strip() if is_prompt else text)
     if len(text) <= MAX_CHARACTERS:
         return text
     return f"...{text[-MAX_CHARACTERS:]}" if is_prompt else f"{text[:MAX_CHARACTERS]}..."

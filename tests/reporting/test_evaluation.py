@@ -47,6 +47,11 @@ def test_texts_are_readable_beside_many_figures_and_prompts_end_with_what_is_ask
     assert len(lines) <= 30
 
 
+def test_blank_lines_do_not_fill_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(samples(["a\n\n\n\nb"], ["c" + "\n" * 50 + "d"], [1.0]))
+    assert len(capsys.readouterr().out.splitlines()) == 7
+
+
 def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:
     assert list(table.columns) == ["query", "model response", "score", "reward_model", "brevity"]
     assert table["query"].tolist() == QUERIES and table["model response"].tolist() == RESPONSES
