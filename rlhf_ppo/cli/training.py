@@ -372,7 +372,7 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     rows = map(_without_lone_prompt, (train_dataset, eval_dataset))
     trainer = _trl_trainer(SFTTrainer, args, model_args, *rows)
     made: Any = trainer.train_dataset
-    if isinstance(made, Dataset) and args.max_length and not args.packing:
+    if isinstance(made, Dataset) and "input_ids" in made.column_names and not args.packing:
         ids: Any = made.with_format("arrow")[:]["input_ids"]
         lengths = compute.list_value_length(ids)  # pyright: ignore[reportAttributeAccessIssue]
         if cut := lengths.to_pylist().count(args.max_length):
