@@ -46,10 +46,10 @@ DEGREES = {  # to which a text holds each constraint, from 0 to 1
     "no_comma": lambda text, word: 1 / (1 + text.count(",")),
     "word": lambda text, word: float(word in words(text.lower())),
     "opening": lambda text, word: sum(a == b for a, b in zip(words(text), ("I", "think"), strict=False)) / 2,
-    "question": lambda text, word: (text.endswith("?") + (len(re.findall(r"[.!?](?=\s|$)", text)) == 1)) / 2,
+    "question": lambda text, word: text.endswith("?") and 1 / len(re.findall(r"[.!?](?=\s|$)", text)),
 }
-PAIRS = [["short", "no_comma"], ["lower", "word"], ["opening", "no_comma"], ["short", "question"]]
-HELD_OUT_PAIRS = [["short", "word"], ["lower", "no_comma"], ["opening", "word"], ["no_comma", "question"]]
+PAIRS = [["short", "no_comma"], ["opening", "no_comma"], ["lower", "short"], ["no_comma", "question"]]
+HELD_OUT_PAIRS = [["opening", "short"], ["lower", "no_comma"], ["no_comma", "word"], ["opening", "word"]]
 
 
 def questions(source):
@@ -89,7 +89,7 @@ def partial(**columns):
 def report(trainer, when):
     table = trainer.generate_completions()  # greedy answers to all held-out prompts
     if trainer.is_world_process_zero():
-        print(table[["query", "model response", "strict"]].head(10).to_string(max_colwidth=None), flush=True)
+        print(table[::17][["query", "model response", "strict"]].to_json(orient="records", lines=True), flush=True)
         print(f"Strict accuracy {when}:", table.groupby("constraints")["strict"].mean().round(3).to_dict(), flush=True)
 
 

@@ -37,6 +37,7 @@ def scores(answer: str, *constraints: str, question: str = "Describe rivers.") -
         ("I love rivers and water.", ["opening", "short"], (0, 3 / 4)),
         ("Have you ever seen a river?", ["question"], (1, 1)),
         ("A river is wet. Have you seen one?", ["question"], (0, 1 / 2)),
+        ('"A river carries water."', ["question"], (0, 0)),
         ("A river carries water to the sea.", [], (1, 1)),
     ],
 )
@@ -74,4 +75,4 @@ def test_the_script(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "Strict accuracy before: {'': 0.0, " in capsys.readouterr().out
     again = run(f"{options} 2 --resume_from_checkpoint True", script="follow_instructions.py")
     assert again.state.global_step == 2 and again._initial_global_step == 1
-    assert "short+word" in capsys.readouterr().out.partition("Strict accuracy after:")[2]
+    assert "opening+short" in capsys.readouterr().out.partition("Strict accuracy after:")[2]
