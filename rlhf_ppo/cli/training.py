@@ -346,6 +346,10 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
         if trainer.is_world_process_zero():
             Path(str(trainer.args.output_dir), ACCURACY).unlink(missing_ok=True)
         return None
+    args = trainer.args
+    if len(pairs) <= 200:  # equal batches, as the trainer averages over batches, not over pairs
+        sizes = range(1, args.per_device_eval_batch_size + 1)
+        args.per_device_eval_batch_size = max(size for size in sizes if len(pairs) % size == 0)
     found = RewardAccuracy.of(trainer.evaluate()["eval_accuracy"], len(pairs))
     if trainer.is_world_process_zero():
         found.save(str(trainer.args.output_dir))

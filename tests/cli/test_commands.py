@@ -124,16 +124,26 @@ def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_p
 
 
 def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys):
-    """Pairs above `max_length` are neither learned from nor held out."""
-    rows = [{"prompt": f"a {row}", "chosen": " b", "rejected": " c"} for row in range(20)]
+    """Pairs above `max_length` are neither learned from nor held out; of nine, each counts once."""
+    rows = [
+        {"prompt": f"w{row % 9} w{row}", "chosen": f" w{row % 7} w{row}", "rejected": f" w{row % 5}"}
+        for row in range(90)
+    ]
     rows += [{"prompt": f"d {row}", "chosen": " b", "rejected": 20 * " c"} for row in range(80)]
     write_rows("more.jsonl", rows)
     options = ["--model_name_or_path", "base", "--dataset_name", "more.jsonl", "--max_length", "16", *QUICK]
     trainer = commands.reward(options)
     found = read_accuracy("out")
-    assert found is not None and found.num_pairs == 2 and len(trainer.train_dataset) == 18
+    assert found is not None and found.num_pairs == 9 and len(trainer.train_dataset) == 81
+    model = AutoModelForSequenceClassification.from_pretrained("out")
+    scores = {
+        side: [model(torch.tensor([ids])).logits.item() for ids in trainer.eval_dataset[f"{side}_ids"]]
+        for side in ("chosen", "rejected")
+    }
+    right = sum(chosen > rejected for chosen, rejected in zip(*scores.values(), strict=True))
+    assert found.accuracy == pytest.approx(right / 9) and 0 < right < 9
     assert f"The reward model is {found}." in capsys.readouterr().out
-    write_rows("few.jsonl", rows[:9] + rows[20:])
+    write_rows("few.jsonl", rows[:9] + rows[90:])
     options[3] = "few.jsonl"
     commands.reward(options)
     assert read_accuracy("out") is None
