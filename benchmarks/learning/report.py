@@ -93,10 +93,15 @@ def row(name: str, cells: Sequence[Cell], trl: Sequence[Cell]) -> list[str]:
 
 
 def variants_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Group cells by their variant: TRL, plain, the options in the table's order, then what was named by hand."""
+    """Group cells by their variant: TRL, plain, the options in the table's order, then what was named by hand.
+
+    Runs that served to choose count only where a variant has no others.
+    """
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(cell["variant"], []).append(cell)
+    for name, group in groups.items():
+        groups[name] = [cell for cell in group if cell.get("purpose") != "selection"] or group
     order = [TRL, PLAIN, *OPTIONS]
     return {name: groups[name] for name in sorted(groups, key=lambda name: (*_place(order, name), name))}
 

@@ -121,6 +121,15 @@ def test_gold_at_equal_kl_is_the_distance_of_two_parallel_lines() -> None:
     assert above_at_equal_kl(*noisy) == "+0.200 [-0.030, +0.430]"
 
 
+def test_runs_that_chose_are_not_among_those_that_report() -> None:
+    from report import variants_of
+
+    chose = {**a_cell("plain", 10, 0.9), "purpose": "selection"}
+    others = {**a_cell("kl_coef", 10, 0.9), "purpose": "selection"}
+    found = variants_of([chose, a_cell("plain", 0, 0.5), others])
+    assert {name: [cell["seed"] for cell in group] for name, group in found.items()} == {"plain": [0], "kl_coef": [10]}
+
+
 def test_intervals_are_student_s() -> None:
     from intervals import mean, share_within, t_of
 
