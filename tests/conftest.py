@@ -9,11 +9,13 @@ import json
 import os
 import random
 import signal
+import tempfile
 import threading
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TRACKIO_DIR", f"{tempfile.gettempdir()}/trackio-of-tests-{os.getpid()}")  # read in its import
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

@@ -27,7 +27,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     place = tmp_path_factory.mktemp("tracked")
     settings = {
         "WANDB_DIR": place, "WANDB_SILENT": "true", "TENSORBOARD_LOGGING_DIR": place / "tensorboard",
-        "TRACKIO_DIR": place / "trackio",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
