@@ -73,7 +73,9 @@ def test_the_snippets_of_the_docs_run(page, workshop):
         exec(compile(block, str(path), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text()):
         if "://" in target:
