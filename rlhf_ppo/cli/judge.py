@@ -197,10 +197,12 @@ def load_rows(args: JudgeArguments) -> Any:
     """
     rows = choose_split(load_splits(args.dataset_name), args.split, "split")
     rows = separate_prompts(rows.select(range(min(args.num_prompts, len(rows)))), where_missing=True)
-    wanted = {name: getattr(args, name) for name in ("model_column", "opponent_column")}
-    for name, column in (wanted | {"prompts": "prompt" if args.model is None else None}).items():
-        if column is not None and column not in rows.column_names:
-            raise ValueError(f"{name}={column!r}: the data set has only the columns {rows.column_names}")
+    wanted = (args.model_column, args.opponent_column, "prompt" if args.model is None else None)
+    if missing := [column for column in wanted if column is not None and column not in rows.column_names]:
+        raise ValueError(
+            f"dataset_name={args.dataset_name!r} has no column {missing[0]!r}, but {rows.column_names}: rename one, "
+            "or name another with model_column or opponent_column"
+        )
     return rows
 
 

@@ -180,6 +180,14 @@ def test_a_chat_model_judges(places, server, monkeypatch):
     assert len(server.requests) == 1 + 2 * 4  # the first try, and both orders
 
 
+@pytest.mark.parametrize(("given", "missing"), [("answer", "prompt"), ("none", "none")])
+def test_a_missing_column_is_named_with_the_data_set(given, missing, empty_place):
+    Dataset.from_list([{"answer": "w1"}]).to_json("rows.jsonl")
+    args = module.JudgeArguments("rows.jsonl", model_column=given, opponent_column="answer", judge_model="m")
+    with pytest.raises(ValueError, match=f"dataset_name='rows.jsonl' has no column '{missing}', but \\['answer'\\]"):
+        module.load_rows(args)
+
+
 def test_a_judge_that_prefers_a_place_shows(places, server, capsys):
     """It says A to each but one pair."""
     server.replies = [chat(lambda _: "A")] * 5 + [chat(lambda _: "B")] + [chat(lambda _: "A")] * 9
