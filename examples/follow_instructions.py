@@ -17,7 +17,7 @@ import random
 import re
 
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from rlhf_ppo import PPOConfig, PPOTrainer
@@ -28,10 +28,7 @@ deserts clocks bridges snow farmers shoes libraries storms horses candles island
 FORMS = ["Tell me about {}.", "What do you think of {}?", "Describe {}.", "Why do people like {}?"]
 COMMON = """a about an and are be can describe do does for from have how i in is it like make me my of on people please
 so some tell that the think this to what when where which who why will with you your""".split()  # no content words
-WORDS = [
-    *"silver friend morning window never small older green summer begin".split(),
-    "golden",
-]  # the last is held out
+WORDS = "silver friend morning window never small older green summer begin golden".split()  # the last is held out
 WORDINGS = {  # the last is held out
     "short": ["Use at most eight words.", "Do not write more than eight words.", "Answer in eight words or fewer."],
     "lower": ["Write only in lower case letters.", "Do not use any capital letters.", "Use no upper case."],
@@ -86,6 +83,12 @@ def partial(**columns):
     return [sum(held) / len(held) for held in degrees(**columns)]
 
 
+class _AccuracyBefore(TrainerCallback):  # a part of train(), which first refuses an output_dir in use
+    def on_train_begin(self, args, state, control, **_):
+        if state.global_step == 0:
+            report(trainer, "before")
+
+
 def report(trainer, when):
     table = trainer.generate_completions()  # greedy answers to all held-out prompts
     if trainer.is_world_process_zero():
@@ -110,10 +113,8 @@ if __name__ == "__main__":
     trainer = PPOTrainer(
         args, AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path, dtype=model_args.dtype),
         train_dataset=[row(*each) for each in drawn], eval_dataset=[row(*each) for each in tested],
-        peft_config=get_peft_config(model_args), reward_funcs=[strict, partial],
+        peft_config=get_peft_config(model_args), reward_funcs=[strict, partial], callbacks=[_AccuracyBefore()],
     )  # fmt: skip
-    if not args.resume_from_checkpoint:
-        report(trainer, "before")
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     report(trainer, "after")

@@ -73,6 +73,9 @@ def test_the_script(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     tested = {text["question"] for text in trainer.eval_dataset}
     assert not trained & tested and trained | tested == set(questions("asked.jsonl"))
     assert "Strict accuracy before: {'': 0.0, " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds checkpoints that this run does not continue"):
+        run(f"{options} 2", script="follow_instructions.py")
+    assert "Strict accuracy" not in capsys.readouterr().out
     again = run(f"{options} 2 --resume_from_checkpoint True", script="follow_instructions.py")
     assert again.state.global_step == 2 and again._initial_global_step == 1
     assert "opening+short" in capsys.readouterr().out.partition("Strict accuracy after:")[2]
