@@ -318,7 +318,7 @@ def run_pipeline(
     """
     pipeline.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(str(pipeline.output_dir)), _signals() as signals:
-        record = read_record(pipeline.output_dir)
+        record, num_judged = read_record(pipeline.output_dir), 0
         for step in pipeline.steps:
             if is_finished(step, pipeline, record):
                 say(f"{step.name}: finished before, in {step.output_dir}")
@@ -329,11 +329,13 @@ def run_pipeline(
             if signals.number is not None or code:
                 say(f"The pipeline has ended in {step.name} with exit code {code}; the same command continues")
                 return 128 + signals.number if signals.number is not None else code
+            num_judged += step.kind == "judge"
     runs = recorded_runs([step.output_dir for step in pipeline.steps if step.kind == "ppo"])
     if runs:
         verdict = verdict_of(runs)
         verdict.save(pipeline.output_dir)
-        say("\n".join(verdict.lines()))
+        if not num_judged == len(runs) == 1:  # the judge's step has printed it
+            say("\n".join(verdict.lines()))
     say(f"All steps are finished: {', '.join(step.name for step in pipeline.steps)}, in {pipeline.output_dir}")
     return 0
 

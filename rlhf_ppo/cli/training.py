@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from datasets import Dataset
@@ -282,7 +283,7 @@ def _load_reward_model(path: str, settings: Mapping[str, Any]) -> Any:
         if path != PPOConfig.__dataclass_fields__["reward_model_path"].default:
             raise
         raise ValueError(
-            f"no reward is given, and TRL's default cannot be loaded: give reward_model_path, reward_funcs or "
+            "no reward is given, and TRL's default cannot be loaded: give reward_model_path, reward_funcs or "
             f"environment ({error})"
         ) from error
 
@@ -346,11 +347,9 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
         if trainer.is_world_process_zero():
             Path(str(trainer.args.output_dir), ACCURACY).unlink(missing_ok=True)
         return None
-    args = trainer.args
-    if len(pairs) <= 200:  # equal batches, as the trainer averages over batches, not over pairs
-        sizes = range(1, args.per_device_eval_batch_size + 1)
-        args.per_device_eval_batch_size = max(size for size in sizes if len(pairs) % size == 0)
-    found = RewardAccuracy.of(trainer.evaluate()["eval_accuracy"], len(pairs))
+    trainer.preprocess_logits_for_metrics = _right_pairs  # TRL's accuracy is a mean over batches
+    right: Any = trainer.predict(cast(Any, pairs)).predictions
+    found = RewardAccuracy.of(float(right.mean()), len(right))
     if trainer.is_world_process_zero():
         found.save(str(trainer.args.output_dir))
         print_text(f"The reward model is {found}.")
@@ -360,6 +359,12 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
                 "reward."
             )
     return found
+
+
+def _right_pairs(scores: torch.Tensor, labels: Any) -> torch.Tensor:
+    """Return 1 for each pair of a batch whose better response scores higher, and 0.5 for a tie."""
+    better, worse = scores.squeeze(-1).chunk(2)
+    return torch.heaviside((better - worse).float(), torch.tensor(0.5, device=scores.device))
 
 
 def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
@@ -376,15 +381,31 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     rows = map(_without_lone_prompt, (train_dataset, eval_dataset))
     trainer = _trl_trainer(SFTTrainer, args, model_args, *rows)
     made: Any = trainer.train_dataset
-    if isinstance(made, Dataset) and "input_ids" in made.column_names and not args.packing:
+    if isinstance(made, Dataset) and "input_ids" in made.column_names and args.max_length and not args.packing:
         ids: Any = made.with_format("arrow")[:]["input_ids"]
-        lengths = compute.list_value_length(ids)  # pyright: ignore[reportAttributeAccessIssue]
-        if cut := lengths.to_pylist().count(args.max_length):
+        if cut := _num_cut(ids, args.max_length, cast(Any, trainer.processing_class).eos_token_id):
             logger.warning(
                 f"train_dataset: cut {cut} of {len(made)} texts to max_length={args.max_length} tokens; the model "
                 "does not learn how they end"
             )
     return trainer
+
+
+def _num_cut(ids: Any, max_length: int, eos: int) -> int:
+    """Count the texts that are cut before their end.
+
+    Args:
+        ids: The tokens of all texts, an Arrow array of lists; newer versions of TRL have cut them to `max_length`.
+        max_length: The largest length. A text of this length is whole if it ends in EOS or, as chat templates end
+            otherwise, in the last two tokens of a shorter text.
+        eos: The EOS token.
+    """
+    pc: Any = compute
+    lengths, tokens = pc.list_value_length(ids).to_numpy(), pc.list_flatten(ids).to_numpy().astype(np.int64)
+    last = lengths.cumsum() - 1
+    end_of_text = tokens[last - (lengths > 1)] << 32 | tokens[last]
+    is_whole = (tokens[last] == eos) | np.isin(end_of_text, end_of_text[lengths < max_length])
+    return int(((lengths > max_length) | ((lengths == max_length) & ~is_whole)).sum())
 
 
 def _trl_trainer(

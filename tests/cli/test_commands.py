@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.models.heads import ValueHead
@@ -81,6 +81,24 @@ def test_train_scores_with_functions_beside_or_instead_of_a_model(options, names
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 2
 
 
+def test_texts_of_exactly_max_length_tokens_are_whole_if_they_end_as_others_do(places, caplog):
+    """Their ends: EOS that TRL adds, or what a chat template writes after a message. One text of 7 tokens is cut."""
+    texts = ["w4 w5 w6 w7 w8 w9", "w5", *["w4 w5 w6 w7 w8"] * 3]
+    write_rows("texts.jsonl", [{"text": text} for text in texts])
+    write_rows("chats.jsonl", [{"messages": [{"role": "user", "content": text}]} for text in texts])
+    options = ["--model_name_or_path", "base", "--dry_run"]
+    commands.sft([*options, "--dataset_name", "texts.jsonl", "--max_length", "6"])
+    assert "cut 1 of 5 texts to max_length=6 tokens" in caplog.text
+    caplog.clear()
+    template = "{% for m in messages %}<|im_start|>{{ m.content }} w3 w2{% endfor %}"
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained("base")
+    length = len(tokenizer.apply_chat_template([{"role": "user", "content": texts[2]}])["input_ids"])
+    commands.sft([*options, "--dataset_name", "chats.jsonl", "--max_length", str(length)])
+    assert f"cut 1 of 5 texts to max_length={length} tokens" in caplog.text
+
+
 def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_says_where(places, capsys):
     commands.train([*PPO, "--reward_funcs", "length", "--num_sample_generations", "2", "--logging_steps", "10"])
 
@@ -124,7 +142,7 @@ def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_p
 
 
 def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys):
-    """Pairs above `max_length` are neither learned from nor held out; of nine, each counts once."""
+    """Pairs above `max_length` are neither learned from nor held out; of nine, in batches of 4, each counts once."""
     rows = [
         {"prompt": f"w{row % 9} w{row}", "chosen": f" w{row % 7} w{row}", "rejected": f" w{row % 5}"}
         for row in range(90)
@@ -132,6 +150,7 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
     rows += [{"prompt": f"d {row}", "chosen": " b", "rejected": 20 * " c"} for row in range(80)]
     write_rows("more.jsonl", rows)
     options = ["--model_name_or_path", "base", "--dataset_name", "more.jsonl", "--max_length", "16", *QUICK]
+    options += ["--per_device_eval_batch_size", "4"]
     trainer = commands.reward(options)
     found = read_accuracy("out")
     assert found is not None and found.num_pairs == 9 and len(trainer.train_dataset) == 81
@@ -142,6 +161,7 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
     }
     right = sum(chosen > rejected for chosen, rejected in zip(*scores.values(), strict=True))
     assert found.accuracy == pytest.approx(right / 9) and 0 < right < 9
+    assert trainer.args.per_device_eval_batch_size == 4
     assert f"The reward model is {found}." in capsys.readouterr().out
     write_rows("few.jsonl", rows[:9] + rows[90:])
     options[3] = "few.jsonl"

@@ -17,6 +17,7 @@ import pytest
 
 from rlhf_ppo.cli.main import pipeline as command
 from rlhf_ppo.cli.pipeline import read_pipeline, run_pipeline
+from rlhf_ppo.reporting.verdict import Verdict
 from tests.conftest import save_models, tiny_policy
 from tests.pipeline.stand_ins import NAMES, TEXT, Killed, Steps, outputs
 
@@ -105,6 +106,19 @@ def test_seeds_keep_their_results_when_others_come_and_go() -> None:
     assert run("seeds: [0, 3]" + TEXT)[0] == expect("ppo-seed3 judge-seed3")
     assert run("seeds: [3]" + TEXT)[0] == expect("")
     assert run("seeds: [7]" + TEXT)[0] == expect("ppo-seed7 judge-seed7")
+
+
+def test_the_verdict_is_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge's step prints that of its own policy."""
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.recorded_runs", list)
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.verdict_of", lambda runs: Verdict("undecided", "The verdict.", ()))
+    printed = []
+    for text in (TEXT, TEXT, f"seeds: [0, 1]{TEXT}"):
+        Path("run.yaml").write_text(text)
+        lines: list[str] = []
+        run_pipeline(read_pipeline("run.yaml"), Steps(), lines.append)
+        printed.append(lines.count("The verdict."))
+    assert printed == [0, 1, 1]  # judged now, judged before, and two policies
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
