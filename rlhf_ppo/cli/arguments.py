@@ -34,12 +34,13 @@ class PPOArgumentParser(CommandParser, TrlParser):
     """
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
-        """Parse the command line, over the values of the YAML file after `--config`."""
+        """Parse the command line, over the values of the YAML file after `--config`; presets may have one for LoRA."""
         words = [*(sys.argv[1:] if args is None else args)]
         if "--config" in words[:-1]:
             place = words.index("--config") + 1
-            shipped = PRESETS / f"{words[place]}.yaml"
-            words[place] = str(shipped) if shipped.is_file() else words[place]
+            kinds = ["-lora", ""] if "--use_peft" in words else [""]
+            shipped = [file for kind in kinds if (file := PRESETS / f"{words[place]}{kind}.yaml").is_file()]
+            words[place] = str(shipped[0]) if shipped else words[place]
         return super().parse_args_and_config(words)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:

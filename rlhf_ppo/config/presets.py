@@ -13,6 +13,7 @@ def preset(name: str) -> dict[str, Any]:
     """Return the options of a preset: `PPOConfig(**preset("recommended"), output_dir="run")`.
 
     Args:
-        name: "trl", "nplus" (arXiv 2403.17031), "aitraining" or "recommended".
+        name: "trl", "nplus" (arXiv 2403.17031), "aitraining", "recommended" or, if LoRA adapters are trained,
+            "recommended-lora".
     """
     return yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -55,7 +55,7 @@ def test_the_wheel_holds_what_the_command_writes(tmp_path, monkeypatch):
         path.name for path in (ROOT / page).iterdir()
     }
 
-    assert len(list((tmp_path / "site" / "rlhf_ppo" / "presets").glob("*.yaml"))) == 4
+    assert len(list((tmp_path / "site" / "rlhf_ppo" / "presets").glob("*.yaml"))) == 5
     monkeypatch.setattr(module, "SHIPPED", tmp_path / "site" / "rlhf_ppo" / "shipped")
     written = configs([str(tmp_path / "here")])
     assert [path.relative_to(tmp_path / "here") for path in written] == [path.relative_to(ROOT) for path in SHIPPED]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from trl import ModelConfig
 
 from rlhf_ppo import PPOConfig, preset
 from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.compat.params import LLMTrainingParams, ppo_arguments
 
 CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
-PRESETS = ("trl", "nplus", "aitraining", "recommended")
+PRESETS = ("trl", "nplus", "aitraining", "recommended", "recommended-lora")
 
 
 def options_of(args: PPOConfig, names: Any) -> dict[str, Any]:
@@ -30,7 +31,15 @@ def test_a_preset_sets_its_options_in_python_and_on_the_command_line(name: str) 
     options = preset(name)
     assert options_of(PPOConfig("out", **CPU, **options), options) == options
     args = parsed("--config", name, "--kl_coef", "0.4")
-    assert options_of(args, options) == options | {"kl_coef": 0.4}
+    assert options_of(args, {*options, "kl_coef"}) == options | {"kl_coef": 0.4}
+
+
+def test_recommended_learns_faster_where_adapters_are_trained() -> None:
+    (args, models) = cast(Any, PPOArgumentParser)((PPOConfig, ModelConfig)).parse_args_and_config(
+        ["--config", "recommended", "--use_peft", "--output_dir", "out", "--use_cpu", "--report_to", "none"]
+    )
+    assert models.use_peft and options_of(args, preset("recommended-lora")) == preset("recommended-lora")
+    assert args.learning_rate > 10 * preset("recommended")["learning_rate"]
 
 
 def test_a_path_is_a_file_and_the_command_line_wins(tmp_path: Path) -> None:
