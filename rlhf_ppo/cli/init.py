@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from datasets import Dataset
 from jinja2 import Environment
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from trl.data_utils import maybe_apply_chat_template
 
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.data.prompts import (
     PromptEncoder,
-    is_conversation,
     prepare_prompts,
     prompt_column,
-    text_of_content,
 )
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits, separate_prompts
 from rlhf_ppo.models.loading import load_pretrained
@@ -47,11 +47,11 @@ OPTIONS = {
 """Options and their help texts."""
 
 COLUMNS = {
-    "texts": [{"text"}, {"messages"}, {"prompt", "completion"}],
+    "texts": [{"prompt", "completion"}, {"messages"}, {"text"}],
     "preferences": [{"chosen", "rejected"}],
     "judge_preferences": [{"chosen", "rejected"}],
 }
-"""Sets of columns, one of which the data of an option must have."""
+"""Sets of columns, one of which the data of an option must have; the first that they have counts, as in TRL."""
 
 SAMPLE = 500
 """Rows whose lengths are measured."""
@@ -119,7 +119,7 @@ class Data:
         name: The file, directory or hub name.
         rows: The rows; pairs have explicit prompts.
         held_out: The rows of the split `test`, or None.
-        prompts: Tokens of the prompts of a sample of rows; 0 without a prompt.
+        prompts: Tokens of the prompts of a sample of rows; 0 without a prompt, and before `fitting`.
         responses: Tokens of texts or responses of the sample; of a pair, of the longer one.
         is_split: Whether the rows are split off and `name` is the file to write.
         num_dropped: Number of prompts that were too long.
@@ -170,13 +170,13 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase) -> D
     if argument in COLUMNS:
         check_columns(rows, COLUMNS[argument], argument)
     sample = rows.select(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int))
-    measured = {"text", "messages", "completion", "chosen", "rejected"}
-    responses = [num_tokens(sample[column], tokenizer) for column in sample.column_names if column in measured]
-    prompts = [0] * len(sample)
-    if argument == "prompts":
-        prompts, responses = num_tokens(sample[prompt_column(sample.column_names, argument)], tokenizer), []
-    elif "prompt" in sample.column_names:
-        prompts = num_tokens(sample["prompt"], tokenizer)
+    prompts, responses = [0] * len(sample), list[Sequence[int]]()
+    if argument in COLUMNS:
+        columns = next(columns for columns in COLUMNS[argument] if columns <= {*rows.column_names})
+        columns |= {"prompt"} & {*rows.column_names} if argument != "texts" else set()
+        measured = num_tokens(sample.select_columns(sorted(columns)), tokenizer)
+        prompts = measured.pop("prompt", prompts)
+        responses = [*measured.values()]
     return Data(name, rows, held_out, prompts, [max(each) for each in zip(*responses, strict=True)])
 
 
@@ -203,17 +203,11 @@ def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> 
     return replace(prompts, rows=rows, held_out=held_out, prompts=lengths, num_dropped=num_dropped)
 
 
-def num_tokens(values: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of texts, of conversations (by their contents), or of lists of ids."""
-    texts = []
-    for value in values:
-        if is_conversation(value):
-            value = "\n".join(text_of_content(message.get("content") or "") for message in value)
-        if isinstance(value, list):
-            return [*map(len, values)]
-        texts.append(value)
-    encoded: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [len(ids) for ids in encoded]
+def num_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Return the tokens of texts and conversations by column; a response has what the chat template adds to it."""
+    texts = Dataset.from_list([maybe_apply_chat_template(row, tokenizer) for row in rows])
+    encoded: Any = {name: tokenizer(texts[name][:], add_special_tokens=False) for name in texts.column_names}
+    return {name: [len(ids) for ids in each["input_ids"]] for name, each in encoded.items()}
 
 
 def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]:

@@ -88,10 +88,9 @@ def turn(role: str, content: str) -> dict[str, str]:
     ("row", "argument", "expected"),
     [
         ({"text": "w4 w5"}, "texts", (0, 2)),
-        ({"messages": [turn("user", "w4"), turn("assistant", "w5 w6")]}, "texts", (0, 3)),
+        ({"messages": [turn("user", "w4"), turn("assistant", "w5 w6")], "prompt": "w4"}, "texts", (0, 11)),
         ({"prompt": "w4", "completion": " w5 w6"}, "texts", (1, 2)),
-        ({"prompt": "w4 w5 w6"}, "prompts", (3, None)),
-        ({"input_ids": [4, 5]}, "prompts", (2, None)),
+        ({"prompt": [turn("user", "w4")], "completion": [turn("assistant", "w5 w6")]}, "texts", (8, 3)),
         ({"chosen": "w4 w5 w6 w7", "rejected": "w4 w5 x9"}, "preferences", (2, 2)),
         (
             {
@@ -99,16 +98,19 @@ def turn(role: str, content: str) -> dict[str, str]:
                 "rejected": [turn("user", "w4"), turn("assistant", "w6 w7")],
             },
             "preferences",
-            (1, 2),
+            (8, 3),
         ),
     ],
 )
-def test_lengths_are_counted_in_tokens(row: dict[str, Any], argument: str, expected: tuple[int, int | None]) -> None:
+def test_lengths_are_counted_in_tokens(row: dict[str, Any], argument: str, expected: tuple[int, int]) -> None:
+    """The template writes `w0 w1` first, and three tokens around each message, one of them behind it."""
     write_rows("rows.jsonl", [row])
-    found = read_data("rows.jsonl", argument, make_tokenizer())
-
-    prompt, response = expected
-    assert (found.prompts, found.responses) == ([prompt], [] if response is None else [response])
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "w0 w1{% for m in messages %} w2 w3 {{ m.content }} w9{% endfor %}{{ ' w2 w3' if add_generation_prompt }}"
+    )
+    found = read_data("rows.jsonl", argument, tokenizer)
+    assert (*found.prompts, *found.responses) == expected
 
 
 @pytest.mark.parametrize(
