@@ -30,17 +30,18 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml \
     --local_rollout_forward_batch_size 1 \
     --missing_eos_penalty 1.0
 
-Paths may be local directories. The data have a column `prompt`, as text or conversation; the last 100 rows are held
-out unless there is a test split. `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a file.
+Paths may be local directories, and data a file. The data have a column `prompt`, as text or conversation; without a
+test split the last 100 rows are held out. `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a
+file.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
 
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.data.sources import load_splits
 
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
@@ -71,7 +72,7 @@ if __name__ == "__main__":
     )
 
     # Data
-    splits = load_dataset(script_args.dataset_name, script_args.dataset_config)
+    splits = load_splits(script_args.dataset_name, script_args.dataset_config)
     dataset = splits[script_args.dataset_train_split]
     if script_args.dataset_test_split in splits:
         train_dataset, eval_dataset = dataset, splits[script_args.dataset_test_split]

@@ -94,11 +94,11 @@ def save(model: Any, folder: str | Path) -> str:
 
 @pytest.fixture
 def local(tmp_path: Path) -> str:
-    """The options that every run needs, with a Llama, a reward model and a jsonl file in local folders."""
+    """The options that every run needs, with a Llama, a reward model and a file in local folders."""
     policy, scorer = save(tiny_policy(), tmp_path / "sft"), save(tiny_scorer(), tmp_path / "reward")
-    save_splits(tmp_path / "prompts", train=prompts(24))
+    prompts(24).to_json(tmp_path / "prompts.jsonl")
     return (
-        f"--dataset_name prompts --model_name_or_path {policy} --sft_model_path {policy} "
+        f"--dataset_name prompts.jsonl --model_name_or_path {policy} --sft_model_path {policy} "
         f"--reward_model_path {scorer} --output_dir out --per_device_train_batch_size 4 --total_episodes 8 "
         "--response_length 4 --num_sample_generations 0 --use_cpu --learning_rate 1e-2"
     )
