@@ -34,7 +34,7 @@ class RunContext:
 
     Attributes:
         num_episodes: Episodes of an update.
-        explained_variance_logs: Number of consecutive logs in which the explained variance must be below 0.
+        explained_variance_logs: Number of consecutive logs in which the explained variance must be near 0 or below.
         reward_accuracy: Accuracy of the reward model on held-out pairs, if it was measured.
     """
 
@@ -140,9 +140,9 @@ def _reward_variance(logs: Sequence[Log], run: RunContext) -> str | None:
 
 def _explained_variance(logs: Sequence[Log], run: RunContext) -> str | None:
     found = _last(logs, "val/explained_variance", run.explained_variance_logs)
-    if not found or max(found) >= 0:
+    if not found or max(found) >= 0.01:  # of values that never change it is 0
         return None
-    return f"the explained variance has been below 0 for {len(found)} logs: {found[-1]:.3g}"
+    return f"the explained variance has been below 0.01 for {len(found)} logs: {found[-1]:.3g}"
 
 
 def _reward_accuracy(logs: Sequence[Log], run: RunContext) -> str | None:
@@ -225,9 +225,9 @@ CHECKS = (
     Check(
         "explained_variance",
         _explained_variance,
-        "the values explain the returns worse than a constant would, for long",
+        "the values explain the returns no better than a constant would, for long",
         "the value model does not keep up: it learns too slowly, or its targets move too fast",
-        ("raise vf_coef", "raise cliprange_value", "raise num_ppo_epochs", "scale the scores (score_scaling)"),
+        ("raise critic_learning_rate", "raise vf_coef", "raise num_ppo_epochs", "scale the scores (score_scaling)"),
     ),
     Check(
         "critic",
