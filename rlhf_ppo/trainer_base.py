@@ -29,7 +29,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional
-from rlhf_ppo.data.prompts import PromptCollator, num_rows
+from rlhf_ppo.data.prompts import OWN_COLUMNS, num_rows
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -118,7 +118,7 @@ class TrainerBase(Steps, Trainer):
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
                 args=args,
-                data_collator=data_collator or PromptCollator(tokens.pad),
+                data_collator=prepared.preparation.collator(data_collator, tokens.pad),
                 train_dataset=prepared.train_dataset,
                 eval_dataset=prepared.eval_dataset,
                 processing_class=tokenizer,
@@ -620,7 +620,7 @@ class TrainerBase(Steps, Trainer):
             return datasets.leaving_signals(made)
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["input_ids", "attention_mask", "prompt", "chat_template_kwargs"]
+        self._signature_columns = [*OWN_COLUMNS]
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Keep all columns if rewards read them."""

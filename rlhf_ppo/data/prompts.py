@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard, cast
 
@@ -15,12 +15,15 @@ from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
+from rlhf_ppo.data.images import IMAGE_COLUMNS, IMAGES_COLUMN, ImageChats, RowImages, image_blocks, images_of
 from rlhf_ppo.data.rollout import left_padded
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "text")
+OWN_COLUMNS = ("input_ids", "attention_mask", "prompt", "chat_template_kwargs", *IMAGE_COLUMNS)
+"""Columns that the trainer reads."""
 
 MARK = "answer-5f0c2d"
 """Content of a test message: it shows whether and where a chat template writes contents."""
@@ -36,6 +39,7 @@ class PromptEncoder:
         vocab_size: Number of ids that all models embed, or None.
         vocab_of: The model with that vocabulary, for errors.
         template_kwargs: Further arguments of the chat template, or None.
+        chats: Encodes conversations with images; None in a run without images.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -43,6 +47,7 @@ class PromptEncoder:
     vocab_size: int | None
     vocab_of: str = "the policy"
     template_kwargs: Mapping[str, Any] | None = None
+    chats: ImageChats | None = None
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise a `ValueError` if no column holds prompts."""
@@ -55,9 +60,37 @@ class PromptEncoder:
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the new columns of a row: `input_ids`, and `prompt` if the prompt is in `text`."""
         column = prompt_column(row, self.name)
-        ids = self._declared(row, index) if column == "input_ids" else self._tokenized(row, column, index)
+        shown = self.with_images(row, index)
+        if shown is not None:
+            ids = [*shown[0].ids]
+        else:
+            ids = self._declared(row, index) if column == "input_ids" else self._tokenized(row, column, index)
         self._check(ids, index, is_text=column != "input_ids")
         return {"input_ids": ids} | ({"prompt": row["text"]} if column == "text" else {})
+
+    def with_images(self, row: Mapping[str, Any], index: int = 0) -> tuple[RowImages, list[dict[str, Any]]] | None:
+        """Encode a row of a data set with images; return its ids and images, and its conversation with them.
+
+        Returns:
+            None for a row that has neither columns nor blocks of images, or no images and a text as prompt.
+        """
+        try:
+            prompt, images = row.get("prompt"), images_of(row)
+        except Exception as error:  # of Pillow, where `datasets` reads the column
+            self._fail(index, f"has an image that cannot be read ({error})", "restore the file, or drop the row")
+        blocks = image_blocks(prompt)
+        if self.chats is not None and is_conversation(prompt) and (images is not None or blocks):
+            self._check_blocks(prompt, index)
+            try:
+                settings = template_settings(row, self.template_kwargs)
+                return self.chats.encoded(without_none([*prompt]), images, settings)
+            except Exception as error:
+                fix = "give each image a readable file and at most one placeholder"
+                self._fail(index, f"cannot be encoded with its {len(images or blocks)} images ({error})", fix)
+        if images or blocks:
+            fix = "make the prompt a conversation" if self.chats else "give train_dataset images too"
+            self._fail(index, "has images, which cannot be read here", fix)
+        return None
 
     def _declared(self, row: Mapping[str, Any], index: int) -> list[int]:
         try:
@@ -106,7 +139,12 @@ class PromptEncoder:
         """Check that no message holds an image or a sound; many templates drop them without an error."""
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
         kinds = [str(block.get("type")) for content in contents for block in content if isinstance(block, Mapping)]
-        if unread := [kind for kind in kinds if kind.startswith(("image", "audio", "video"))]:
+        unread = [
+            kind
+            for kind in kinds
+            if kind.startswith(("image", "audio", "video")) and (kind != "image" or not self.chats)
+        ]
+        if unread:
             self._fail(index, f"holds a content block of type {unread[0]!r}", "write text: policies read nothing else")
 
     def _check(self, ids: list[int], index: int, is_text: bool) -> None:
@@ -377,6 +415,29 @@ class PromptCollator:
         }
 
 
+@dataclass(frozen=True)
+class ImageCollator:
+    """Collator that adds each row's images, in the column `IMAGES_COLUMN` and in the conversation.
+
+    Attributes:
+        collate: Makes the rest of the batch.
+        encode: Encodes the conversations.
+    """
+
+    collate: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+    encode: PromptEncoder
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate rows with `input_ids`."""
+        spare = None if self.encode.chats is None else self.encode.chats.spare
+        made = [
+            self.encode.with_images(row) or (RowImages({}, real_tokens(row), spare=spare), row.get("prompt"))
+            for row in rows
+        ]
+        images, prompts = zip(*made, strict=True)
+        return {**self.collate(rows), "prompt": [*prompts], IMAGES_COLUMN: [*images]}
+
+
 class NoPrompts(torch.utils.data.IterableDataset[dict[str, Any]]):
     """Placeholder for the prompts of a trainer that receives responses."""
 
@@ -461,14 +522,18 @@ def _prepare_dataset(
 ) -> datasets.Dataset:
     if len(dataset) > 0:
         encode.check_columns(dataset.column_names)
+    dropped = [column for column in dataset.column_names if column == "attention_mask"]
     with PartialState().local_main_process_first():
         prompts = dataset.map(
             encode,
             with_indices=True,
-            remove_columns=[column for column in dataset.column_names if column == "attention_mask"],
+            remove_columns=dataset.column_names if encode.chats else dropped,  # `map` would compress images again
             num_proc=num_proc,
             desc=f"Tokenizing {encode.name}",
         )
+        if encode.chats:
+            given = dataset.remove_columns([*dropped, *({*prompts.column_names} & {*dataset.column_names})])
+            prompts = datasets.concatenate_datasets([given, prompts], axis=1)
         kept = prompts
         if fits.max_length is not None:
             kept = prompts.filter(fits, input_columns="input_ids", num_proc=num_proc, desc=f"Measuring {encode.name}")

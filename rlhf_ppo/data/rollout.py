@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from rlhf_ppo.algorithm.advantages import kl_estimate
 from rlhf_ppo.algorithm.losses import importance_weights
+from rlhf_ppo.data.images import RowImages
 
 T = TypeVar("T")
 
@@ -61,6 +62,7 @@ class PackedIndices:
         response_tokens: Indices of the response tokens in the flattened `(B, L)`, long `(M,)`; empty without a
             response mask.
         responses: Their indices in the flattened `(B, T)`, long `(M,)`.
+        images: The images of each row; None in a run without images.
     """
 
     tokens: Tensor
@@ -71,6 +73,7 @@ class PackedIndices:
     longest: int
     response_tokens: Tensor
     responses: Tensor
+    images: Sequence[RowImages] | None = None
 
     @classmethod
     def of(cls, attention_mask: Tensor, response_mask: Tensor | None = None) -> Self:
@@ -79,7 +82,7 @@ class PackedIndices:
         return cls.from_host(HostMasks.of(attention_mask, response_mask), attention_mask.device)
 
     @classmethod
-    def from_host(cls, masks: HostMasks, device: torch.device) -> Self:
+    def from_host(cls, masks: HostMasks, device: torch.device, images: Sequence[RowImages] | None = None) -> Self:
         """Compute the indices from masks on the host, and copy them to a device with one transfer."""
         width, length, lengths = masks.attention.shape[1], masks.response.shape[1], masks.attention.sum(axis=1)
         rows, columns = masks.attention.nonzero()
@@ -99,7 +102,8 @@ class PackedIndices:
         places = sent(torch.as_tensor(np.concatenate(parts).astype(np.int64)), device)
         pieces = torch.split(places, [len(part) for part in parts])
         tokens, positions, squeezed, lengths, starts, response_tokens, responses = pieces
-        return cls(tokens, positions, squeezed, lengths, starts.to(torch.int32), longest, response_tokens, responses)
+        starts = starts.to(torch.int32)
+        return cls(tokens, positions, squeezed, lengths, starts, longest, response_tokens, responses, images)
 
     def squeeze(self, values: Tensor) -> Tensor:
         """Move the real tokens of `(B, L)` to the left, `(B, longest)`, padded with 0."""
@@ -326,6 +330,7 @@ class Responses:
         sampling_logprobs: Log-probabilities with which the generation engine drew the response tokens, nats, float32
             `(B, T)`, 0 outside the mask; None if the engine does not return them.
         ended: Whether the response ended by itself, bool `(B,)`; None: by its last turn.
+        images: The images of each row's prompt; None in a run without images.
         on_host: Copies of both masks on the host; made, and the masks checked, if None or of other masks.
 
     Raises:
@@ -337,6 +342,7 @@ class Responses:
     response_mask: Tensor
     sampling_logprobs: Tensor | None = field(default=None, kw_only=True)
     ended: Tensor | None = field(default=None, kw_only=True)
+    images: Sequence[RowImages] | None = field(default=None, kw_only=True, repr=False)
     on_host: HostMasks | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -385,7 +391,7 @@ class Responses:
     @functools.cached_property
     def places(self) -> PackedIndices:
         """Indices of the real tokens."""
-        return PackedIndices.from_host(self.masks, self.attention_mask.device)
+        return PackedIndices.from_host(self.masks, self.attention_mask.device, self.images)
 
     @property
     def lengths(self) -> Any:
@@ -394,10 +400,13 @@ class Responses:
 
     def __getitem__(self, rows: Sequence[int] | Tensor | slice) -> Self:
         rows = cast(Any, rows).tolist() if isinstance(rows, Tensor) else rows
-        chosen = self.masks.attention[rows], self.masks.response[rows]
+        chosen, images = (self.masks.attention[rows], self.masks.response[rows]), self.images
+        if images is not None:
+            images = images[rows] if isinstance(rows, slice) else [images[row] for row in rows]
         if not isinstance(rows, slice):
             rows = sent(torch.tensor(rows, dtype=torch.long), self.attention_mask.device)
-        return self._with(chosen, {name: value[rows] for name, value in self._tensors().items()})
+        part = self._with(chosen, {name: value[rows] for name, value in self._tensors().items()})
+        return part if images is None else dataclasses.replace(part, images=images)
 
     def longest_first(self) -> list[int]:
         """Return the rows' indices, longest row first; a stable sort."""
@@ -464,7 +473,7 @@ class Rollout(Responses):
     @classmethod
     def of(cls, responses: Responses, **evaluated: Any) -> Self:
         """Make the rollout of responses; the other arguments are its further fields."""
-        own = ("query_responses", "attention_mask", "response_mask", "sampling_logprobs", "on_host")
+        own = ("query_responses", "attention_mask", "response_mask", "sampling_logprobs", "images", "on_host")
         return cls(**{name: getattr(responses, name) for name in own}, **evaluated)
 
     def __post_init__(self) -> None:
@@ -628,6 +637,7 @@ class Experience(Responses):
             query_responses=rollout.query_responses,
             attention_mask=rollout.attention_mask,
             response_mask=rollout.response_mask,
+            images=rollout.images,
             on_host=rollout.on_host,
             logprobs=rollout.logprobs,
             values=rollout.values,

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.prompts import eos_id, pad_id
 from rlhf_ppo.data.rollout import HostMasks, Prompts, Responses, check_masks, sent
 from rlhf_ppo.models.heads import Float32Linear
@@ -393,6 +394,7 @@ def join_responses(
         attention,
         mask,
         sampling_logprobs=None if logprobs is None else logprobs[:, :width].masked_fill(~mask, 0.0),
+        images=prompts.columns.get(IMAGES_COLUMN),
         on_host=on_host,
     )
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.images import IMAGES_COLUMN, RowImages, model_inputs, with_spare
 from rlhf_ppo.data.rollout import Prompts, pad_right, padding_columns, sent, split_until
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
 from rlhf_ppo.generation.sampling import (
@@ -201,6 +202,7 @@ def sample_responses(
     """
     lengths, device = prompts.mask.sum(axis=1), prompts.input_ids.device
     names = np.array([] if kept is None else prompts.columns[ROW_COLUMN])
+    images = prompts.columns.get(IMAGES_COLUMN)
     is_kept = np.zeros(len(lengths), dtype=bool) if kept is None else names < rows_per_call
     longest_first = np.lexsort((-lengths, ~is_kept))
     in_step = gathers_in_passes(policy)
@@ -229,11 +231,11 @@ def sample_responses(
             mask = prompts.attention_mask[indices]
             ids = prompts.input_ids[indices].masked_fill(~mask, 0)
             caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
-            parts.append(
-                generate_compacting(
-                    model, ids[:, first:], mask[:, first:].long(), config, stop_strings, in_step, caches, shares
-                )
-            )
+            ids, mask, pictured = ids[:, first:], mask[:, first:].long(), None
+            if images is not None:
+                pictured, ids, mask = with_spare([images[row] for row in rows], ids, mask, left=True)
+            sampled = generate_compacting(model, ids, mask, config, stop_strings, in_step, caches, shares, pictured)
+            parts.append(sampled[: len(rows)])
     return pad_right(parts, padding_value=filling)[sent(torch.from_numpy(longest_first.argsort()), device)]
 
 
@@ -317,6 +319,7 @@ def generate_compacting(
     synced_gpus: bool = False,
     kept: KeptCaches | None = None,
     shares: bool = False,
+    images: Sequence[RowImages] | None = None,
 ) -> Tensor:
     """Generate; drop the finished rows and their cache whenever a quarter of the rows has ended.
 
@@ -329,6 +332,7 @@ def generate_compacting(
         synced_gpus: All ranks run each forward pass together; rows stay until the last one has ended.
         kept: Caches of the rows to continue, which are kept again, or None.
         shares: Read equal prompts of adjacent rows once.
+        images: The images of each row, or None.
 
     Returns:
         Sampled ids, long `(B, T)` with `T <= max_new_tokens`; `pad_token_id` follows a row's end.
@@ -346,12 +350,15 @@ def generate_compacting(
     if shares:
         cache = {CACHE: DynamicCache(config=text_config(model))}
         read_once(model, input_ids, attention_mask, cache[CACHE])
+    stays = synced_gpus or (images is not None and any("rope_deltas" in vars(part) for part in model.modules()))
     while len(rows) and input_ids.shape[1] < longest:
         how.max_new_tokens = longest - input_ids.shape[1]
-        most_left, none_yet = 0 if synced_gpus else int(UNFINISHED_SHARE * len(rows)), rows < 0
+        most_left, none_yet = 0 if stays else int(UNFINISHED_SHARE * len(rows)), rows < 0
         criterion = CompactionCriterion(none_yet, stop_tokens(config), strings, most_left)
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": how, **cache}
         given["logits_processor"] = LogitsProcessorList([check, *processors])
+        if images is not None and not cache:
+            given |= model_inputs([images[row] for row in rows.tolist()], attention_mask)
         stopping = StoppingCriteriaList([criterion])
         _forget_earlier_calls(model)
         output = model.generate(**given, stopping_criteria=stopping, synced_gpus=synced_gpus)

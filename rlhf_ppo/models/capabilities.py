@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.data.rollout import PositionLimit, smallest
-from rlhf_ppo.models.packing import looked_at
+from rlhf_ppo.models.heads import ValueHead
+from rlhf_ppo.models.packing import looked_at, takes
 from rlhf_ppo.models.policy_and_value import logits
-from rlhf_ppo.models.unwrapping import is_sharded, own_share, text_config, transformers_model
+from rlhf_ppo.models.unwrapping import backbone, is_sharded, own_share, text_config, transformers_model
 from rlhf_ppo.run.distributed import get_logger
 
 
@@ -45,6 +46,11 @@ def stated_limit(config: Any, name: str) -> PositionLimit | None:
     if most := getattr(config, "max_position_embeddings", None):
         limits.append(PositionLimit(most, f"the model has {most}"))
     return smallest(limits)
+
+
+def reads_images(model: nn.Module) -> bool:
+    """Return whether a model has a vision tower; a `ValueHead` reads the policy's states."""
+    return isinstance(model, ValueHead) or takes(type(backbone(model)), "pixel_values")
 
 
 def positions(model: nn.Module) -> int | None:

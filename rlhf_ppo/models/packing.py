@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf_ppo.data.images import model_inputs, with_spare
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.unwrapping import (
     backbone,
@@ -36,7 +37,8 @@ PACKS, LATER = "rows_are_packed", "packs_rows_later"
 
 
 @functools.lru_cache(maxsize=32)
-def _takes(model_class: type, argument: str) -> bool:
+def takes(model_class: type, argument: str) -> bool:
+    """Return whether a class's forward pass has an argument."""
     return argument in inspect.signature(model_class.forward).parameters  # pyright: ignore
 
 
@@ -129,15 +131,16 @@ def run_padded(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Ten
         places: Indices of the real tokens.
     """
     mask = places.squeezed_mask
-    positions = {"position_ids": position_ids(mask)} if _takes(type(body), "position_ids") else {}
-    output = body(
-        input_ids=places.squeeze(input_ids),
-        attention_mask=mask.long(),
-        use_cache=False,
-        return_dict=True,
-        **positions,
-    )
-    return output.last_hidden_state.flatten(0, 1).index_select(0, places.squeezed)
+    given = {"input_ids": places.squeeze(input_ids), "attention_mask": mask.long()}
+    if places.images is not None:  # models compute the positions of images
+        rows, *batch = with_spare(places.images, **given)
+        given = {**dict(zip(given, batch, strict=True)), **model_inputs(rows, batch[1])}
+    elif takes(type(body), "position_ids"):
+        given["position_ids"] = position_ids(mask)
+    states = body(**given, use_cache=False, return_dict=True).last_hidden_state
+    if len(states) > len(mask):
+        states = states[: len(mask), : places.longest] + 0.0 * states[-1].sum()  # a gradient of 0 for the tower
+    return states.flatten(0, 1).index_select(0, places.squeezed)
 
 
 # ---- Packed attention ----
@@ -366,7 +369,7 @@ def _padded_states(base: Any, body: nn.Module, ids: Tensor, mask: Tensor, with_l
     """Return hidden states `(4, L, H)` and the model's own logits; some classes call only a part of the backbone."""
     found: list[Any] = []
     hook = body.register_forward_hook(lambda _, given, output: found.append(output))
-    positions = {"position_ids": position_ids(mask)} if _takes(type(body), "position_ids") else {}
+    positions = {"position_ids": position_ids(mask)} if takes(type(body), "position_ids") else {}
     given = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, "return_dict": True, **positions}
     try:
         logits = base(**given).logits if with_logits else ids.float()

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.files import optional, write_json
+from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
 from rlhf_ppo.reporting.run_log import AUDIT_NAME
 
@@ -275,7 +276,8 @@ def prefix_prompts(rollout: Responses, rows: Sequence[Continuation]) -> Prompts:
     parts = [ids[each.row, part][masks[each.row, part]] for each, part in zip(rows, kept, strict=True)]
     padded = pad_sequence(parts, batch_first=True, padding_side="left")
     real = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True, padding_side="left")
-    return Prompts(padded, real.bool(), {})
+    images = {} if rollout.images is None else {IMAGES_COLUMN: [rollout.images[each.row] for each in rows]}
+    return Prompts(padded, real.bool(), images)
 
 
 def joined(rollout: Responses, rows: Sequence[Continuation], sampled: Tensor, width: int, filling: int) -> Tensor:

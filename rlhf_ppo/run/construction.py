@@ -21,6 +21,7 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLControlle
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_critic_alone, check_optimization, check_output_dir, check_ptx, parse_weights
 from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.data.images import ImageChats, shows_images
 from rlhf_ppo.data.prompts import NoPrompts, num_rows
 from rlhf_ppo.data.rollout import PositionLimit, smallest
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
@@ -298,7 +299,9 @@ def prepare(
     )
     tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
-    preparation = prompt_preparation(args, tokenizer, tokens, models, functions, episodes)
+    processor = loading.load_processor(processing_class, models.policy, tokenizer)
+    chats = image_chats(args, processor, models, episodes, train_dataset, eval_dataset)
+    preparation = prompt_preparation(args, tokenizer, tokens, models, functions, episodes, chats)
     train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
     for reward in models.rewards:
         if reward.tokenizer is not None and num_rows(train_dataset):
@@ -306,7 +309,7 @@ def prepare(
     sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
     return Prepared(
         tokenizer=tokenizer,
-        processor=loading.load_processor(processing_class, models.policy, tokenizer),
+        processor=processor,
         tokens=tokens,
         functions=functions,
         reward_funcs=reward_funcs,
@@ -540,6 +543,7 @@ def prompt_preparation(
     models: Models,
     functions: Sequence[Callable[..., Any]],
     episodes: EpisodeRollouts | None,
+    chats: ImageChats | None,
 ) -> PromptPreparation:
     """Return the tokenization of prompts that all models can read.
 
@@ -555,7 +559,36 @@ def prompt_preparation(
         columns_are_read=bool(functions or episodes),
         encoder=None if episodes is None else episodes.encoder,
         stops=tokens.stops,
+        chats=chats,
     )
+
+
+def image_chats(
+    args: PPOConfig, processor: Any, models: Models, episodes: EpisodeRollouts | None, *datasets: Any
+) -> ImageChats | None:
+    """Return the encoding of conversations with images, if a data set has images.
+
+    Raises:
+        ValueError: An argument excludes images, or a model does not read them.
+    """
+    if not any(map(shows_images, datasets)):
+        return None
+    reference = None if models.reference is None else models.reference.own_policy
+    readers = {"model": models.policy, "value_model": models.value_model, "ref_model": reference}
+    readers |= {reward.argument: reward.model for reward in models.rewards}
+    blind = [name for name, model in readers.items() if model is not None and not capabilities.reads_images(model)]
+    problem = None
+    if episodes is not None:
+        problem = "tools, environments and rollout_func read texts only: leave them out"
+    elif args.generation_engine == "continuous":
+        problem = "generation_engine='continuous' reads texts only: set it to 'transformers' or 'vllm'"
+    elif blind:
+        problem = f"{blind[0]} is a {type(readers[blind[0]]).__name__} without vision: pass a model of images and text"
+    elif processor is None:
+        problem = "there is no processor: pass processing_class=AutoProcessor.from_pretrained(...)"
+    if problem is not None:
+        raise ValueError(f"a data set has images, but {problem}")
+    return ImageChats.of(processor, distributed.num_processes(args))
 
 
 @dataclass(frozen=True)
@@ -614,7 +647,7 @@ def make_parts(
     longest, episodes = prepared.preparation.limit, prepared.episodes
     play = None if episodes is None else episodes.player(trainer, run, engine, longest, baselines.kinds)
     preparation = prepared.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
-    never_sampled, longest = preparation.vocabulary.never_sampled, preparation.longest_sequence
+    never_sampled, longest = preparation.never_sampled(models.policy), preparation.longest_sequence
     sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.moment)
     scorer, ptx = make_scorer(run, models.rewards, prepared.functions), None
     if ptx_dataset is not None:

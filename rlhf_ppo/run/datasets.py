@@ -18,15 +18,20 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
+from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import (
+    OWN_COLUMNS,
     PROMPT_COLUMNS,
+    ImageCollator,
     NoPrompts,
+    PromptCollator,
     PromptEncoder,
     columns_of,
     ids_of,
@@ -41,6 +46,7 @@ from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.rewards.reward_model import tokenizer_beside
 from rlhf_ppo.run.distributed import get_logger, isolated_rng
 from rlhf_ppo.run.episodes import EpisodeRollouts
@@ -233,9 +239,6 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
     columns = columns_of(dataset, name)
     if isinstance(dataset, datasets.Dataset):
         (check_columns or partial(prompt_column, name=name))(columns)
-    for column in ("image", "images"):  # TRL's names
-        if column in columns:
-            logger.warning(f"{name} has the column {column!r}: the policy reads text only, and never sees it.")
 
 
 def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:
@@ -330,6 +333,7 @@ class PromptPreparation:
         vocabulary: Ids that all models embed.
         limit: Longest sequence that the models, and a started engine, support; None without a limit.
         columns_are_read: Whether a reward reads other columns than the prompts; unread columns are dropped.
+        chats: Encodes conversations with images; None in a run without images.
         encoder: Makes the tokenization of a data set of that name; None: prompts only.
         stops: The stop tokens.
     """
@@ -341,6 +345,7 @@ class PromptPreparation:
     columns_are_read: bool = True
     encoder: Callable[[str, Vocabulary], PromptEncoder] | None = None
     stops: Sequence[int] = ()
+    chats: ImageChats | None = None
 
     def both(self, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
         """Return both prepared data sets of a trainer."""
@@ -367,15 +372,10 @@ class PromptPreparation:
             return {key: self.prepared(value, f"{name}[{key!r}]") for key, value in dataset.items()}
         args = self.args
         if isinstance(dataset, Dataset) and args.remove_unused_columns and not self.columns_are_read:
-            used = {*PROMPT_COLUMNS, "attention_mask", "chat_template_kwargs", args.length_column_name}
+            used = {*PROMPT_COLUMNS, *OWN_COLUMNS, args.length_column_name}
             prompt_column(dataset.column_names, name)
             dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
-        if self.encoder is not None:
-            encode = self.encoder(name, self.vocabulary)
-        else:
-            settings = settings_of(args.chat_template_kwargs)
-            encode = PromptEncoder(self.tokenizer, name, self.vocabulary.size, self.vocabulary.limited_by, settings)
-        rows: Any = prepare_prompts(dataset, encode, args.max_prompt_length, args.dataset_num_proc)
+        rows: Any = prepare_prompts(dataset, self._encode(name), args.max_prompt_length, args.dataset_num_proc)
         self._check_lengths(rows)
         if (row := self._begins_twice(rows)) is not None:
             logger.warning(
@@ -385,6 +385,17 @@ class PromptPreparation:
         if self.encoder is None and num_rows(rows) is not None and may_hold_chats(rows):
             self._warn_of_turn_end()
         return rows
+
+    def _encode(self, name: str) -> PromptEncoder:
+        if self.encoder is not None:
+            return self.encoder(name, self.vocabulary)
+        vocabulary, settings = self.vocabulary, settings_of(self.args.chat_template_kwargs)
+        return PromptEncoder(self.tokenizer, name, vocabulary.size, vocabulary.limited_by, settings, self.chats)
+
+    def collator(self, given: Callable[[Any], Any] | None, pad_token_id: int) -> Callable[[Any], Any]:
+        """Return the given collator or that of the package, with the images of a run that has some."""
+        collate = given or PromptCollator(pad_token_id)
+        return collate if self.chats is None else ImageCollator(collate, self._encode("a data set"))
 
     def _begins_twice(self, rows: Any) -> int | None:
         """Return the first row that begins with BOS twice, or None."""
@@ -406,6 +417,11 @@ class PromptPreparation:
                 f"The chat template ends an answer with {ends!r} ({end}), but responses end only at {stops!r} "
                 f"({stop}). If the policy was trained with this template, set stop_token_id={end} instead."
             )
+
+    def never_sampled(self, policy: nn.Module) -> list[int] | None:
+        """Return the ids that sampling leaves out: those that a model cannot embed, and the token of images."""
+        token = None if self.chats is None else getattr(transformers_model(policy).config, "image_token_id", None)
+        return [*(self.vocabulary.never_sampled or ()), *(() if token is None else (token,))] or None
 
     @property
     def longest_sequence(self) -> PositionLimit | None:

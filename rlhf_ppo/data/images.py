@@ -1,0 +1,213 @@
+"""Images of prompts: conversations through a processor, and the tensors that rows add to their tokens.
+
+Data sets are those of TRL's `GRPOTrainer`: a conversation in `prompt`; images in `images`, `image` or its own blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+
+IMAGE_COLUMNS = ("images", "image")
+"""Columns of a data set, in TRL's order: a list of images, or one."""
+IMAGES_COLUMN = "<images>"
+"""Column of a batch with the `RowImages` of each row."""
+
+_TOKEN_TYPES = "token_type_ids"
+"""Ends the names of fields with a number for each token."""
+
+
+@dataclass(frozen=True)
+class RowImages:
+    """What a row's prompt adds to its tokens.
+
+    Attributes:
+        fields: The processor's tensors, on the host; those of tokens are `(C,)`.
+        ids: The prompt's token ids.
+        pictures: The images.
+        of_response: Token type of what follows the prompt.
+        spare: A row with an image, for passes of several processes in which no row has one.
+    """
+
+    fields: Mapping[str, Tensor]
+    ids: Sequence[int] = ()
+    pictures: Sequence[Any] = ()
+    of_response: int = 0
+    spare: RowImages | None = None
+
+
+def with_spare(
+    rows: Sequence[RowImages], input_ids: Tensor, attention_mask: Tensor, left: bool = False
+) -> tuple[list[RowImages], Tensor, Tensor]:
+    """Add the spare row to a batch if no row has an image and there is one.
+
+    The vision tower then runs on all ranks, which wait for each other where it is sharded or has gradients.
+
+    Args:
+        rows: The images of `B` rows.
+        input_ids: Token ids, long `(B, L)`.
+        attention_mask: 1 on real tokens, long `(B, L)`.
+        left: Whether rows are padded on the left.
+    """
+    spare = rows[0].spare
+    if spare is None or any(row.pictures for row in rows):
+        return [*rows], input_ids, attention_mask
+    ids = torch.tensor([spare.ids], device=input_ids.device)
+    width = max(ids.shape[1], input_ids.shape[1])
+
+    def joined(batch: Tensor, row: Tensor) -> Tensor:
+        room = [width - part.shape[1] for part in (batch, row)]
+        sides = [(each, 0) if left else (0, each) for each in room]
+        return torch.cat([nn.functional.pad(part, side) for part, side in zip((batch, row), sides, strict=True)])
+
+    return [*rows, spare], joined(input_ids, ids), joined(attention_mask, torch.ones_like(ids))
+
+
+def model_inputs(rows: Sequence[RowImages], attention_mask: Tensor) -> dict[str, Tensor]:
+    """Return the fields of a batch: images concatenated, token types at the places of the tokens.
+
+    Args:
+        rows: The images of `B` rows.
+        attention_mask: 1 on real tokens, long `(B, L)`, padded on either side.
+    """
+    device, made = attention_mask.device, dict[str, Tensor]()
+    for name in dict.fromkeys(name for row in rows for name in row.fields):
+        if name.endswith(_TOKEN_TYPES):
+            types = torch.full(attention_mask.shape, rows[0].of_response)
+            for of_tokens, start, row in zip(types, attention_mask.argmax(dim=1).tolist(), rows, strict=True):
+                of_tokens[: start + len(row.ids)] = 0
+                if name in row.fields:
+                    of_tokens[start : start + len(row.ids)] = row.fields[name]
+            made[name] = types.to(device)
+        else:
+            made[name] = _concatenated([row.fields[name] for row in rows if name in row.fields]).to(device)
+    return made
+
+
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension, with zeros at the ends of the others, as processors pad a batch."""
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    padded = [
+        nn.functional.pad(
+            part,
+            [
+                *itertools.chain(
+                    *((0, most - size) for most, size in zip(largest[::-1], part.shape[:0:-1], strict=True))
+                )
+            ],
+        )
+        for part in parts
+    ]
+    return torch.cat(padded)
+
+
+def images_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """Return the images in a row's columns, as TRL reads them; None without a column."""
+    if "images" in row:
+        return list(row["images"] or ())
+    if "image" in row:
+        return [] if row["image"] is None else [row["image"]]
+    return None
+
+
+def image_blocks(prompt: Any) -> list[Mapping[str, Any]]:
+    """Return the blocks of images in a conversation."""
+    messages = [] if isinstance(prompt, str) or prompt is None else prompt
+    contents = [
+        message["content"]
+        for message in messages
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+    ]
+    return [
+        block
+        for content in contents
+        for block in content
+        if isinstance(block, Mapping) and block.get("type") == "image"
+    ]
+
+
+def shows_images(dataset: Any) -> bool:
+    """Return whether a data set has a column of images, or conversations with blocks of images."""
+    if isinstance(dataset, Mapping):
+        return any(map(shows_images, dataset.values()))
+    if dataset is None:
+        return False
+    try:
+        first = next(iter(dataset), {})
+        blocks, prompt = image_blocks(first.get("prompt")), first.get("prompt")
+    except Exception:  # an image that cannot be read, whose row is named when it is encoded
+        return True
+    if any(column in first for column in IMAGE_COLUMNS) or blocks or not hasattr(dataset, "__len__"):
+        return bool(blocks) or any(column in first for column in IMAGE_COLUMNS)
+    is_typed = isinstance(dataset, datasets.Dataset)
+    if is_typed and not (isinstance(prompt, list) and any(isinstance(each["content"], list) for each in prompt)):
+        return False  # Arrow has one type for all contents
+    return any(image_blocks(row.get("prompt")) for row in dataset)
+
+
+@dataclass(frozen=True)
+class ImageChats:
+    """Conversations with images, encoded as by TRL's `GRPOTrainer`.
+
+    Attributes:
+        processor: The policy's processor of images and text.
+        spare: A row with an image, for several processes, or None.
+    """
+
+    processor: Any
+    spare: RowImages | None = None
+
+    @classmethod
+    def of(cls, processor: Any, num_processes: int) -> ImageChats:
+        """Make the spare row if there are several processes."""
+        chats = cls(processor)
+        if num_processes == 1:
+            return chats
+        from PIL import Image
+
+        blocks = [{"type": "image", "image": Image.new("RGB", (32, 32), "gray")}, {"type": "text", "text": "a"}]
+        spare, _ = chats.encoded([{"role": "user", "content": blocks}], None, {})
+        return replace(chats, spare=spare)
+
+    def encoded(
+        self, prompt: Sequence[Mapping[str, Any]], images: Sequence[Any] | None, settings: Mapping[str, Any]
+    ) -> tuple[RowImages, list[dict[str, Any]]]:
+        """Encode a conversation.
+
+        Args:
+            prompt: The conversation.
+            images: Images for its placeholders, or to open the first message of the user.
+            settings: Further arguments of the chat template.
+
+        Returns:
+            The row's ids and images, and the conversation with the images in its blocks.
+        """
+        from trl.data_utils import prepare_multimodal_messages  # slow to import
+
+        messages = prepare_multimodal_messages([*map(dict, prompt)], [*images] if images else None)
+        prefilled = messages[-1]["role"] == "assistant"
+        fields = self.processor.apply_chat_template(
+            [messages],
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **settings,
+        )
+        return self.row(fields, [block["image"] for block in image_blocks(messages)]), messages
+
+    def row(self, fields: Mapping[str, Any], pictures: Sequence[Any]) -> RowImages:
+        """Return the tokens and images of a processor's output for one row."""
+        own = {name: value for name, value in fields.items() if name not in ("input_ids", "attention_mask", "labels")}
+        tensors = {name: value[0] if name.endswith(_TOKEN_TYPES) else value for name, value in own.items()}
+        is_prefix = type(self.processor).__name__.startswith(
+            "PaliGemma"
+        )  # whose prompt reads itself in both directions
+        return RowImages(tensors, fields["input_ids"][0].tolist(), pictures, int(is_prefix), self.spare)
