@@ -5,6 +5,8 @@ Data sets are those of TRL's `GRPOTrainer`: a conversation in `prompt`; images i
 
 from __future__ import annotations
 
+import base64
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +15,15 @@ from typing import Any
 import datasets
 import torch
 from torch import Tensor, nn
+from transformers.image_utils import load_image
 
 IMAGE_COLUMNS = ("images", "image")
 """Columns of a data set, in TRL's order: a list of images, or one."""
 IMAGES_COLUMN = "<images>"
 """Column of a batch with the `RowImages` of each row."""
+
+THUMBNAIL = 96
+"""Longest edge of an image in tables and reports, pixels."""
 
 _TOKEN_TYPES = "token_type_ids"
 """Ends the names of fields with a number for each token."""
@@ -132,6 +138,26 @@ def image_blocks(prompt: Any) -> list[Mapping[str, Any]]:
     ]
 
 
+def data_url(picture: Any, longest_edge: int | None = None) -> str:
+    """Return an image as a `data:` URL, also as a thumbnail.
+
+    Args:
+        picture: A Pillow image.
+        longest_edge: Of the thumbnail, pixels; None keeps the size.
+    """
+    buffer, copy = io.BytesIO(), picture.convert("RGB")
+    if longest_edge is not None:
+        copy.thumbnail((longest_edge, longest_edge))
+    copy.save(buffer, "PNG" if longest_edge is None else "JPEG")
+    kind = "png" if longest_edge is None else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def thumbnails(row: RowImages) -> list[str]:
+    """Return a row's images as small `data:` URLs, for tables and reports."""
+    return [data_url(picture, THUMBNAIL) for picture in row.pictures]
+
+
 def shows_images(dataset: Any) -> bool:
     """Return whether a data set has a column of images, or conversations with blocks of images."""
     if isinstance(dataset, Mapping):
@@ -149,6 +175,13 @@ def shows_images(dataset: Any) -> bool:
     if is_typed and not (isinstance(prompt, list) and any(isinstance(each["content"], list) for each in prompt)):
         return False  # Arrow has one type for all contents
     return any(image_blocks(row.get("prompt")) for row in dataset)
+
+
+def as_blocks(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None) -> list[dict[str, Any]]:
+    """Return a conversation whose contents are lists of blocks, with the images in their places, as TRL does."""
+    from trl.data_utils import prepare_multimodal_messages  # slow to import
+
+    return prepare_multimodal_messages([*map(dict, messages)], [*images] if images else None)
 
 
 @dataclass(frozen=True)
@@ -188,9 +221,7 @@ class ImageChats:
         Returns:
             The row's ids and images, and the conversation with the images in its blocks.
         """
-        from trl.data_utils import prepare_multimodal_messages  # slow to import
-
-        messages = prepare_multimodal_messages([*map(dict, prompt)], [*images] if images else None)
+        messages = as_blocks(prompt, images)
         prefilled = messages[-1]["role"] == "assistant"
         fields = self.processor.apply_chat_template(
             [messages],
@@ -201,9 +232,16 @@ class ImageChats:
             return_tensors="pt",
             **settings,
         )
-        return self.row(fields, [block["image"] for block in image_blocks(messages)]), messages
+        given = [block["image"] for block in image_blocks(messages)]
+        return self._row(fields, [load_image(each) if isinstance(each, str) else each for each in given]), messages
 
-    def row(self, fields: Mapping[str, Any], pictures: Sequence[Any]) -> RowImages:
+    def of_text(self, text: str, pictures: Sequence[Any]) -> RowImages:
+        """Encode a text of the chat template."""
+        images = [[*pictures]] if pictures else None
+        fields = self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+        return self._row(fields, pictures)
+
+    def _row(self, fields: Mapping[str, Any], pictures: Sequence[Any]) -> RowImages:
         """Return the tokens and images of a processor's output for one row."""
         own = {name: value for name, value in fields.items() if name not in ("input_ids", "attention_mask", "labels")}
         tensors = {name: value[0] if name.endswith(_TOKEN_TYPES) else value for name, value in own.items()}

@@ -297,7 +297,7 @@ def text_of_content(content: Any) -> str:
     if not blocks:
         return str(content)
     if others := [part["type"] for part in blocks if part["type"] != "text"]:
-        raise ValueError(f"a message holds a content block of type {others[0]!r}: only text reaches the policy")
+        raise ValueError(f"a message holds a content block of type {others[0]!r}: only text can be read here")
     return "".join(str(part.get("text", "")) for part in blocks)
 
 

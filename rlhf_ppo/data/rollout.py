@@ -400,9 +400,9 @@ class Responses:
 
     def __getitem__(self, rows: Sequence[int] | Tensor | slice) -> Self:
         rows = cast(Any, rows).tolist() if isinstance(rows, Tensor) else rows
-        chosen, images = (self.masks.attention[rows], self.masks.response[rows]), self.images
-        if images is not None:
-            images = images[rows] if isinstance(rows, slice) else [images[row] for row in rows]
+        chosen = self.masks.attention[rows], self.masks.response[rows]
+        numbers: list[int] = np.arange(len(self))[rows].tolist()
+        images = None if self.images is None else [self.images[row] for row in numbers]
         if not isinstance(rows, slice):
             rows = sent(torch.tensor(rows, dtype=torch.long), self.attention_mask.device)
         part = self._with(chosen, {name: value[rows] for name, value in self._tensors().items()})

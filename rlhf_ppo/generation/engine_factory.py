@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import compare_versions
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Prompts, Responses
@@ -88,7 +88,7 @@ def make_engine(
     args: PPOConfig,
     policy: nn.Module,
     accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     stop_strings: StopStrings | None,
     baseline_kinds: Sequence[str] = (),
     local_batch_size: int | None = None,
@@ -99,7 +99,7 @@ def make_engine(
         args: The arguments.
         policy: The policy that is trained.
         accelerator: Gives the processes and the sharding.
-        tokenizer: The policy's tokenizer.
+        tokenizer: The policy's tokenizer, or its processor in a run with images.
         stop_strings: Texts that also end a row, or None. Only transformers' `generate` stops at them; responses of
             other engines are truncated afterwards: the same responses, for more work.
         baseline_kinds: Kinds of baselines that reward functions compare with.

@@ -10,9 +10,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.generation.sampling import length_and_filling, stop_tokens
@@ -92,7 +93,9 @@ class VLLMEngine:
                     self.vllm.sync_weights()
                 self._is_current = True
             with self._same_random_numbers():
-                _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=None, num_generations=1)
+                shown = prompts.columns.get(IMAGES_COLUMN)
+                images = None if shown is None else [[*row.pictures] or None for row in shown]
+                _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=images, num_generations=1)
         values = [[_number(token) for token in row] for row in logprobs or [()] * len(ids)]
         return stack_rows(ids, values, length_and_filling(config)[1], prompts.input_ids.device)
 
@@ -161,7 +164,7 @@ def start_vllm(
     args: PPOConfig,
     policy: nn.Module,
     accelerator: Accelerator,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     rows: int,
 ) -> VLLMEngine:
     """Start a colocated vLLM, or connect to a server.
@@ -170,7 +173,7 @@ def start_vllm(
         args: Gives the `vllm_*` arguments, and `response_length`.
         policy: The policy that is trained.
         accelerator: Gives the processes.
-        tokenizer: The policy's tokenizer.
+        tokenizer: The policy's tokenizer, or its processor in a run with images.
         rows: Number of rows to generate at once.
 
     Raises:

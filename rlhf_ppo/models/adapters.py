@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.models.heads import ValueHead, scalar_head
+from rlhf_ppo.models.packing import takes
 from rlhf_ppo.models.unwrapping import (
     active_adapter,
     backbone,
@@ -162,7 +163,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
     _check_config(policy, peft_config, "model", "peft_config")
     if base_serves_others:
         _check_base_stays(peft_config)
-    return get_peft_model(policy, _without_routers(policy, peft_config), adapter_name=name or "default")
+    return get_peft_model(policy, _in_language_model(policy, peft_config), adapter_name=name or "default")
 
 
 def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
@@ -185,7 +186,22 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
     config = dataclasses.replace(peft_config, modules_to_save=sorted(modules), task_type="SEQ_CLS")
-    return get_peft_model(value_model, _without_routers(value_model, config))
+    return get_peft_model(value_model, _in_language_model(value_model, config))
+
+
+def _in_language_model(model: nn.Module, peft_config: Any) -> Any:
+    """Keep adapters off vision towers, unless the configuration names one, excludes modules or has a pattern."""
+    body, decoder, targets = backbone(model), transformers_model(model).get_decoder(), peft_config.target_modules
+    towers = [name for name, part in body.named_children() if decoder not in part.modules()]
+    is_free = getattr(peft_config, "exclude_modules", towers) is None
+    if not is_free or decoder is body or not takes(type(body), "pixel_values"):
+        return _without_routers(model, peft_config)
+    named = [targets] if isinstance(targets, str) else [*(targets or ())]
+    if named != ["all-linear"] and (
+        isinstance(targets, str) or any(tower in each for tower in towers for each in named)
+    ):
+        return peft_config
+    return dataclasses.replace(peft_config, exclude_modules=rf"(.*\.)?({'|'.join(towers)})(\..*)?")
 
 
 def _without_routers(model: nn.Module, peft_config: Any) -> Any:

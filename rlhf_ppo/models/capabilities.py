@@ -85,11 +85,13 @@ class Vocabulary:
         size: Number of ids, 0 to `size - 1`.
         limited_by: Name of the model with the fewest ids, for error messages.
         num_logits: Number of ids that the policy or the reference could sample.
+        image_token: The token in whose place the policy reads images, or None.
     """
 
     size: int
     limited_by: str
     num_logits: int
+    image_token: int | None = None
 
     @functools.cached_property
     def never_sampled(self) -> list[int] | None:
@@ -143,7 +145,8 @@ def shared_vocabulary(
             f"the stop token {stop} lies outside {limited_by}'s {sizes[limited_by]} ids and would never be sampled: "
             "set stop_token_id to a token that all models have"
         )
-    shared = Vocabulary(sizes[limited_by], limited_by, max(policy.size, sizes.get("ref_model", 0)))
+    image_token = getattr(transformers_model(models["model"]).config, "image_token_id", None)
+    shared = Vocabulary(sizes[limited_by], limited_by, max(policy.size, sizes.get("ref_model", 0)), image_token)
     if shared.never_sampled:
         logger.info(
             f"The ids {shared.size} to {shared.num_logits - 1} are never sampled: no text makes them, and "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from rlhf_ppo.data.images import RowImages
 from rlhf_ppo.models.heads import (
     last_token_score,
     multiply_scores_in_float32,
@@ -104,14 +105,15 @@ class FrozenScorer(Frozen):
         self._score = last_token_score if reads_last_token(model) else pooled_score
         multiply_scores_in_float32(model)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, images: Sequence[RowImages] | None = None) -> Tensor:
         """Score texts.
 
         Args:
             input_ids: Token ids, long `(B, L)`, padded on either side or both.
             attention_mask: True on real tokens, bool `(B, L)`.
+            images: The images of each row, or None.
 
         Returns:
             One score per row, float32 `(B,)`.
         """
-        return self._score(self.model, input_ids, attention_mask)
+        return self._score(self.model, input_ids, attention_mask, images)

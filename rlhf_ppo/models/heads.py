@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rlhf_ppo.data.images import RowImages, model_inputs
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
@@ -137,22 +139,28 @@ def token_values(
     return _apply_head(model, states[:, -last:]).squeeze(-1)
 
 
-def last_token_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def last_token_score(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, images: Sequence[RowImages] | None = None
+) -> Tensor:
     """Apply the scalar head to each row's last real token, found from the mask, never from ids.
 
     Args:
         model: A model with a per-token scalar head.
         input_ids: Token ids, long `(B, L)`, padded on either side or both.
         attention_mask: True on real tokens, bool `(B, L)`.
+        images: The images of each row, or None.
 
     Returns:
         One score per row, float32 `(B,)`.
     """
-    return _last_token_outputs(model, input_ids, attention_mask).squeeze(-1)
+    return _last_token_outputs(model, input_ids, attention_mask, images).squeeze(-1)
 
 
-def _last_token_outputs(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    states = hidden_states(model, input_ids, attention_mask)
+def _last_token_outputs(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, images: Sequence[RowImages] | None = None
+) -> Tensor:
+    places = dataclasses.replace(PackedIndices.of(attention_mask), images=images)
+    states = hidden_states(model, input_ids, attention_mask, places)
     return _apply_head(model, states[torch.arange(len(states), device=states.device), last_real(attention_mask)])
 
 
@@ -161,13 +169,16 @@ def last_real(mask: Tensor) -> Tensor:
     return mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(dim=1)
 
 
-def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def pooled_score(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, images: Sequence[RowImages] | None = None
+) -> Tensor:
     """Compute the model's own score, with the real tokens moved to the left: encoders read the first token (CLS).
 
     Args:
         model: A sequence-classification model with one label.
         input_ids: Token ids, long `(B, L)`, padded on either side or both.
         attention_mask: True on real tokens, bool `(B, L)`.
+        images: The images of each row, or None.
 
     Returns:
         One score per row, float32 `(B,)`.
@@ -175,7 +186,8 @@ def pooled_score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) ->
     order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)
     mask = attention_mask.gather(1, order)
     ids = input_ids.gather(1, order).masked_fill(~mask, 0)
-    return model(input_ids=ids, attention_mask=mask.long()).logits[:, 0].float()
+    fields = {} if images is None else model_inputs(images, mask.long())
+    return model(input_ids=ids, attention_mask=mask.long(), **fields).logits[:, 0].float()
 
 
 def _apply_head(model: nn.Module, states: Tensor) -> Tensor:

@@ -133,8 +133,8 @@ def run_padded(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Ten
     mask = places.squeezed_mask
     given = {"input_ids": places.squeeze(input_ids), "attention_mask": mask.long()}
     if places.images is not None:  # models compute the positions of images
-        rows, *batch = with_spare(places.images, **given)
-        given = {**dict(zip(given, batch, strict=True)), **model_inputs(rows, batch[1])}
+        rows, ids, attended = with_spare(places.images, given["input_ids"], given["attention_mask"])
+        given = {"input_ids": ids, "attention_mask": attended, **model_inputs(rows, attended)}
     elif takes(type(body), "position_ids"):
         given["position_ids"] = position_ids(mask)
     states = body(**given, use_cache=False, return_dict=True).last_hidden_state

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
 from rlhf_ppo.data.files import optional, replacing
+from rlhf_ppo.data.images import thumbnails
 from rlhf_ppo.data.rollout import Experience, Rollout
 
 COMPLETIONS_DIR = "_completions"
@@ -45,6 +46,7 @@ _TYPES: dict[str, pa.DataType] = {
     "end": pa.string(),
     "turn_reward": _FLOATS,
     "token_turn": _INTS,
+    "images": pa.list_(pa.string()),
 }
 
 
@@ -76,7 +78,8 @@ def completion_rows(
         `length` (tokens that the policy wrote), `ended`, `extra/<name>`, `prompt_id`; in lists over its tokens,
         `token_id`, `token_text`, `token_written` (False for tokens of a tool or environment) and `TOKEN_VALUES`.
         Episodes of several turns have `messages` (JSON), `end` (what ended or cut it), `turn_reward` (the
-        environment's reward of each turn) and `token_turn` (number of the turn, None between turns).
+        environment's reward of each turn) and `token_turn` (number of the turn, None between turns). A run with
+        images has `images`: thumbnails as `data:` URLs.
     """
     kept, context = slice(min(num_rows, len(rollout))), rollout.context_length
     ids, attention = rollout.query_responses[kept].cpu(), rollout.masks.attention[kept]
@@ -112,6 +115,7 @@ def completion_rows(
                 "token_written": own,
                 **of_tokens,
                 **({} if episodes is None else _episode(episodes[row], own)),
+                **({} if rollout.images is None else {"images": thumbnails(rollout.images[row])}),
             }
         )
     return rows

@@ -21,6 +21,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.files import optional, write_text
+from rlhf_ppo.data.images import IMAGES_COLUMN, thumbnails
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
@@ -149,12 +150,14 @@ def sample_rows(
         `B` dicts with `query` (without special tokens), `response` (with its stop token and tool output),
         `score`, the reward sources' scores under `by_source`, and the extra columns under `extra` (called
         `<name> logged` if the table has a column of that name); episodes of several turns have the column `messages`,
-        as JSON.
+        as JSON, and prompts with images the column `images`, thumbnails as `data:` URLs.
     """
-    taken = {*_COLUMNS, "messages", *(scores.by_source if len(scores.by_source) > 1 else ())}
+    taken = {*_COLUMNS, "messages", "images", *(scores.by_source if len(scores.by_source) > 1 else ())}
     extra = {f"{name} logged" if name in taken else name: values for name, values in extra.items()}
     if (episodes := extra.pop(EPISODE_COLUMN, None)) is not None:
         extra["messages"] = [as_json(episode["messages"]) for episode in episodes]
+    if (images := prompts.columns.get(IMAGES_COLUMN)) is not None:
+        extra["images"] = [" ".join(thumbnails(row)) for row in images]
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
     answers = [ids[real].tolist() for ids, real in zip(responses.responses, responses.episode_mask, strict=True)]
     by_source = {name: values.tolist() for name, values in scores.by_source.items()}
@@ -241,7 +244,7 @@ def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_
 
     Columns that hold neither prompts nor responses share the last column, so that texts stay wide enough to read.
     """
-    df = df.head(num_rows)
+    df = df.head(num_rows).drop(columns="images", errors="ignore")
     if "messages" in df:
         pairs = zip(df["messages"], df["model response"], strict=True)
         shown = [as_lines(messages) if isinstance(messages, str) else text for messages, text in pairs]

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from rlhf_ppo.data.images import data_url
 from rlhf_ppo.terminal import redact_url, redact_urls, visible_logger
 
 logger = visible_logger(__name__)
@@ -112,6 +113,11 @@ def _rows_of(table: Mapping[str, Sequence[Any]], rows: range) -> dict[str, list[
     return {name: list(values[rows.start : rows.stop]) for name, values in table.items()}
 
 
+def _as_json(value: Any) -> Any:
+    """Return an image as a `data:` URL."""
+    return data_url(value) if hasattr(value, "convert") else json.JSONEncoder().default(value)
+
+
 def http_client(timeout: float, concurrency: int, token_variable: str) -> httpx.AsyncClient:
     """Return a client for JSON requests.
 
@@ -145,7 +151,7 @@ async def post_json(
         NoAnswerError: The last repetition failed.
         ConnectionError: The server answered with another status, such as 401.
     """
-    body = json.dumps(payload)
+    body = json.dumps(payload, default=_as_json)
     for attempt in itertools.count():
         try:
             response = await client.post(url, content=body)

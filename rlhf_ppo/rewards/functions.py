@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
+from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.environments.pool import ask_rewards
 from rlhf_ppo.environments.tools import Kind
@@ -37,7 +38,7 @@ LogMetric = Callable[[str, float, float], None]
 LogExtra = Callable[[str, list[Any]], None]
 
 # Columns that GRPO passes under other names, or not at all.
-_NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask", EPISODE_COLUMN)
+_NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask", EPISODE_COLUMN, IMAGES_COLUMN)
 
 
 class RewardFunction:

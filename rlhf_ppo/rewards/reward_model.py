@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
+from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks
 from rlhf_ppo.data.prompts import (
     MARK,
     as_the_template_reads,
@@ -144,6 +145,7 @@ class LoadedRewardModel:
         offloads: Whether its weights stay on the CPU between uses.
         scorer: The module that computes its scores; None until all models are made, which may share its weights, or
             until an engine shards it.
+        processor: Its own processor of images and text, or None.
     """
 
     argument: str
@@ -151,6 +153,7 @@ class LoadedRewardModel:
     tokenizer: PreTrainedTokenizerBase | None
     offloads: bool = False
     scorer: nn.Module | None = None
+    processor: ProcessorMixin | None = None
 
     def made_scorer(self) -> nn.Module:
         """Return the module that computes its scores, which is made once all models are."""
@@ -182,7 +185,7 @@ def load_reward_models(
     Args:
         args: With `share_base_model`, adapters in directories are not merged into their base models.
         reward_model: None, or one or a list of models, directories and hub names.
-        reward_processing_classes: None, one tokenizer, or a list with a tokenizer or None for each reward model. For
+        reward_processing_classes: None, one tokenizer or processor, or a list with one or None for each model. For
             None, the tokenizer saved with the model is used if its tokens are not the policy's.
         tokenizer: The policy's tokenizer.
 
@@ -198,7 +201,9 @@ def load_reward_models(
         model = load_reward_model(spec, argument, merges_adapter=not args.share_base_model)
         if own is None:
             own = _own_tokenizer(spec, model, tokenizer)
-        yield LoadedRewardModel(argument, model, own)
+        processor = own if isinstance(own, ProcessorMixin) else None
+        own = cast(Any, own).tokenizer if isinstance(own, ProcessorMixin) else own
+        yield LoadedRewardModel(argument, model, own, processor=processor)
 
 
 class RewardModel:
@@ -213,6 +218,7 @@ class RewardModel:
         max_positions: Longest text for the model, in its own tokens; None if there is no limit.
         together: Returns a context that raises one process' error on all, because processes with a sharded model
             enter each forward pass together; every process enters it the same number of times.
+        chats: Encodes conversations with images for the model; None in a run without images.
     """
 
     name = "reward_model"
@@ -229,9 +235,11 @@ class RewardModel:
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None] | None = None,
         max_positions: int | None = None,
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
+        chats: ImageChats | None = None,
     ) -> None:
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
         self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
+        self.chats = chats
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -252,8 +260,8 @@ class RewardModel:
         if policy_tokenizer is None or (tokenizer is None and is_text):  # as `reward_model_ids`, for the whole batch
             return self._scores(batch.query_responses, batch.attention_mask.bool())
         with self.together():
-            ids, mask = self._padded(answers_of(batch, policy_tokenizer), lambda _: tokenizer)
-        return self._scores(ids.to(batch.query_responses.device), mask.to(batch.query_responses.device))
+            ids, mask, images = self._padded(answers_of(batch, policy_tokenizer), lambda _: tokenizer)
+        return self._scores(ids.to(batch.query_responses.device), mask.to(batch.query_responses.device), images)
 
     @torch.no_grad()
     def score_answers(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> Tensor:
@@ -270,16 +278,17 @@ class RewardModel:
             ValueError: As `__call__`.
         """
         device = next(self.scorer.parameters()).device
-        ids, mask = self._padded(answers, tokenizer_for)
+        ids, mask, _ = self._padded(answers, tokenizer_for)
         return self._scores(ids.to(device), mask.to(device))
 
-    def _scores(self, ids: Tensor, mask: Tensor) -> Tensor:
+    def _scores(self, ids: Tensor, mask: Tensor, images: Sequence[RowImages] | None = None) -> Tensor:
         scores: list[Tensor] = []
         with getattr(self.scorer, "offload", nullcontext)(), self.autocast():
             for start in range(0, len(ids), self.rows_per_pass):
                 rows = slice(start, start + self.rows_per_pass)
                 used = mask[rows].any(dim=0)  # skip columns that are padding in every row
-                scores.append(self.scorer(ids[rows][:, used], mask[rows][:, used]))
+                shown = () if images is None else (images[rows],)
+                scores.append(self.scorer(ids[rows][:, used], mask[rows][:, used], *shown))
         with self.together():
             return self._checked(torch.cat(scores).float())
 
@@ -293,17 +302,20 @@ class RewardModel:
             )
         return score
 
-    def _padded(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> tuple[Tensor, Tensor]:
+    def _padded(
+        self, answers: Sequence[Answer], tokenizer_for: TokenizerFor
+    ) -> tuple[Tensor, Tensor, list[RowImages] | None]:
         rows: list[Tensor] = []
+        images = None if self.chats is None else [encoded_answer(answer, self.chats) for answer in answers]
         for row, answer in enumerate(answers):
-            ids = reward_model_ids(answer, tokenizer_for(answer))
+            ids = reward_model_ids(answer, tokenizer_for(answer)) if images is None else images[row].ids
             if self.max_positions is not None and len(ids) > self.max_positions:
                 raise ValueError(
                     f"row {row} has {len(ids)} tokens for the reward model, which has {self.max_positions} positions: "
                     "lower max_prompt_length or response_length, or a judge's max_new_tokens"
                 )
             rows.append(torch.tensor([ids], dtype=torch.long))
-        return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool()
+        return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool(), images
 
 
 def _own_tokenizer(
@@ -346,35 +358,44 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
     if tokenizer is None:
         raise ValueError("the reward model needs a tokenizer to read a text: save one in its directory")
     if is_conversation(answer.prompt):
-        return _templated(answer, tokenizer)
+        return _ids(tokenizer(_templated(answer, tokenizer), add_special_tokens=False))
     ids, eos = _ids(tokenizer(answer.text)), eos_id(tokenizer)
     return [*ids, eos] if answer.ended and eos is not None and ids[-1:] != [eos] else ids
 
 
-def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encoded_answer(answer: Answer, chats: ImageChats) -> RowImages:
+    """Return what a reward model reads of a conversation with images and its answer; see `reward_model_ids`."""
+    pictures = [block["image"] for block in image_blocks(answer.prompt)]
+    return chats.of_text(_templated(answer, chats.processor), pictures)
+
+
+def _templated(answer: Answer, tokenizer: Any) -> str:
     whole: list[Any] = [*answer.prompt, *(answer.messages or ())]
     if answer.messages is None:
         response = answer.response
         if whole[-1].get("role") == "assistant":
             response = text_of_content(whole.pop()["content"]) + answer.continuation
         if not answer.ended and not response.strip():
-            return _ids(tokenizer(_rendered(whole, tokenizer, answer.settings, True), add_special_tokens=False))
+            return _rendered(whole, tokenizer, answer.settings, True)
         whole.append({"role": "assistant", "content": response})
     text, last = _rendered(whole, tokenizer, answer.settings), whole[-1]
     if not answer.ended and last["role"] == "assistant" and last.get("content") and not last.get("tool_calls"):
         marked = _rendered([*whole[:-1], {**last, "content": MARK}], tokenizer, answer.settings)
         text = text.removesuffix(marked.rpartition(MARK)[2])
-    return _ids(tokenizer(text, add_special_tokens=False))
+    return text
 
 
 def _rendered(
     messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     settings: Mapping[str, Any] | None = None,
     opens: bool = False,
 ) -> str:
-    how = template_settings({"chat_template_kwargs": settings}, None)
-    shown = as_the_template_reads(messages, tokenizer, settings=how)
+    how, is_text = (
+        template_settings({"chat_template_kwargs": settings}, None),
+        not isinstance(tokenizer, ProcessorMixin),
+    )
+    shown = as_the_template_reads(messages, tokenizer, settings=how) if is_text else as_blocks(messages)
     return str(tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=opens, **how))
 
 

@@ -586,6 +586,8 @@ def image_chats(
         problem = f"{blind[0]} is a {type(readers[blind[0]]).__name__} without vision: pass a model of images and text"
     elif processor is None:
         problem = "there is no processor: pass processing_class=AutoProcessor.from_pretrained(...)"
+    elif any(reward.tokenizer is not None and reward.processor is None for reward in models.rewards):
+        problem = "a reward model has its own tokens: pass its processor as reward_processing_classes"
     if problem is not None:
         raise ValueError(f"a data set has images, but {problem}")
     return ImageChats.of(processor, distributed.num_processes(args))
@@ -639,7 +641,7 @@ def make_parts(
             args,
             models.policy,
             accelerator,
-            run.tokenizer,
+            run.tokenizer if prepared.preparation.chats is None else prepared.preparation.chats.processor,
             tokens.stop_strings,
             baselines.kinds,
             local_batch_size=prepared.sizes.local_batch_size,
@@ -647,16 +649,19 @@ def make_parts(
     longest, episodes = prepared.preparation.limit, prepared.episodes
     play = None if episodes is None else episodes.player(trainer, run, engine, longest, baselines.kinds)
     preparation = prepared.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
-    never_sampled, longest = preparation.never_sampled(models.policy), preparation.longest_sequence
+    never_sampled, longest = preparation.never_sampled, preparation.longest_sequence
     sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.moment)
-    scorer, ptx = make_scorer(run, models.rewards, prepared.functions), None
+    scorer, ptx = make_scorer(run, models.rewards, prepared.functions, preparation.chats), None
     if ptx_dataset is not None:
         ptx = LanguageModeling(run, prepared.sizes, critic_only, longest, ptx_dataset)
     return Parts(sampler, scorer, preparation, baselines, play, ptx)
 
 
 def make_scorer(
-    run: RunState, rewards: Sequence[LoadedRewardModel], functions: Sequence[Callable[..., Any]]
+    run: RunState,
+    rewards: Sequence[LoadedRewardModel],
+    functions: Sequence[Callable[..., Any]],
+    chats: ImageChats | None = None,
 ) -> Scorer:
     """Combine reward models and reward functions in one scorer, models first; place the models.
 
@@ -673,6 +678,9 @@ def make_scorer(
             (run.tokenizer, reward.tokenizer),
             capabilities.positions(reward.model),
             together,
+            chats
+            if chats is None or reward.processor is None
+            else ImageChats.of(reward.processor, accelerator.num_processes),
         )
         for reward in rewards
     ]

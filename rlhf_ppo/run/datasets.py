@@ -18,7 +18,6 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy, has_length
@@ -46,7 +45,6 @@ from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary
-from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.rewards.reward_model import tokenizer_beside
 from rlhf_ppo.run.distributed import get_logger, isolated_rng
 from rlhf_ppo.run.episodes import EpisodeRollouts
@@ -418,9 +416,10 @@ class PromptPreparation:
                 f"({stop}). If the policy was trained with this template, set stop_token_id={end} instead."
             )
 
-    def never_sampled(self, policy: nn.Module) -> list[int] | None:
-        """Return the ids that sampling leaves out: those that a model cannot embed, and the token of images."""
-        token = None if self.chats is None else getattr(transformers_model(policy).config, "image_token_id", None)
+    @property
+    def never_sampled(self) -> list[int] | None:
+        """The ids that sampling leaves out: those that a model cannot embed and, as in TRL, the token of images."""
+        token = None if self.chats is None else self.vocabulary.image_token
         return [*(self.vocabulary.never_sampled or ()), *(() if token is None else (token,))] or None
 
     @property

@@ -97,7 +97,8 @@ function folded(element, wanted) {
   return [element, button];
 }
 
-const promptTurn = (text, wanted) => turn("prompt", "Prompt", ...folded(make("p", { class: "prompt" }, ...marked(text || "", wanted)), wanted));
+const promptTurn = (text, wanted, images) => turn("prompt", "Prompt",
+  ...(images || []).map((src) => make("img", { src, alt: "image of the prompt", class: "thumbnail" })), ...folded(make("p", { class: "prompt" }, ...marked(text || "", wanted)), wanted));
 
 /** Return the start and end of each occurrence of a text in lower case. */
 function occurrences(text, wanted) {

@@ -36,7 +36,7 @@
       byId("samples-list").replaceChildren(...update.rows.map((row) => {
         const first = tables[0].rows.find((each) => each.prompt === row.prompt);
         const both = first && update !== tables[0] ? [answer(`Response after update ${tables[0].step}`, first)] : [];
-        return make("div", { class: "sample" }, promptTurn(row.prompt),
+        return make("div", { class: "sample" }, promptTurn(row.prompt, "", row.images),
           make("div", { class: "pair" }, ...both, answer(`Response after update ${update.step}`, row)));
       }));
     });
@@ -202,7 +202,7 @@
     const about = [...several, `KL ${format(row.kl)}`, row.length === 1 ? "1 token" : `${row.length} tokens`, row.episode ? ENDS[row.episode.end] : row.ended ? "ended" : "cut off", ...extra];
     return make("div", { class: "response" },
       make("p", { class: "about" }, "score ", make("b", {}, format(row.score)), ` · ${about.join(" · ")}`),
-      promptTurn(row.prompt, wanted), tokens);
+      promptTurn(row.prompt, wanted, row.images), tokens);
   }
 
   /** Return the blocks of an episode: turns with value, advantage and reward, and between them who answered. */
