@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers.utils import PushToHubMixin
 
 from tests.conftest import make_tokenizer
 
@@ -127,8 +127,8 @@ message['content'] }}{%% else %%}{%% for block in message['content'] %%}{%% if b
 block['text'] }}{%% endif %%}{%% endfor %%}{%% endif %%} {%% endfor %%}{%% if add_generation_prompt %%}w9{%% endif %%}"""
 
 
-class NoVideos(SimpleNamespace):
-    """Stands for the video processor."""
+class Absent(PushToHubMixin):
+    """Stands for the video processor and the one of sounds."""
 
     _auto_class = None
     model_input_names = ()
@@ -150,11 +150,11 @@ def make_processor(name: str) -> Any:
         parts["image_processor"].image_seq_length = 4
     theirs: Any = getattr(transformers, f"{kind.processor}Processor")
     if "video_processor" in theirs.get_attributes():
-        parts["video_processor"] = NoVideos()
+        parts["video_processor"] = Absent()
         anything = {"check_argument_for_proper_class": lambda self, name, argument: type(argument)}
         theirs = type(theirs.__name__, (theirs,), anything)
     if "feature_extractor" in theirs.get_attributes():
-        parts["feature_extractor"] = NoVideos()
+        parts["feature_extractor"] = Absent()
     template = TEMPLATE % kind.placeholder
     return theirs(**parts, tokenizer=tokenizer, chat_template=template, **kind.given)
 
@@ -166,7 +166,11 @@ def make_model(name: str, processor: Any, seed: int = 0) -> Any:
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.ids.items()}
     text, vision = {**TEXT, **kind.text, "vocab_size": len(tokenizer)}, dict(kind.vision)
     config: Any = CONFIG_MAPPING[name](text_config=text, vision_config=vision, **kind.config, **ids)
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():  # Gemma 3's projection begins with zeros, and would show no image
+        if weight.dim() > 1 and not weight.any():
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
 
 
 def picture(number: int, width: int = 8, height: int = 8) -> Image.Image:
