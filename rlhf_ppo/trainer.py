@@ -51,7 +51,7 @@ class PPOTrainer(TrainerBase):
         model: The policy: a causal language model, a `PeftModel`, a directory or a hub name.
         ref_model: The reference of the KL penalty. None: the initial policy, or no reference with `args.kl_coef=0`.
         reward_model: A sequence-classification model with one label, or a list; None if only `reward_funcs` score.
-        train_dataset: Rows with `prompt` (text or conversation), `text` or `input_ids`; a path or hub name loads them.
+        train_dataset: Rows with `prompt` (text, or conversation and `images`), `text` or `input_ids`; a path or name.
         value_model: A sequence-classification model with one label, trained with the policy. None starts from the
             reward model, or from the policy's backbone with a zero head. "policy": a linear head on the policy's own
             last hidden states, detached; there is no second model.
@@ -63,7 +63,7 @@ class PPOTrainer(TrainerBase):
         peft_config: Adds an adapter to the policy. The reference is then the policy without the adapter.
         reward_funcs: One or several functions with `GRPOTrainer`'s signature, sync or async, their names (see
             `resolve_reward`), or objects that score the token ids of a whole batch (see `RewardSource`).
-        reward_processing_classes: The tokenizer of each reward model; None: the one beside it, if it differs.
+        reward_processing_classes: Tokenizer or processor of each reward model; None: the one beside it, if it differs.
         value_peft_config: Adds an adapter to the value model; only adapter and head are trained. With
             `args.share_base_model`, None copies the policy's configuration.
         kl_controller: Sets the KL coefficient after each update. None: `args.kl_coef`, or adapts to `args.kl_target`.

@@ -208,6 +208,10 @@ class ImageChats:
         spare, _ = chats.encoded([{"role": "user", "content": blocks}], None, {})
         return replace(chats, spare=spare)
 
+    def of_model(self, processor: Any, num_processes: int) -> ImageChats:
+        """Return the encoding for a model that may have a processor of its own."""
+        return self if processor is None else ImageChats.of(processor, num_processes)
+
     def encoded(
         self, prompt: Sequence[Mapping[str, Any]], images: Sequence[Any] | None, settings: Mapping[str, Any]
     ) -> tuple[RowImages, list[dict[str, Any]]]:

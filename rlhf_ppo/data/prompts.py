@@ -72,14 +72,14 @@ class PromptEncoder:
         """Encode a row of a data set with images; return its ids and images, and its conversation with them.
 
         Returns:
-            None for a row that has neither columns nor blocks of images, or no images and a text as prompt.
+            None for a text as prompt, and in a run without images.
         """
         try:
             prompt, images = row.get("prompt"), images_of(row)
         except Exception as error:  # of Pillow, where `datasets` reads the column
             self._fail(index, f"has an image that cannot be read ({error})", "restore the file, or drop the row")
         blocks = image_blocks(prompt)
-        if self.chats is not None and is_conversation(prompt) and (images is not None or blocks):
+        if self.chats is not None and is_conversation(prompt):
             self._check_blocks(prompt, index)
             try:
                 settings = template_settings(row, self.template_kwargs)

@@ -104,7 +104,9 @@ def configuration_kept(model: nn.Module, name: str) -> Iterator[None]:
 
 def no_split_modules(*models: nn.Module) -> list[str]:
     """Name the classes of the blocks that FSDP wraps one by one."""
-    return sorted({name for model in models for name in transformers_model(model)._no_split_modules or ()})
+    found = {type(part).__name__.removeprefix("FSDP") for model in models for part in model.modules()}
+    named = {name for model in models for name in transformers_model(model)._no_split_modules or ()}
+    return sorted(named & found)  # a vision tower's names those of its text model too
 
 
 def settle_special_tokens(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLControlle
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_critic_alone, check_optimization, check_output_dir, check_ptx, parse_weights
 from rlhf_ppo.config.ppo_config import Sizes
-from rlhf_ppo.data.images import ImageChats, shows_images
+from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import NoPrompts, num_rows
 from rlhf_ppo.data.rollout import PositionLimit, smallest
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
@@ -38,7 +38,7 @@ from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
 from rlhf_ppo.run import distributed
-from rlhf_ppo.run.datasets import PromptPreparation, load_data, longest_prompt, policy_tokenizer
+from rlhf_ppo.run.datasets import PromptPreparation, image_chats, load_data, longest_prompt, policy_tokenizer
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
 from rlhf_ppo.run.learning import CriticOnly
@@ -61,7 +61,7 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
     if distributed.zero_stage(accelerator) == 3:  # save_model writes unsharded weights
         zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-        _give_trained_one_type(model, accelerator)
+        distributed.give_trained_one_type(model, accelerator)
 
 
 def start_afresh(run: RunState, policy: nn.Module, engine: GenerationEngine) -> None:
@@ -104,19 +104,6 @@ def _keep_sums_in_float32(accelerator: Accelerator) -> None:
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is not None and isinstance(policy := plugin.mixed_precision_policy, MixedPrecisionPolicy):
         plugin.mixed_precision_policy = replace(policy, output_dtype=None, reduce_dtype=torch.float32)
-
-
-def _give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
-    """With 16-bit precision, convert trainable, unsharded weights to the engine's type.
-
-    ZeRO-3 keeps trainable weights in buffers of one type; its optimizer has float32 copies. PEFT creates float32
-    adapters over 16-bit models.
-    """
-    if (dtype := distributed.mixed_precision_dtype(accelerator)) is None:
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
-            parameter.data = parameter.data.to(dtype)
 
 
 def _uses_fsdp(args: PPOConfig) -> bool:
@@ -300,8 +287,9 @@ def prepare(
     tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
     processor = loading.load_processor(processing_class, models.policy, tokenizer)
-    chats = image_chats(args, processor, models, episodes, train_dataset, eval_dataset)
-    preparation = prompt_preparation(args, tokenizer, tokens, models, functions, episodes, chats)
+    given = models.policy, models.value_model, models.reference, models.rewards
+    chats = image_chats(args, processor, given, episodes, (train_dataset, eval_dataset))
+    preparation = replace(prompt_preparation(args, tokenizer, tokens, models, functions, episodes), chats=chats)
     train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
     for reward in models.rewards:
         if reward.tokenizer is not None and num_rows(train_dataset):
@@ -543,7 +531,6 @@ def prompt_preparation(
     models: Models,
     functions: Sequence[Callable[..., Any]],
     episodes: EpisodeRollouts | None,
-    chats: ImageChats | None,
 ) -> PromptPreparation:
     """Return the tokenization of prompts that all models can read.
 
@@ -559,38 +546,7 @@ def prompt_preparation(
         columns_are_read=bool(functions or episodes),
         encoder=None if episodes is None else episodes.encoder,
         stops=tokens.stops,
-        chats=chats,
     )
-
-
-def image_chats(
-    args: PPOConfig, processor: Any, models: Models, episodes: EpisodeRollouts | None, *datasets: Any
-) -> ImageChats | None:
-    """Return the encoding of conversations with images, if a data set has images.
-
-    Raises:
-        ValueError: An argument excludes images, or a model does not read them.
-    """
-    if not any(map(shows_images, datasets)):
-        return None
-    reference = None if models.reference is None else models.reference.own_policy
-    readers = {"model": models.policy, "value_model": models.value_model, "ref_model": reference}
-    readers |= {reward.argument: reward.model for reward in models.rewards}
-    blind = [name for name, model in readers.items() if model is not None and not capabilities.reads_images(model)]
-    problem = None
-    if episodes is not None:
-        problem = "tools, environments and rollout_func read texts only: leave them out"
-    elif args.generation_engine == "continuous":
-        problem = "generation_engine='continuous' reads texts only: set it to 'transformers' or 'vllm'"
-    elif blind:
-        problem = f"{blind[0]} is a {type(readers[blind[0]]).__name__} without vision: pass a model of images and text"
-    elif processor is None:
-        problem = "there is no processor: pass processing_class=AutoProcessor.from_pretrained(...)"
-    elif any(reward.tokenizer is not None and reward.processor is None for reward in models.rewards):
-        problem = "a reward model has its own tokens: pass its processor as reward_processing_classes"
-    if problem is not None:
-        raise ValueError(f"a data set has images, but {problem}")
-    return ImageChats.of(processor, distributed.num_processes(args))
 
 
 @dataclass(frozen=True)
@@ -658,10 +614,7 @@ def make_parts(
 
 
 def make_scorer(
-    run: RunState,
-    rewards: Sequence[LoadedRewardModel],
-    functions: Sequence[Callable[..., Any]],
-    chats: ImageChats | None = None,
+    run: RunState, rewards: Sequence[LoadedRewardModel], functions: Sequence[Any], chats: ImageChats | None
 ) -> Scorer:
     """Combine reward models and reward functions in one scorer, models first; place the models.
 
@@ -678,9 +631,7 @@ def make_scorer(
             (run.tokenizer, reward.tokenizer),
             capabilities.positions(reward.model),
             together,
-            chats
-            if chats is None or reward.processor is None
-            else ImageChats.of(reward.processor, accelerator.num_processes),
+            chats and chats.of_model(reward.processor, accelerator.num_processes),
         )
         for reward in rewards
     ]

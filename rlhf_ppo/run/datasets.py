@@ -18,13 +18,14 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
-from rlhf_ppo.data.images import ImageChats
+from rlhf_ppo.data.images import ImageChats, shows_images
 from rlhf_ppo.data.prompts import (
     OWN_COLUMNS,
     PROMPT_COLUMNS,
@@ -44,9 +45,10 @@ from rlhf_ppo.data.rollout import PositionLimit, check_lengths, collated_tensors
 from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
-from rlhf_ppo.models.capabilities import Vocabulary
-from rlhf_ppo.rewards.reward_model import tokenizer_beside
-from rlhf_ppo.run.distributed import get_logger, isolated_rng
+from rlhf_ppo.models.capabilities import Vocabulary, reads_images
+from rlhf_ppo.models.reference import Reference
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel, tokenizer_beside
+from rlhf_ppo.run.distributed import get_logger, isolated_rng, num_processes
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.run_state import RunState
 from rlhf_ppo.run.signals import leave_signals_to_parent
@@ -319,6 +321,47 @@ def policy_tokenizer(given: Any, model: Any) -> PreTrainedTokenizerBase:
         f"{missing}; save it there with tokenizer.save_pretrained, or pass "
         "processing_class=AutoTokenizer.from_pretrained(...)"
     )
+
+
+def image_chats(
+    args: PPOConfig,
+    processor: Any,
+    models: tuple[nn.Module, nn.Module, Reference | None, Sequence[LoadedRewardModel]],
+    episodes: EpisodeRollouts | None,
+    given: Iterable[Any],
+) -> ImageChats | None:
+    """Return the encoding of conversations with images, if a data set has images.
+
+    Args:
+        args: The arguments.
+        processor: The policy's processor, or None.
+        models: Policy, value model, reference and reward models.
+        episodes: Rollouts of several turns, or None.
+        given: The data sets.
+
+    Raises:
+        ValueError: An argument excludes images, or a model does not read them.
+    """
+    if not any(map(shows_images, given)):
+        return None
+    policy, value_model, reference, rewards = models
+    readers = {"model": policy, "ref_model": None if reference is None else reference.own_policy}
+    readers |= {reward.argument: reward.model for reward in rewards} | {"value_model": value_model}
+    blind = [name for name, model in readers.items() if model is not None and not reads_images(model)]
+    problem = None
+    if episodes is not None:
+        problem = "tools, environments and rollout_func read texts only: leave them out"
+    elif args.generation_engine == "continuous":
+        problem = "generation_engine='continuous' reads texts only: set it to 'transformers' or 'vllm'"
+    elif blind:
+        problem = f"{blind[0]} is a {type(readers[blind[0]]).__name__} without vision: pass a model of images and text"
+    elif processor is None:
+        problem = "there is no processor: pass processing_class=AutoProcessor.from_pretrained(...)"
+    elif any(reward.tokenizer is not None and reward.processor is None for reward in rewards):
+        problem = "a reward model has its own tokens: pass its processor as reward_processing_classes"
+    if problem is not None:
+        raise ValueError(f"a data set has images, but {problem}")
+    return ImageChats.of(processor, num_processes(args))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import MultiProcessAdapter
 from accelerate.utils import gather_object, reduce, set_seed
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from rlhf_ppo.terminal import visible_logger
@@ -67,6 +68,19 @@ def use_one_device(args: TrainingArguments) -> None:
 def mixed_precision_dtype(source: Accelerator | TrainingArguments) -> torch.dtype | None:
     """Return the 16-bit dtype of matrix products, which DeepSpeed also stores weights in; None: the weights' own."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(source.mixed_precision)
+
+
+def give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
+    """With 16-bit precision, convert trainable, unsharded weights to the engine's type.
+
+    ZeRO-3 keeps trainable weights in buffers of one type; its optimizer has float32 copies. PEFT creates float32
+    adapters over 16-bit models.
+    """
+    if (dtype := mixed_precision_dtype(accelerator)) is None:
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype)
 
 
 def zero_stage(accelerator: Accelerator) -> int | None:

@@ -113,7 +113,7 @@ def _check_ids(name: str, rows: Sequence[Tensor], vocabulary: Vocabulary) -> Non
     """Raise a `ValueError` where an id is outside the vocabulary; a GPU would only say that an assertion failed."""
     for row, ids in enumerate(rows):
         is_outside = len(ids) and not 0 <= int(ids.long().min()) <= int(ids.long().max()) < vocabulary.size
-        if is_outside or bool((ids == vocabulary.image_token).any()):
+        if is_outside or vocabulary.image_token in ids.tolist():
             texts = "" if is_outside else f" without {vocabulary.image_token}, an image's: step() takes texts only"
             raise ValueError(
                 f"{name}[{row}] holds something other than the token ids 0 to {vocabulary.size - 1} of "
