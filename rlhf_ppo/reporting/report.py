@@ -351,7 +351,7 @@ def _samples(path: Path) -> list[dict[str, Any]]:
             "prompt": str(row["query"]),
             "response": as_lines(row["messages"]) if row.get("messages") else str(row["model response"]),
             "score": None if row["score"] == "" else float(row["score"]),
-            "images": str(row.get("images", "")).split(),
+            **({"images": str(row["images"]).split()} if row.get("images") else {}),
         }
         for row in rows
     ]
@@ -382,7 +382,7 @@ def _response(row: Mapping[str, Any]) -> dict[str, Any]:
         "id": row["token_id"],
         "written": row["token_written"],
         "tokens": figures,
-        "images": row.get("images") or [],
+        **({"images": row["images"]} if row.get("images") else {}),
         "episode": None if row.get("messages") is None else _episode(row),
     }
 
