@@ -102,7 +102,7 @@ def test_a_run_saves_shows_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole.save_model(str(saved))
     policy = AutoModelForImageTextToText.from_pretrained(saved)
     torch.testing.assert_close(policy.state_dict(), whole.policy_model.state_dict(), rtol=0, atol=0)
-    assert type(AutoProcessor.from_pretrained(saved)) is type(PROCESSOR)
+    assert type(AutoProcessor.from_pretrained(saved)).__name__ == "LlavaProcessor"
     again = make_trainer(tmp_path / "again", {"model": str(saved), "value_model": str(saved / "critic")})
     torch.testing.assert_close(again.value_model.state_dict(), whole.value_model.state_dict(), rtol=0, atol=0)
 
