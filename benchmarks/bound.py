@@ -21,10 +21,14 @@ sparsity, which doubles it, 1513 of H100 PCIe, 1979 of H100 SXM and H200."""
 
 
 def read_clock(device: str) -> float:
-    """Read the time, in seconds, once the device has done all that it was given."""
+    """Read the time in seconds: on a GPU once it has done all that it was given, on a CPU that of a busy thread.
+
+    CPU seconds leave out what other work on the machine takes, as in the measured phases.
+    """
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+        return time.perf_counter()
+    return time.process_time() / torch.get_num_threads()
 
 
 def best_seconds(function: Callable[[], Any], device: str = "cpu", repeats: int = 5) -> float:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ def test_flops_of_adapters_over_a_frozen_gpt_neox() -> None:
     assert update_flops(NEOX, PROMPTS, RESPONSES, num_ppo_epochs=2)[1] == whole_model
     assert decoded_bytes(NEOX, 7, torch.bfloat16) == 7 * 2 * (2 * (4 * 16 + 2 * 24) + 4 * 10)
     assert decoded_bytes(LLAMA, 7) == 7 * 4 * (2 * (4 * 16 + 3 * 24) + 4 * 10)
+
+
+def test_a_rate_on_a_cpu_leaves_out_the_time_of_other_work() -> None:
+    from bound import best_seconds
+
+    assert best_seconds(lambda: time.sleep(0.1), repeats=1) < 0.05
 
 
 @pytest.mark.parametrize(
