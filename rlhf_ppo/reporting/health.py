@@ -162,7 +162,9 @@ def _critic(logs: Sequence[Log], run: RunContext) -> str | None:
 
 
 def _failed_calls(logs: Sequence[Log], run: RunContext) -> str | None:
-    found = _last(logs, "tools/failure_frequency")
+    found, calls = _last(logs, "tools/failure_frequency"), _values(logs, "tools/call_frequency")
+    if len(calls) >= PATIENCE and not any(calls):
+        return "no response has called a tool so far"
     return f"{found[-1]:.0%} of the calls of tools fail" if found and min(found) > 0.5 else None
 
 
@@ -239,8 +241,8 @@ CHECKS = (
     Check(
         "failed_calls",
         _failed_calls,
-        "most calls of tools fail",
-        "the policy calls tools or arguments that do not exist, or a tool is broken or too slow",
+        "most calls of tools fail, or there are none",
+        "the policy does not know how to call these tools, or a tool is broken or too slow",
         ("raise tool_timeout", "start from a model that knows the tools (sft_model_path)"),
     ),
     Check(

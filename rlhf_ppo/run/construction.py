@@ -58,6 +58,7 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
         model: Policy and value model.
     """
     _keep_sums_in_float32(accelerator)
+    distributed.warn_of_missing_fsdp(accelerator)
     if distributed.zero_stage(accelerator) == 3:  # save_model writes unsharded weights
         zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True

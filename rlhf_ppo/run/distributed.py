@@ -94,6 +94,12 @@ def is_fsdp(accelerator: Accelerator) -> bool:
     return getattr(accelerator.state, "fsdp_plugin", None) is not None
 
 
+def warn_of_missing_fsdp(accelerator: Accelerator) -> None:
+    """Warn if the launcher asked for FSDP, which accelerate leaves out on CPUs without a word."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not is_fsdp(accelerator):
+        logger.warning("FSDP was asked for, but accelerate has none on CPUs: each process holds whole models (DDP).")
+
+
 def is_sharding(accelerator: Accelerator) -> bool:
     """Return whether weights are sharded, so that every rank takes part in saving them."""
     return is_fsdp(accelerator) or zero_stage(accelerator) == 3

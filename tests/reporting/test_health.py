@@ -105,6 +105,12 @@ class Tracker(TrainerCallback):
         self.logs.append(dict(logs))
 
 
+def test_a_policy_that_never_calls_a_tool_is_named_one_that_has_stopped_is_not() -> None:
+    find = BY_NAME["failed_calls"].find
+    assert find(series("tools/call_frequency", [0.0, 0.0, 0.0]), RUN) == "no response has called a tool so far"
+    assert find(series("tools/call_frequency", [0.1, 0.0, 0.0, 0.0]), RUN) is None
+
+
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [message for message in messages if message.startswith("Health")]

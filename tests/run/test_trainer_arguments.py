@@ -241,3 +241,12 @@ def test_remove_unused_columns_drops_what_no_reward_function_reads(remove: bool,
     with_function = make_trainer(SeenPrompts, **QUICK, train_dataset=dataset, remove_unused_columns=remove)
     with_function.train()
     assert cast(SeenPrompts, with_function).columns[0] == {"answer", "length"}
+
+
+def test_fsdp_that_accelerate_ignores_is_said(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`accelerate launch` sets this variable; on CPUs accelerate leaves FSDP out without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    make_trainer()
+    assert "FSDP was asked for, but accelerate has none on CPUs" in caplog.text
