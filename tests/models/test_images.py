@@ -1,0 +1,121 @@
+"""Rows with images: every pass equals plain transformers over the row alone, with the processor's tensors of it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from tests.runs import logged, record_rollouts
+from tests.vision import KINDS, image_rows, make_model, make_processor
+
+LENGTH = 5
+
+
+def alone(processor: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a processor makes of one row."""
+    blocks = [{"type": "image", "image": image} for image in row["images"]]
+    messages = [{"role": "user", "content": [*blocks, {"type": "text", "text": row["prompt"][0]["content"]}]}]
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    made = processor.apply_chat_template(messages, **how)
+    return {name: value for name, value in made.items() if name != "labels"}
+
+
+def with_response(given: dict[str, Any], response: torch.Tensor, token_type: int) -> dict[str, Any]:
+    """Append a response; its token types are all alike."""
+    ids = {"input_ids": response, "attention_mask": torch.ones_like(response)}
+    return given | {
+        name: torch.cat([value, ids.get(name, torch.full_like(response, token_type))], dim=1)
+        for name, value in given.items()
+        if name in ids or name.endswith("token_type_ids")
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_update_reads_each_row_with_its_images_as_if_it_were_alone(name: str, make_trainer: Any) -> None:
+    """The token types of a response are those of text; PaliGemma has prompts that are read in both directions."""
+    processor = make_processor(name)
+    policy, reference = make_model(name, processor), make_model(name, processor, seed=1)
+    plain, rows = copy.deepcopy(policy), image_rows((2, 1, 3, 1) if name == "paligemma" else (0, 1, 3, 0))
+    trainer = make_trainer(
+        model=policy, ref_model=reference, value_model=None, processing_class=processor, train_dataset=rows, top_k=1,
+        per_device_train_batch_size=2, num_ppo_epochs=1, total_episodes=4, response_length=LENGTH, temperature=1.0,
+        reward_funcs=lambda completions, images, **_: [len(shown) for shown in images],
+    )  # fmt: skip
+    head = nn.init.normal_(trainer.value_model.score.weight).detach().clone()[0]
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+
+    (rollout,) = rollouts
+    order, image = [], processor.tokenizer.convert_tokens_to_ids("<image>")
+    for row, real in enumerate(rollout.attention_mask):
+        ids, mask = rollout.query_responses[row][real], rollout.response_mask[row]
+        prompt, response = ids[: -int(mask.sum())], ids[None, -int(mask.sum()) :]
+        inputs = [alone(processor, each) for each in rows]
+        order += [number for number, given in enumerate(inputs) if given["input_ids"].tolist() == [prompt.tolist()]]
+        given, both = inputs[order[-1]], with_response(inputs[order[-1]], response, int(name == "paligemma"))
+        how = {"do_sample": False, "suppress_tokens": [image], "return_dict_in_generate": True, "output_logits": True}
+        with torch.no_grad():
+            expected = plain.generate(**given, max_new_tokens=LENGTH, **how)
+            logits = [torch.cat(expected.logits), reference(**both).logits[0, len(prompt) - 1 : -1]]
+            values = plain.model(**both).last_hidden_state[0, len(prompt) - 1 : -1] @ head
+        assert torch.equal(expected.sequences[0], ids)
+        own, of_reference = (each.log_softmax(-1).gather(1, response.T)[:, 0] for each in logits)
+        for actual, right in zip(
+            (rollout.logprobs, rollout.ref_logprobs, rollout.values), (own, of_reference, values), strict=True
+        ):
+            torch.testing.assert_close(actual[row][mask], right, atol=1e-4, rtol=1e-4)
+    assert sorted(order) == [0, 1, 2, 3] and logged(trainer, "val/first_logratio")[0] < 1e-4
+    assert rollout.scores.tolist() == [len(rows[number]["images"]) for number in order]
+
+
+class Seen:
+    """Keeps what a backbone reads while it learns, one row a pass: by the row's ids, its tensors."""
+
+    def __init__(self, model: Any) -> None:
+        self.rows: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        model.model.register_forward_pre_hook(self.keep, with_kwargs=True)
+
+    def keep(self, module: Any, _: Any, given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            real = given["attention_mask"][0].bool()
+            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+            ids = tensors.pop("input_ids")[0][real]
+            types = {name: value[0][real] for name, value in tensors.items() if name.endswith("token_type_ids")}
+            self.rows[tuple(ids.tolist())] = tensors | types | {"attention_mask": real[real]}
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_the_policy_reads_what_it_reads_under_grpo(name: str, make_trainer: Any, tmp_path: Path) -> None:
+    """One data set and one processor under both trainers: ids, masks, token types and tensors of images."""
+    processor, rows = make_processor(name), Dataset.from_list(image_rows((0, 1, 3, 2)))
+    policies = [make_model(name, processor) for _ in range(2)]
+    ours, theirs = map(Seen, policies)
+    common: dict[str, Any] = {"per_device_train_batch_size": 1, "top_k": 1, "temperature": 1.0, "learning_rate": 0.0}
+    make_trainer(
+        model=policies[0], value_model=None, processing_class=processor, train_dataset=rows, num_ppo_epochs=1,
+        gradient_accumulation_steps=4, total_episodes=4, response_length=LENGTH, reward_funcs=no_reward, **common,
+    ).train()  # fmt: skip
+    args = GRPOConfig(
+        str(tmp_path), num_generations=2, steps_per_generation=2, gradient_accumulation_steps=8, max_steps=1,
+        max_completion_length=LENGTH, bf16=False, use_cpu=True, report_to="none", disable_tqdm=True, **common,
+    )  # fmt: skip
+    GRPOTrainer(policies[1], no_reward, args, rows, processing_class=processor).train()
+    assert len(ours.rows) == 4 and ours.rows.keys() == theirs.rows.keys()
+    for ids, tensors in theirs.rows.items():
+        own = ours.rows[ids]
+        for field, expected in tensors.items():
+            assert torch.equal(own.pop(field).to(expected.dtype), expected), field
+        # Without images in a batch TRL passes no token types.
+        assert all("token_type" in field and not types.any() for field, types in own.items())
+
+
+def no_reward(completions: Any, **_: Any) -> list[float | None]:
+    return [0.0] * len(completions)
