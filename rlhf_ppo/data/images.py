@@ -98,19 +98,11 @@ def model_inputs(rows: Sequence[RowImages], attention_mask: Tensor) -> dict[str,
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate along the first dimension, with zeros at the ends of the others, as processors pad a batch."""
-    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    padded = [
-        nn.functional.pad(
-            part,
-            [
-                *itertools.chain(
-                    *((0, most - size) for most, size in zip(largest[::-1], part.shape[:0:-1], strict=True))
-                )
-            ],
-        )
-        for part in parts
-    ]
-    return torch.cat(padded)
+    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    whole = parts[0].new_zeros(sum(map(len, parts)), *shape)
+    for part, end in zip(parts, itertools.accumulate(map(len, parts)), strict=True):
+        whole[(slice(end - len(part), end), *map(slice, part.shape[1:]))] = part
+    return whole
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any] | None:
@@ -124,18 +116,10 @@ def images_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 def image_blocks(prompt: Any) -> list[Mapping[str, Any]]:
     """Return the blocks of images in a conversation."""
-    messages = [] if isinstance(prompt, str) or prompt is None else prompt
-    contents = [
-        message["content"]
-        for message in messages
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
-    ]
-    return [
-        block
-        for content in contents
-        for block in content
-        if isinstance(block, Mapping) and block.get("type") == "image"
-    ]
+    messages = prompt if isinstance(prompt, list | tuple) else []
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return [block for block in blocks if isinstance(block, Mapping) and block.get("type") == "image"]
 
 
 def data_url(picture: Any, longest_edge: int | None = None) -> str:
@@ -155,26 +139,34 @@ def data_url(picture: Any, longest_edge: int | None = None) -> str:
 
 def thumbnails(row: RowImages) -> list[str]:
     """Return a row's images as small `data:` URLs, for tables and reports."""
-    return [data_url(picture, THUMBNAIL) for picture in row.pictures]
+    return [data_url(picture, THUMBNAIL) for picture in row.pictures if hasattr(picture, "convert")]
 
 
-def shows_images(dataset: Any) -> bool:
-    """Return whether a data set has a column of images, or conversations with blocks of images."""
+def shows_images(dataset: Any, thorough: bool = True) -> bool:
+    """Return whether a data set has a column of images, or conversations with blocks of images.
+
+    Args:
+        dataset: A data set, a dict of them, or None.
+        thorough: Also read the first row of a stream, and each row whose contents may be blocks.
+    """
     if isinstance(dataset, Mapping):
-        return any(map(shows_images, dataset.values()))
-    if dataset is None:
+        return any(shows_images(each, thorough) for each in dataset.values())
+    is_stream = not hasattr(dataset, "__len__")
+    if dataset is None or (is_stream and not thorough):
         return False
     try:
-        first = next(iter(dataset), {})
-        blocks, prompt = image_blocks(first.get("prompt")), first.get("prompt")
+        first = next(iter(dataset), {}) if is_stream else dataset[0]
+        prompt = first.get("prompt")
     except Exception:  # an image that cannot be read, whose row is named when it is encoded
         return True
-    if any(column in first for column in IMAGE_COLUMNS) or blocks or not hasattr(dataset, "__len__"):
-        return bool(blocks) or any(column in first for column in IMAGE_COLUMNS)
-    is_typed = isinstance(dataset, datasets.Dataset)
-    if is_typed and not (isinstance(prompt, list) and any(isinstance(each["content"], list) for each in prompt)):
-        return False  # Arrow has one type for all contents
-    return any(image_blocks(row.get("prompt")) for row in dataset)
+    found = bool(image_blocks(prompt)) or any(column in first for column in IMAGE_COLUMNS)
+    if found or is_stream or not thorough:
+        return found
+    if isinstance(dataset, datasets.Dataset):  # Arrow has one type for all contents
+        if not (isinstance(prompt, list) and any(isinstance(each["content"], list) for each in prompt)):
+            return False
+        dataset = dataset.select_columns("prompt")
+    return any(image_blocks(dataset[row].get("prompt")) for row in range(len(dataset)))
 
 
 def as_blocks(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None) -> list[dict[str, Any]]:
@@ -182,6 +174,13 @@ def as_blocks(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | Non
     from trl.data_utils import prepare_multimodal_messages  # slow to import
 
     return prepare_multimodal_messages([*map(dict, messages)], [*images] if images else None)
+
+
+def without_placeholders(text: str, processor: Any) -> str:
+    """Return a response without the tokens in whose place a processor puts images, videos and sounds."""
+    for kind in ("image", "video", "audio"):
+        text = text.replace(getattr(processor, f"{kind}_token", None) or "\0", "")
+    return text
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,5 @@ class ImageChats:
         """Return the tokens and images of a processor's output for one row."""
         own = {name: value for name, value in fields.items() if name not in ("input_ids", "attention_mask", "labels")}
         tensors = {name: value[0] if name.endswith(_TOKEN_TYPES) else value for name, value in own.items()}
-        is_prefix = type(self.processor).__name__.startswith(
-            "PaliGemma"
-        )  # whose prompt reads itself in both directions
+        is_prefix = type(self.processor).__name__.startswith("PaliGemma")  # its prompt reads itself in both directions
         return RowImages(tensors, fields["input_ids"][0].tolist(), pictures, int(is_prefix), self.spare)

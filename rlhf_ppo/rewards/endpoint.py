@@ -113,7 +113,7 @@ def _rows_of(table: Mapping[str, Sequence[Any]], rows: range) -> dict[str, list[
     return {name: list(values[rows.start : rows.stop]) for name, values in table.items()}
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return an image as a `data:` URL."""
     return data_url(value) if hasattr(value, "convert") else json.JSONEncoder().default(value)
 
@@ -151,7 +151,7 @@ async def post_json(
         NoAnswerError: The last repetition failed.
         ConnectionError: The server answered with another status, such as 401.
     """
-    body = json.dumps(payload, default=_as_json)
+    body = json.dumps(payload, default=as_json)
     for attempt in itertools.count():
         try:
             response = await client.post(url, content=body)

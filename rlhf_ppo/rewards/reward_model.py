@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
-from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks
+from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks, without_placeholders
 from rlhf_ppo.data.prompts import (
     MARK,
     as_the_template_reads,
@@ -375,6 +375,8 @@ def _templated(answer: Answer, tokenizer: Any) -> str:
         response = answer.response
         if whole[-1].get("role") == "assistant":
             response = text_of_content(whole.pop()["content"]) + answer.continuation
+        if isinstance(tokenizer, ProcessorMixin):
+            response = without_placeholders(response, tokenizer)
         if not answer.ended and not response.strip():
             return _rendered(whole, tokenizer, answer.settings, True)
         whole.append({"role": "assistant", "content": response})

@@ -342,7 +342,7 @@ def image_chats(
     Raises:
         ValueError: An argument excludes images, or a model does not read them.
     """
-    if not any(map(shows_images, given)):
+    if not any(shows_images(each, processor is not None and episodes is None) for each in given):
         return None
     policy, value_model, reference, rewards = models
     readers = {"model": policy, "ref_model": None if reference is None else reference.own_policy}

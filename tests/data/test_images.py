@@ -104,6 +104,7 @@ def test_which_data_sets_have_images() -> None:
     text = {"prompt": ASKED}
     assert shows_images([text, {"prompt": block()}]) and shows_images({"a": [text], "b": [text | {"image": None}]})
     assert shows_images(table(jpeg()).to_iterable_dataset()) and shows_images(table(b"no image"))
+    assert shows_images([text] * 2 + [{"prompt": block()}]) and not shows_images([text, {"prompt": block()}], False)
     assert not any(map(shows_images, ([text], Dataset.from_list([text]), iter([text]), None, [{"prompt": "w3"}])))
 
 

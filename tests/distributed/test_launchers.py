@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import processes, recipes
+from tests.distributed import images, processes, recipes
 from tests.distributed.comparing import assert_logs_alike, assert_same_step, numbers
 from tests.distributed.processes import LAUNCHERS
 
 pytestmark = pytest.mark.distributed
 
 
+IMAGES = "tests.distributed.images.train"
 STEPS: list[dict[str, Any]] = [{}, {"adapted_head": True}, {"one_body": True}]
 
 
@@ -26,6 +27,7 @@ def runs(config, folder, models):
         ("train", {"output_dir": whole, "models": str(models), **recipes.PPO, **recipes.BESIDE}),
         ("train", {"output_dir": adapter, "models": str(models), **of_adapters}),
         *(("one_step", step | what) for what in STEPS),
+        (IMAGES, {"output_dir": str(folder / "images"), "models": str(models), "local_batch_size": 2}),
     ]
     return processes.run_all(config, calls)
 
@@ -37,15 +39,15 @@ def ddp(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(models, tmp_path_factory):
-    """The steps, with all tokens in one chunk."""
+    """The steps, with all tokens in one chunk, and the updates on images."""
     step = {"output_dir": str(tmp_path_factory.mktemp("one")), "models": str(models), "local_batch_size": 8}
-    calls = [("one_step", step | what) for what in STEPS]
-    results = [rank for (rank,) in processes.run_all("multi_gpu", calls, world=1)]
+    calls = [*(("one_step", step | what) for what in STEPS), (IMAGES, step | {"local_batch_size": 4})]
+    *results, of_images = [rank for (rank,) in processes.run_all("multi_gpu", calls, world=1)]
     assert all(result["num_processes"] == 1 and set(result["chunks"]) == {1} for result in results)
     start = AutoModelForCausalLM.from_pretrained(models / "policy").state_dict()
     moved = [np.abs(results[0]["parameters"][f"policy.{name}"] - value.numpy()).max() for name, value in start.items()]
     assert min(moved) > 1e-3, "every gradient is large against the difference that is allowed"
-    return results
+    return [*results, of_images]
 
 
 def test_rewards_per_token_and_scaled_scores_are_those_of_one_process(models, tmp_path):
@@ -85,15 +87,16 @@ def assert_same_updates(one, two):
 
 @pytest.mark.parametrize("config", LAUNCHERS)
 def test_every_launcher_trains_alike(config, models, ddp, one_process, tmp_path):
-    whole, adapter, *steps = ddp if config == "multi_gpu" else runs(config, tmp_path, models)
+    whole, adapter, *steps, of_images = ddp if config == "multi_gpu" else runs(config, tmp_path, models)
 
     kind, stage = LAUNCHERS[config]
-    for rank in (*whole, *adapter, *itertools.chain(*steps)):
+    for rank in (*whole, *adapter, *itertools.chain(*steps), *of_images):
         launched = {key: rank[key] for key in ("num_processes", "distributed_type", "zero_stage")}
         assert launched == {"num_processes": 2, "distributed_type": kind, "zero_stage": stage}
     for ours, of_ddp in ((whole, ddp[0]), (adapter, ddp[1])):
         assert_trained_alike(ours, of_ddp)
-    for two, one in zip(steps, one_process, strict=True):
+    images.assert_alike(of_images, one_process[-1], models)
+    for two, one in zip(steps, one_process[:-1], strict=True):
         assert_same_step(two[0], one)
         assert two[0]["table"] == two[1]["table"] == one["table"]
         assert all(sum(rank["chunks"]) > 2 * len(rank["chunks"]) for rank in two)

@@ -1,0 +1,52 @@
+"""Reward models that read images, and the requests that carry them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from trl.data_utils import prepare_multimodal_messages
+
+from rlhf_ppo.data.images import IMAGES_COLUMN, ImageChats
+from rlhf_ppo.data.prompts import ImageCollator, PromptCollator, PromptEncoder
+from rlhf_ppo.data.rollout import Prompts
+from rlhf_ppo.generation.sampling import SpecialTokens, join_responses
+from rlhf_ppo.models.frozen import FrozenScorer
+from rlhf_ppo.models.loading import make_value_model
+from rlhf_ppo.rewards.endpoint import as_json
+from rlhf_ppo.rewards.reward_model import RewardModel
+from rlhf_ppo.rewards.scorer import ScoringBatch
+from tests.vision import image_rows, make_model, make_processor, picture
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_a_score_is_that_of_the_conversation_with_its_images_alone(name: str) -> None:
+    """A placeholder that the policy wrote stands for nothing."""
+    processor = make_processor(name)
+    tokenizer, rows = processor.tokenizer, image_rows((0, 1, 3))
+    model: Any = make_value_model(make_model(name, processor))
+    torch.nn.init.normal_(model.score.weight)
+    chats = ImageChats(processor)
+    encode = PromptEncoder(tokenizer, "rows", None, chats=chats)
+    batch = ImageCollator(PromptCollator(0), encode)([row | encode(row, 0) for row in rows])
+    prompts = Prompts.from_collated(batch, torch.device("cpu"))
+    written = torch.tensor([[5, 6, 1], [7, processor.image_token_id, 8], [9, 10, 11]])
+    responses = join_responses(prompts, written, 1, 0)
+    assert responses.images == batch[IMAGES_COLUMN]
+    scored = ScoringBatch.of(responses, prompts, SpecialTokens(0, (1,), (1,), None))
+    scores = RewardModel(FrozenScorer(model), 3, tokenizers=(tokenizer, None), chats=chats)(scored)
+
+    for row, ids, score in zip(rows, ([5, 6], [7, 8], [9, 10, 11]), scores.tolist(), strict=True):
+        answer = {"role": "assistant", "content": tokenizer.decode(ids)}
+        messages = prepare_multimodal_messages([*row["prompt"], answer], row["images"])
+        fields = processor.apply_chat_template([messages], tokenize=True, return_dict=True, return_tensors="pt")
+        expected = model.score(model.base_model(**fields).last_hidden_state)[0, -1, 0]
+        assert score == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_server_gets_images_as_urls() -> None:
+    assert json.loads(json.dumps([picture(1)], default=as_json))[0].startswith("data:image/png;base64,")
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        json.dumps([object()], default=as_json)
