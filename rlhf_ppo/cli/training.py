@@ -354,10 +354,7 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
         found.save(str(trainer.args.output_dir))
         print_text(f"The reward model is {found}.")
         if found.state is not None:
-            logger.warning(
-                f"The reward model is {found.state}: train it longer, or on more pairs. PPO cannot be better than its "
-                "reward."
-            )
+            logger.warning(f"The reward model is {found.state}: {found.advice}. PPO cannot be better than its reward.")
     return found
 
 

@@ -227,6 +227,12 @@ class RewardAccuracy:
             return "at chance" if high < GOOD else "tested on too few pairs"
         return "weak" if self.accuracy < AT_LEAST else None
 
+    @property
+    def advice(self) -> str:
+        """What to do about the state."""
+        too_few = self.state == "tested on too few pairs"
+        return "give more pairs, of which a tenth is held out" if too_few else "train it longer, or on more pairs"
+
     def __str__(self) -> str:
         """Return the figures in words."""
         low, high = self.interval

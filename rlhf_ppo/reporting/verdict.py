@@ -156,7 +156,7 @@ def _first(*reasons: Iterator[str]) -> tuple[str, ...]:
 
 def _of_reward_model(accuracy: RewardAccuracy | None) -> Iterator[str]:
     if accuracy is not None and accuracy.state is not None:
-        yield f"The reward model is {accuracy.state}, {accuracy}: train it longer, or on more pairs."
+        yield f"The reward model is {accuracy.state}, {accuracy}: {accuracy.advice}."
 
 
 def _of_training(outcome: Outcome, runs: Sequence[RecordedRun]) -> Iterator[str]:

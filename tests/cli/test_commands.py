@@ -141,7 +141,7 @@ def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_p
     assert adapted == {"q_proj"}
 
 
-def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys):
+def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys, caplog):
     """Pairs above `max_length` are neither learned from nor held out; of nine, in batches of 4, each counts once."""
     rows = [
         {"prompt": f"w{row % 9} w{row}", "chosen": f" w{row % 7} w{row}", "rejected": f" w{row % 5}"}
@@ -163,6 +163,7 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
     assert found.accuracy == pytest.approx(right / 9) and 0 < right < 9
     assert trainer.args.per_device_eval_batch_size == 4
     assert f"The reward model is {found}." in capsys.readouterr().out
+    assert "The reward model is tested on too few pairs: give more pairs, of which a tenth is held out." in caplog.text
     write_rows("few.jsonl", rows[:9] + rows[90:])
     options[3] = "few.jsonl"
     commands.reward(options)
