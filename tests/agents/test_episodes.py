@@ -186,7 +186,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an image": (
         {"train_dataset": [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}] * 2},
         {},
-        "row 0 of train_dataset holds a content block of type 'image'",
+        "a data set has images, but tools, environments and rollout_func read texts only",
     ),
     "no stop token": ({}, {"stop_token": None}, "Nothing ends a turn: set stop_token='eos'"),
 }
