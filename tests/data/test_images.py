@@ -89,7 +89,7 @@ def test_a_broken_file_is_named_and_pixels_stay_as_they_are(encode: PromptEncode
     """`Dataset.map` would compress a JPEG a second time."""
     with pytest.raises(ValueError, match="row 1 of train_dataset has an image that cannot be read"):
         prepare_prompts(table(jpeg(), b"no image"), encode)
-    with pytest.raises(ValueError, match="row 0 of train_dataset has an image that cannot be read .Truncated"):
+    with pytest.raises(ValueError, match=r"row 0 of train_dataset has an image that cannot be read .Truncated"):
         prepare_prompts(table(jpeg()[:400]), encode)
     given, read = table(jpeg(), jpeg()), Pillow.open(io.BytesIO(jpeg()))
     for prepared in (
