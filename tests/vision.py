@@ -6,9 +6,8 @@ Image processors are transformers' PIL classes. No processor takes videos: trans
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,14 +27,8 @@ TOWER: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
     "patch_size": 4, "initializer_range": 0.3, "vision_use_head": False, "projection_dim": 32,
 }  # fmt: skip
-QWEN_TOWER = TOWER | {
-    "depth": 2,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "window_size": 16,
-    "num_position_embeddings": 16,
-}
-QWEN_ENDS = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0]}
+QWEN_TOWER = TOWER | {"depth": 2, "num_heads": 2, "out_hidden_size": 32, "window_size": 16}
+QWEN_ENDS = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 M_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 SIGLIP, CLIP = {"model_type": "siglip_vision_model"}, {"model_type": "clip_vision_model"}
@@ -55,19 +48,10 @@ TOKENS = {
 """The names that processors and configurations have for special tokens."""
 
 
-class Kind(NamedTuple):
-    """The names of a processor and of its image processor's module; arguments; what stands for an image in a chat."""
-
-    processor: str
-    images_of: str
-    images: dict[str, Any]
-    text: dict[str, Any]
-    vision: dict[str, Any]
-    config: Mapping[str, Any] = MappingProxyType({})
-    given: Mapping[str, Any] = MappingProxyType({})
-    placeholder: str = "<image>"
-
-
+Kind: Any = namedtuple(
+    "Kind", "processor images_of images text vision config given placeholder", defaults=[{}, {}, "<image>"]
+)
+"""The names of a processor and of its image processor's module; arguments; what stands for an image in a chat."""
 KINDS = {
     "gemma3": Kind("Gemma3", "gemma3", SIZE, {"model_type": "gemma3_text", **SLIDING}, SIGLIP,
                    {"mm_tokens_per_image": 4}, {"image_seq_length": 4}, "<img>"),

@@ -25,18 +25,12 @@ def train(output_dir, models, local_batch_size, **arguments):
     args = PPOConfig(
         output_dir=output_dir, per_device_train_batch_size=local_batch_size, max_steps=2, num_ppo_epochs=2,
         num_mini_batches=1, response_length=4, top_k=1, optim="sgd", learning_rate=1e-2,
-        train_sampling_strategy="sequential",
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, num_sample_generations=0, seed=3,
-        local_rollout_forward_batch_size=1, bf16=False, ddp_backend="gloo", **arguments,
+        train_sampling_strategy="sequential", logging_steps=1, save_strategy="no", report_to="none",
+        disable_tqdm=True, num_sample_generations=0, seed=3, local_rollout_forward_batch_size=1, bf16=False,
+        ddp_backend="gloo", **arguments,
     )  # fmt: skip
-    trainer = PPOTrainer(
-        args,
-        make_processor("llava"),
-        f"{models}/llava",
-        reward_model=reward_model,
-        reward_funcs=number_of_tokens,
-        train_dataset=image_rows((1, 3, 0, 0)),
-    )
+    made, rows = (make_processor("llava"), f"{models}/llava"), image_rows((1, 3, 0, 0))
+    trainer = PPOTrainer(args, *made, reward_model=reward_model, reward_funcs=number_of_tokens, train_dataset=rows)
     trainer.train()
     return {**launched_as(trainer), "parameters": whole_parameters(trainer), "log": trainer.state.log_history}
 
