@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import compare_versions
 from datasets import Dataset
 from torch import nn
 from trl.trainer.grpo_config import GRPOConfig
@@ -92,6 +93,7 @@ class Seen:
             self.rows[tuple(ids.tolist())] = tensors | types | {"attention_mask": real[real]}
 
 
+@pytest.mark.skipif(compare_versions("trl", "<", "1.16"), reason="older TRL takes rows of a batch apart otherwise")
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
 def test_the_policy_reads_what_it_reads_under_grpo(name: str, make_trainer: Any, tmp_path: Path) -> None:
     """One data set and one processor under both trainers: ids, masks, token types and tensors of images."""
