@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.image_utils import load_image
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 from rlhf_ppo.config.ppo_config import output_directory
@@ -269,11 +270,18 @@ def _shortened(text: str, column: str) -> str:
     return f"...{text[-MAX_CHARACTERS:]}" if is_prompt else f"{text[:MAX_CHARACTERS]}..."
 
 
+def _with_pictures(df: pd.DataFrame, image: Callable[[Any], Any]) -> pd.DataFrame:
+    """Replace the `data:` URLs of thumbnails by a tracker's images, as TRL's tables hold them."""
+    if "images" not in df:
+        return df
+    return df.assign(images=[[image(load_image(url)) for url in str(cell).split()] for cell in df["images"]])
+
+
 def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
     """Send the samples to the experiment trackers in `args.report_to` that have an active run.
 
-    Their name is `completions` in W&B and Trackio (a table) and TensorBoard (a text), `completions.csv` in Comet.
-    Trackers without an active run are skipped, as on ranks other than 0 and before training.
+    Their name is `completions` in W&B and Trackio (a table, with images) and TensorBoard (a text), `completions.csv`
+    in Comet. Trackers without an active run are skipped, as on ranks other than 0 and before training.
 
     Args:
         df: The samples.
@@ -284,12 +292,14 @@ def report_table(df: pd.DataFrame, trainer: Trainer) -> None:
         import wandb
 
         if wandb.run is not None:
-            wandb.log({"completions": wandb.Table(dataframe=df), "train/global_step": step})
+            shown = wandb.Table(dataframe=_with_pictures(df, wandb.Image))
+            wandb.log({"completions": shown, "train/global_step": step})
     if "trackio" in trackers:
         import trackio  # pyright: ignore[reportMissingImports]
 
         if trackio.context_vars.current_run.get() is not None:  # pyright: ignore[reportPrivateImportUsage]
-            trackio.log({"completions": trackio.Table(dataframe=df), "train/global_step": step})
+            shown = trackio.Table(dataframe=_with_pictures(df, trackio.Image))
+            trackio.log({"completions": shown, "train/global_step": step})
     if "comet_ml" in trackers:
         import comet_ml  # pyright: ignore[reportMissingImports]
 

@@ -14,8 +14,11 @@ import pytest
 from datasets import Dataset
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.data.images import data_url
+from rlhf_ppo.reporting.evaluation import report_table
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
+from tests.vision import picture
 
 TRACKERS = ["wandb", "tensorboard", *(["trackio"] if importlib.util.find_spec("trackio") else [])]
 PROMPTS = Dataset.from_list(prompt_rows(5, seed=9))
@@ -114,3 +117,14 @@ def test_trackio_holds_every_metric_and_every_table_of_a_run(run: SimpleNamespac
         names = {name for name in values if not name.startswith(("train/train_", "train/total_"))}  # of the whole run
         assert {name: metrics[step][name] for name in names} == {name: values[name] for name in names}
     check_tables(tables, run)
+
+
+def test_wandb_gets_thumbnails_as_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, sent, url = importlib.import_module("wandb"), list[Any](), data_url(picture(1, 20, 10), 96)
+    monkeypatch.setattr(wandb, "run", wandb)
+    monkeypatch.setattr(wandb, "log", sent.append)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(global_step=1), args=SimpleNamespace(report_to=["wandb"]))
+    trainer.callback_handler = SimpleNamespace(callbacks=[])
+    report_table(pd.DataFrame({"query": ["a", "b"], "images": [f"{url} {url}", ""]}), trainer)
+    shown, none = sent[0]["completions"].get_column("images")
+    assert [image.image.size for image in shown] == [(20, 10)] * 2 and none == []
