@@ -34,7 +34,7 @@
     const tables = data.runs[run].samples;
     slider("samples", tables, (update) => {
       byId("samples-list").replaceChildren(...update.rows.map((row) => {
-        const first = tables[0].rows.find((each) => each.prompt === row.prompt);
+        const first = tables[0].rows.find((each) => each.prompt === row.prompt && String(each.images) === String(row.images));
         const both = first && update !== tables[0] ? [answer(`Response after update ${tables[0].step}`, first)] : [];
         return make("div", { class: "sample" }, promptTurn(row.prompt, "", row.images),
           make("div", { class: "pair" }, ...both, answer(`Response after update ${update.step}`, row)));
