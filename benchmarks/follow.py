@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M-Instruct by examples/follow_instructions.py, by PPO and by what a user would otherwise take.
+"""Train SmolLM2-135M-Instruct by examples/follow_instructions.py, by PPO and its alternatives.
 
     make chat-model
     python benchmarks/follow.py one-body --seed 1 --max_steps 40 --dataset_name FILE

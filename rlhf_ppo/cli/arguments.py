@@ -34,7 +34,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
     """
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
-        """Parse the command line, over the values of the YAML file after `--config`; presets may have one for LoRA."""
+        """Parse the command line, over the YAML file after `--config`; with `--use_peft` over a preset's for LoRA."""
         words = [*(sys.argv[1:] if args is None else args)]
         if "--config" in words[:-1]:
             place = words.index("--config") + 1

@@ -31,7 +31,7 @@ _TOKEN_TYPES = "token_type_ids"
 
 @dataclass(frozen=True)
 class RowImages:
-    """What a row's prompt adds to its tokens.
+    """The images of a row's prompt, and the tensors that a processor makes of them.
 
     Attributes:
         fields: The processor's tensors, on the host; those of tokens are `(C,)`.

@@ -139,11 +139,8 @@ class PromptEncoder:
         """Check that no message holds an image or a sound; many templates drop them without an error."""
         contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
         kinds = [str(block.get("type")) for content in contents for block in content if isinstance(block, Mapping)]
-        unread = [
-            kind
-            for kind in kinds
-            if kind.startswith(("image", "audio", "video")) and (kind != "image" or not self.chats)
-        ]
+        unread = [kind for kind in kinds if kind.startswith(("image", "audio", "video"))]
+        unread = [kind for kind in unread if kind != "image"] if self.chats else unread
         if unread:
             self._fail(index, f"holds a content block of type {unread[0]!r}", "write text: policies read nothing else")
 

@@ -192,14 +192,12 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
 def _in_language_model(model: nn.Module, peft_config: Any) -> Any:
     """Keep adapters off vision towers, unless the configuration names one, excludes modules or has a pattern."""
     body, decoder, targets = backbone(model), transformers_model(model).get_decoder(), peft_config.target_modules
-    towers = [name for name, part in body.named_children() if decoder not in part.modules()]
-    is_free = getattr(peft_config, "exclude_modules", towers) is None
-    if not is_free or decoder is body or not takes(type(body), "pixel_values"):
+    has_towers = decoder is not body and takes(type(body), "pixel_values")
+    if not has_towers or getattr(peft_config, "exclude_modules", "") is not None:
         return _without_routers(model, peft_config)
-    named = [targets] if isinstance(targets, str) else [*(targets or ())]
-    if named != ["all-linear"] and (
-        isinstance(targets, str) or any(tower in each for tower in towers for each in named)
-    ):
+    towers = [name for name, part in body.named_children() if decoder not in part.modules()]
+    is_pattern = isinstance(targets, str) and targets != "all-linear"
+    if is_pattern or any(tower in each for tower in towers for each in targets or ()):
         return peft_config
     return dataclasses.replace(peft_config, exclude_modules=rf"(.*\.)?({'|'.join(towers)})(\..*)?")
 

@@ -229,7 +229,7 @@ class RewardAccuracy:
 
     @property
     def advice(self) -> str:
-        """What to do about the state."""
+        """The advice for the state."""
         too_few = self.state == "tested on too few pairs"
         return "give more pairs, of which a tenth is held out" if too_few else "train it longer, or on more pairs"
 

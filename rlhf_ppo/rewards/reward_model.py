@@ -364,7 +364,7 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def encoded_answer(answer: Answer, chats: ImageChats) -> RowImages:
-    """Return what a reward model reads of a conversation with images and its answer; see `reward_model_ids`."""
+    """Return the tokens and images of a conversation with its answer, for a reward model; see `reward_model_ids`."""
     pictures = [block["image"] for block in image_blocks(answer.prompt)]
     return chats.of_text(_templated(answer, chats.processor), pictures)
 
@@ -393,11 +393,9 @@ def _rendered(
     settings: Mapping[str, Any] | None = None,
     opens: bool = False,
 ) -> str:
-    how, is_text = (
-        template_settings({"chat_template_kwargs": settings}, None),
-        not isinstance(tokenizer, ProcessorMixin),
-    )
-    shown = as_the_template_reads(messages, tokenizer, settings=how) if is_text else as_blocks(messages)
+    how = template_settings({"chat_template_kwargs": settings}, None)
+    reads_images = isinstance(tokenizer, ProcessorMixin)
+    shown = as_blocks(messages) if reads_images else as_the_template_reads(messages, tokenizer, settings=how)
     return str(tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=opens, **how))
 
 
