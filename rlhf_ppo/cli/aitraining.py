@@ -29,6 +29,7 @@ from rlhf_ppo.config.checks import option
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.resolve import resolve_reward
+from rlhf_ppo.run.checkpoints import find_start
 from rlhf_ppo.terminal import visible_logger
 
 __all__ = ["AutoTrainProject", "LLMTrainingParams"]
@@ -219,6 +220,7 @@ class AutoTrainProject:
         if params.trainer != "ppo":
             make = reward_trainer if params.trainer == "reward" else sft_trainer
             return make(args, self.model_args, train_dataset, eval_dataset)
+        find_start(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
         episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps
         num_episodes = episodes * PartialState().num_processes
         train_dataset = fill_update(train_dataset, num_episodes)

@@ -21,6 +21,7 @@ from rlhf_ppo.cli.training import (
 )
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_output_dir
+from rlhf_ppo.run.checkpoints import find_start
 from rlhf_ppo.terminal import print_text
 from rlhf_ppo.trainer import PPOTrainer
 
@@ -89,6 +90,7 @@ def _train(command: str, argv: Sequence[str] | None) -> Any:
     (script_args, args, model_args), rows = parse_step(command, argv, program)
     with user_errors(program):
         if command == "train":
+            find_start(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)  # before models load
             trainer = scored_ppo_trainer(script_args, args, model_args, *rows)
         else:
             make = sft_trainer if command == "sft" else measured_reward_trainer

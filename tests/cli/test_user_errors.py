@@ -20,6 +20,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         save_models(base=tiny_policy(), scorer=tiny_scorer())
         Path("bare").mkdir()
+        Path("used/checkpoint-1").mkdir(parents=True)
+        Path("used/checkpoint-1/trainer_state.json").write_text('{"global_step": 1}')
         row = {"prompt": "w4 w5", "text": "w4 w5", "completion": " w6", "chosen": " w4", "rejected": " w7"}
         write_rows("rows.jsonl", [row] * 12)
         write_rows("few.jsonl", [row] * 2)
@@ -58,6 +60,8 @@ MISTAKES = [
     (f"{PPO} --dataset_name torn.jsonl", "dataset_name='torn.jsonl'"),
     (f"{PPO} --dataset_name questions.jsonl", "'question'"),
     (f"{RUN} --sft_model_path nowhere/at-all", "sft_model_path='nowhere/at-all'"),
+    (f"{RUN} --output_dir used --sft_model_path nowhere", "output_dir='used' holds checkpoints"),
+    (f"{LLM} --project-name used --model nowhere", "holds checkpoints that this run does not continue"),
     (f"{RUN} --sft_model_path bare", "sft_model_path='bare'"),
     (f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is not a language model: lm_head.weight"),
     (f"{RUN} --reward_model_path base --sft_model_path ./base", "reward_model_path='base' is not a reward model"),
