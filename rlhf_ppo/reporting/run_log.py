@@ -114,7 +114,8 @@ class RunSettings:
             return None
         left_out = _PLACES | _SEEDS | _SHOWN_ONLY
         told = {name: value for name, value in self.arguments.items() if name not in left_out}
-        text = json.dumps([told, self.made_of], sort_keys=True)
+        functions = [text and os.path.basename(text) for text in self.made_of.get("reward_funcs", ())]
+        text = json.dumps([told, {**self.made_of, "reward_funcs": functions}], sort_keys=True)
         return json.dumps(json.loads(text, parse_int=float))  # gamma=1 is gamma=1.0
 
 

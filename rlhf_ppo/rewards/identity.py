@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 import tokenize
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +35,7 @@ def model_identity(model: nn.Module) -> str:
 
 
 def function_identities(function: Any) -> list[str]:
-    """Return the place of a function or class in its file, and a hash of its source; a preference is its judge.
+    """Return the name of a function or class and a hash of its source, at whatever place; a preference is its judge.
 
     Args:
         function: A reward function, or an object that holds one as `function`.
@@ -49,13 +48,11 @@ def function_identities(function: Any) -> list[str]:
     named = function.model if isinstance(function, ChatJudge) else getattr(function, "name", "")
     own = getattr(function, "display_url", None) or named
     made: Any = function if hasattr(function, "__qualname__") else type(function)
-    found = [f"{made.__module__}.{made.__qualname__} {own}"]
     try:
-        found[0] = f"{os.path.realpath(inspect.getfile(made))}:{made.__qualname__} {own}"
-        found.append(f"source {hashlib.sha256(inspect.getsource(made).encode()).hexdigest()[:16]} {own}")
+        source = f"source {hashlib.sha256(inspect.getsource(made).encode()).hexdigest()[:16]}"
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # it has no file, or that has changed since
-        pass
-    return found
+        source = f"of {made.__module__}"
+    return [f"{made.__qualname__} {source} {own}"]
 
 
 def reward_identities(models: Sequence[nn.Module], functions: Any) -> list[str]:

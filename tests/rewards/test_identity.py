@@ -13,10 +13,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.reporting.model_card import names_of_parts
+from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.rewards.identity import function_identities, judge_identities, model_identity
 from rlhf_ppo.rewards.judges import ChatJudge, PreferenceReward, RewardModelJudge, as_judge
 from rlhf_ppo.rewards.resolve import resolve_reward
-from tests.conftest import make_tokenizer, save_models, tiny_scorer
+from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
 
@@ -63,6 +65,17 @@ def test_a_function_is_itself_by_any_path_and_in_a_copy_and_no_other_of_its_name
         assert not own & {*judge_identities(as_judge(resolve_reward(spec)))}, spec
     one, other = ({*function_identities(resolve_reward(f"http://{host}/f"))} for host in ("one", "two"))
     assert one.isdisjoint(other)
+
+
+def test_runs_are_grouped_by_what_their_reward_does_wherever_its_file_is(tmp_path: Path) -> None:
+    settings = []
+    for place, text in (("one", FILE), ("two", FILE), ("edited", FILE.replace("len(text)", "-len(text)"))):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "rewards.py").write_text(text)
+        function = f"{tmp_path / place}/rewards.py:length"
+        made_of = names_of_parts(tiny_policy(), None, [], ["length"], function, None)
+        settings.append(RunSettings({"gamma": 1.0}, made_of=made_of).without_seed())
+    assert settings[0] == settings[1] != settings[2]
 
 
 def test_a_preference_is_its_judge() -> None:
