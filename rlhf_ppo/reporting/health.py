@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.reporting.console import beside_bars, use_console
-from rlhf_ppo.reporting.judgements import read_accuracy
+from rlhf_ppo.reporting.judgements import AT_CHANCE, read_accuracy
 from rlhf_ppo.reporting.model_card import model_origin
 from rlhf_ppo.terminal import visible_logger
 
@@ -35,12 +35,12 @@ class RunContext:
     Attributes:
         num_episodes: Episodes of an update.
         explained_variance_logs: Number of consecutive logs in which the explained variance must be near 0 or below.
-        reward_accuracy: Accuracy of the reward model on held-out pairs, if it was measured.
+        reward_accuracy: Accuracy of a reward model at chance on held-out pairs, in words; None: no model is at chance.
     """
 
     num_episodes: int = 64
     explained_variance_logs: int = 20
-    reward_accuracy: float | None = None
+    reward_accuracy: str | None = None
 
 
 class Check(NamedTuple):
@@ -146,9 +146,7 @@ def _explained_variance(logs: Sequence[Log], run: RunContext) -> str | None:
 
 
 def _reward_accuracy(logs: Sequence[Log], run: RunContext) -> str | None:
-    if run.reward_accuracy is None or run.reward_accuracy >= 0.6:
-        return None
-    return f"the reward model is right on {run.reward_accuracy:.1%} of held-out pairs, where guessing is right on 50%"
+    return run.reward_accuracy and f"the reward model is at chance, {run.reward_accuracy}"
 
 
 def _critic(logs: Sequence[Log], run: RunContext) -> str | None:
@@ -220,7 +218,7 @@ CHECKS = (
     Check(
         "reward_accuracy",
         _reward_accuracy,
-        "the reward model hardly knows the better response",
+        "the reward model does not know the better response",
         "the reward model has learned little: too few pairs, too few epochs, or labels that contradict each other",
         ("raise num_train_epochs of `rlhf-ppo reward`", "take another reward_model_path"),
     ),
@@ -309,11 +307,11 @@ def add_console_and_health(trainer: Trainer, args: PPOConfig, sizes: Sizes, rewa
     use_console(trainer, args.log_console)
     if args.health_checks:
         num_logs = sizes.num_total_batches / args.logging_steps if args.logging_steps >= 1 else 1 / args.logging_steps
-        accuracy = next(filter(None, map(read_accuracy, filter(None, map(model_origin, reward_models)))), None)
+        measured = filter(None, map(read_accuracy, filter(None, map(model_origin, reward_models))))
         run = RunContext(
             sizes.batch_size,
             min(RunContext.explained_variance_logs, max(10, int(num_logs / 2))),  # a short run can be warned too
-            None if accuracy is None else accuracy.accuracy,
+            next((str(accuracy) for accuracy in measured if accuracy.state == AT_CHANCE), None),
         )
         trainer.callback_handler.callbacks.insert(0, HealthCallback(run))
 

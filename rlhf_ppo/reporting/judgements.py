@@ -195,6 +195,8 @@ AT_LEAST = 0.6
 """Accuracy below which a reward model is weak."""
 GOOD = 0.7
 """Accuracy of a good reward model."""
+AT_CHANCE = "at chance"
+"""State of a reward model of which enough pairs show that it guesses."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class RewardAccuracy:
         """
         low, high = self.interval
         if low <= 0.5:
-            return "at chance" if high < GOOD else "tested on too few pairs"
+            return AT_CHANCE if high < GOOD else "tested on too few pairs"
         return "weak" if self.accuracy < AT_LEAST else None
 
     @property

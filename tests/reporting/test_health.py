@@ -6,20 +6,23 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
+from rlhf_ppo.reporting.health import CHECKS, RunContext, add_console_and_health, health_settings, warnings_of
+from rlhf_ppo.reporting.judgements import RewardAccuracy
 from rlhf_ppo.reporting.run_log import RunSettings, read_log
+from tests.conftest import tiny_scorer
 from tests.runs import assert_identical, history
 
 MakeTrainer = Callable[..., PPOTrainer]
 BY_NAME = {check.name: check for check in CHECKS}
 KEYS = {check.key for check in CHECKS}
-RUN = RunContext(num_episodes=8, reward_accuracy=0.6)
+RUN = RunContext(num_episodes=8)
 HEALTHY = {
     "loss": 0.1,
     "objective/kl": 4.0,
@@ -63,7 +66,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
         series("rewards/a/std", [1.0, 0.06, 0.0, 0.04]),
         "the same reward (a)",
     ),
-    "reward_accuracy": (series("loss", [0.1]), series("loss", [0.1]), "right on 59.0% of held-out pairs"),
+    "reward_accuracy": (series("loss", [0.1]), series("loss", [0.1]), "the reward model is at chance, right on 51%"),
     "explained_variance": (
         series("val/explained_variance", [-0.1] * 19 + [0.0]),  # 0: the values have not changed at all
         series("val/explained_variance", [-0.1] * 19 + [0.01]),
@@ -87,7 +90,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
 def test_a_check_warns_beyond_its_limit_only(name: str) -> None:
     beyond, within, words = CASES[name]
     check = BY_NAME[name]
-    run = dataclasses.replace(RUN, reward_accuracy=0.59) if name == "reward_accuracy" else RUN
+    run = dataclasses.replace(RUN, reward_accuracy="right on 51%") if name == "reward_accuracy" else RUN
 
     assert words in (check.find(beyond, run) or "")
     assert {other for other, each in BY_NAME.items() if each.find(within, RUN)} <= {"kl"}
@@ -95,6 +98,20 @@ def test_a_check_warns_beyond_its_limit_only(name: str) -> None:
     assert check.find(missing, RUN) is None
     fields = {*PPOConfig.__dataclass_fields__}
     assert all(fields & {*re.findall(r"\w+", words)} for words in check.options)
+
+
+def test_a_reward_model_is_at_chance_only_if_enough_pairs_say_so(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer, scorer = make_trainer(), tiny_scorer()
+    scorer.config._name_or_path = str(tmp_path)
+    for accuracy, num_pairs, words in (
+        (0.51, 400, "right on 51.0% of 400 held-out pairs (95% interval 46.1 to 55.9%)"),
+        (0.3, 400, "right on 30.0% of 400 held-out pairs (95% interval 25.7 to 34.7%)"),
+        (0.5, 10, None),  # from 24 to 76%
+        (0.57, 2000, None),
+    ):
+        RewardAccuracy.of(accuracy, num_pairs).save(tmp_path)
+        add_console_and_health(trainer, trainer.args, trainer.sizes, [scorer])
+        assert health_settings(trainer.callback_handler.callbacks)["reward_accuracy"] == words, accuracy
 
 
 class Tracker(TrainerCallback):
