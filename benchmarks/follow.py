@@ -7,7 +7,9 @@ All arms have the example's prompts, rewards, episodes, sampling and optimizer s
 example's. A run stopped on the way goes on with `--resume_from_checkpoint True`. The result is a line of `--results`.
 
 start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states.
-no-critic: the Reinforce of docs/research.md. grpo: TRL's GRPO, 8 responses a prompt.
+no-critic: the Reinforce of docs/research.md. grpo: TRL's GRPO, 8 responses a prompt. trl-ppo: TRL 1.12's PPO
+(follow_trl.py), which `pip install --no-deps --target trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it
+cannot resume.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from follow_trl import make_trainer
 
 import rlhf_ppo
 from rlhf_ppo import PPOTrainer
@@ -80,53 +83,58 @@ class Reinforce(Measured):
         return advantages.masked_fill(~mask, 0.0), to_come.masked_fill(~mask, 0.0)
 
 
-class Grpo:
-    """TRL's GRPOTrainer behind what the example calls of PPOTrainer; PPOTrainer measures its policy."""
+class Theirs:
+    """TRL's trainer behind what the example calls of PPOTrainer, which measures its policy."""
 
     def __init__(
-        self, args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: Any, beta: float, **given: Any
+        self, args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: Any, make: Any, **given: Any
     ) -> None:
-        from datasets import Dataset
-        from trl.trainer.grpo_config import GRPOConfig
-        from trl.trainer.grpo_trainer import GRPOTrainer
-
-        size = args.per_device_train_batch_size
-        config = GRPOConfig(
-            output_dir=args.output_dir, seed=args.seed, learning_rate=args.learning_rate, use_cpu=args.use_cpu,
-            max_steps=args.max_steps * args.num_ppo_epochs * args.num_mini_batches, temperature=args.temperature,
-            per_device_train_batch_size=size // args.num_mini_batches, steps_per_generation=args.num_mini_batches,
-            num_iterations=args.num_ppo_epochs, num_generations=8, max_completion_length=args.response_length,
-            beta=beta, reward_weights=[*args.reward_weights, args.missing_eos_penalty], bf16=False,
-            lr_scheduler_type=args.lr_scheduler_type, warmup_steps=args.warmup_steps, max_grad_norm=args.max_grad_norm,
-            gradient_checkpointing=False, save_steps=40, save_total_limit=1, report_to="none", disable_tqdm=True,
-            logging_steps=8,
-        )  # fmt: skip
-
-        def ended(completion_ids: Any, **_: Any) -> Any:
-            return [float(ids[-1] == tokenizer.eos_token_id) - 1 for ids in completion_ids]
-
-        self.trainer = GRPOTrainer(
-            model, [*reward_funcs, ended], config, Dataset.from_list(given["train_dataset"]),
-            processing_class=tokenizer, peft_config=peft_config,
-        )  # fmt: skip
         measures = partial(PPOTrainer, value_model="policy", ref_model=model.name_or_path)
         self._own = partial(measures, args, tokenizer, reward_funcs=reward_funcs, **given)
+        self.trainer = make(args, tokenizer, model, reward_funcs, peft_config, given["train_dataset"])
         self.is_world_process_zero = self.trainer.is_world_process_zero
         self.save_model, self.seconds, self.table = self.trainer.save_model, 0.0, Measured.table
 
     def generate_completions(self) -> Any:
         """Make the table after training."""
         if self.seconds:
-            policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-            measures = self._own(policy)
+            trained = self.trainer.accelerator.unwrap_model(self.trainer.model)
+            measures = self._own(getattr(trained, "policy", trained))
             self.table, self.evaluate = measures.generate_completions(), measures.evaluate
         return self.table
 
     def train(self, resume_from_checkpoint: Any = None) -> None:
         """Train; count the CPU seconds."""
         began = time.process_time()
-        self.trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+        self.trainer.train(*([resume_from_checkpoint] if resume_from_checkpoint else []))
         self.seconds = time.process_time() - began
+
+
+def grpo(args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: Any, rows: Any, *, beta: float) -> Any:
+    """Make TRL's GRPOTrainer."""
+    from datasets import Dataset
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    size = args.per_device_train_batch_size
+    config = GRPOConfig(
+        output_dir=args.output_dir, seed=args.seed, learning_rate=args.learning_rate, use_cpu=args.use_cpu,
+        max_steps=args.max_steps * args.num_ppo_epochs * args.num_mini_batches, temperature=args.temperature,
+        per_device_train_batch_size=size // args.num_mini_batches, steps_per_generation=args.num_mini_batches,
+        num_iterations=args.num_ppo_epochs, num_generations=8, max_completion_length=args.response_length,
+        beta=beta, reward_weights=[*args.reward_weights, args.missing_eos_penalty], bf16=False,
+        lr_scheduler_type=args.lr_scheduler_type, warmup_steps=args.warmup_steps, max_grad_norm=args.max_grad_norm,
+        gradient_checkpointing=False, save_steps=40, save_total_limit=1, report_to="none", disable_tqdm=True,
+        logging_steps=8,
+    )  # fmt: skip
+
+    def ended(completion_ids: Any, **_: Any) -> Any:
+        return [float(ids[-1] == tokenizer.eos_token_id) - 1 for ids in completion_ids]
+
+    return GRPOTrainer(
+        model, [*reward_funcs, ended], config, Dataset.from_list(rows), processing_class=tokenizer,
+        peft_config=peft_config,
+    )  # fmt: skip
 
 
 def arm(name: str, beta: float) -> Any:
@@ -136,7 +144,8 @@ def arm(name: str, beta: float) -> Any:
         "critic": Measured,
         "one-body": partial(Measured, value_model="policy"),
         "no-critic": partial(Reinforce, value_model="policy"),
-        "grpo": partial(Grpo, beta=beta),
+        "grpo": partial(Theirs, make=partial(grpo, beta=beta)),
+        "trl-ppo": partial(Theirs, make=make_trainer),
     }
     return arms[name]
 
@@ -144,7 +153,7 @@ def arm(name: str, beta: float) -> Any:
 def main() -> None:
     """Train, measure, and append a line to the results."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).partition("\n")[0])
-    parser.add_argument("arm", choices=("start", "critic", "one-body", "no-critic", "grpo"))
+    parser.add_argument("arm", choices=("start", "critic", "one-body", "no-critic", "grpo", "trl-ppo"))
     parser.add_argument("--beta", type=float, default=0.02, help="of GRPO")
     parser.add_argument("--results", type=Path, default=Path("follow.jsonl"))
     given, others = parser.parse_known_args()
