@@ -357,7 +357,7 @@ def make_trainer(make_args: Callable[..., PPOConfig]) -> Iterator[Callable[..., 
     trainer_arguments = {
         "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model", "data_collator",
         "eval_dataset", "optimizers", "callbacks", "peft_config", "value_peft_config", "reward_funcs",
-        "reward_processing_classes", "kl_controller", "engine", "ptx_dataset",
+        "reward_processing_classes", "kl_controller", "engine", "ptx_dataset", "rollout_func",
     }  # fmt: skip
 
     def make(trainer_class: type[PPOTrainer] = PPOTrainer, **overrides: Any) -> PPOTrainer:

@@ -138,3 +138,13 @@ def image_rows(counts: tuple[int, ...] = (0, 1, 3)) -> list[dict[str, Any]]:
         images = [picture(10 * row + image, *sizes[(row + image) % 3]) for image in range(count)]
         rows.append({"prompt": [{"role": "user", "content": words}], "images": images})
     return rows
+
+
+def alone(processor: Any, row: dict[str, Any], answer: str | None = None) -> dict[str, Any]:
+    """Return what a processor makes of one row, as a prompt or with an answer."""
+    blocks = [{"type": "image", "image": image} for image in row["images"]]
+    messages = [{"role": "user", "content": [*blocks, {"type": "text", "text": row["prompt"][0]["content"]}]}]
+    messages += [] if answer is None else [{"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    how = {"add_generation_prompt": answer is None, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    made = processor.apply_chat_template(messages, **how)
+    return {name: value for name, value in made.items() if name != "labels"}

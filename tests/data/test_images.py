@@ -29,12 +29,8 @@ def block(**given: Any) -> list[dict[str, Any]]:
 
 def test_column_list_and_block_are_one_prompt(encode: PromptEncoder) -> None:
     image = picture(1)
-    rows = [
-        {"prompt": ASKED, "image": image},
-        {"prompt": ASKED, "images": [image]},
-        {"prompt": block(), "images": [image]},
-        {"prompt": block(image=image)},
-    ]
+    rows = [{"prompt": prompt, "images": [image]} for prompt in (ASKED, block())]
+    rows += [{"prompt": ASKED, "image": image}, {"prompt": block(image=image)}]
     ids = [encode(row, 0)["input_ids"] for row in rows]
     assert ids[1:] == ids[:-1] and ids[0].count(encode.tokenizer.convert_tokens_to_ids("<image>")) == 5
     batch = ImageCollator(PromptCollator(0), encode)(prepare_prompts(rows, encode))

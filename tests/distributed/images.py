@@ -6,33 +6,25 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 
-from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.models.loading import make_value_model
 from rlhf_ppo.models.unwrapping import gathered
-from tests.distributed.scenarios import launched_as, whole_parameters
+from tests.distributed.scenarios import make_trainer, report, whole_parameters
 from tests.vision import image_rows, make_processor
 
 
-def number_of_tokens(completion_ids, **_):
-    return [float(sum(ids) % 7) for ids in completion_ids]
-
-
-def train(output_dir, models, local_batch_size, **arguments):
+def train(output_dir, models, local_batch_size):
     """Take two updates on four rows, the first two of which have images: all of one process of two."""
     reward_model: Any = make_value_model(AutoModelForImageTextToText.from_pretrained(f"{models}/llava"))
     with torch.no_grad(), gathered([reward_model.score.weight], modify=True):  # sharded where it is made, under ZeRO-3
         reward_model.score.weight.copy_(torch.linspace(-1, 1, 32)[None])
-    args = PPOConfig(
-        output_dir=output_dir, per_device_train_batch_size=local_batch_size, max_steps=2, num_ppo_epochs=2,
-        num_mini_batches=1, response_length=4, top_k=1, optim="sgd", learning_rate=1e-2,
-        train_sampling_strategy="sequential", logging_steps=1, save_strategy="no", report_to="none",
-        disable_tqdm=True, num_sample_generations=0, seed=3, local_rollout_forward_batch_size=1, bf16=False,
-        ddp_backend="gloo", **arguments,
-    )  # fmt: skip
-    made, rows = (make_processor("llava"), f"{models}/llava"), image_rows((1, 3, 0, 0))
-    trainer = PPOTrainer(args, *made, reward_model=reward_model, reward_funcs=number_of_tokens, train_dataset=rows)
+    given = {"processing_class": make_processor("llava"), "model": f"{models}/llava", "reward_model": reward_model}
+    given |= {"value_model": None, "train_dataset": image_rows((1, 3, 0, 0)), "eval_dataset": None}
+    args = {"per_device_train_batch_size": local_batch_size, "local_rollout_forward_batch_size": 1, "max_steps": 2}
+    args |= {"gradient_accumulation_steps": 1, "num_mini_batches": 1, "train_sampling_strategy": "sequential"}
+    args |= {"response_length": 4, "stop_token": None, "top_k": 1, "optim": "sgd", "learning_rate": 1e-2}
+    trainer = make_trainer(output_dir, models, given=given, **args)
     trainer.train()
-    return {**launched_as(trainer), "parameters": whole_parameters(trainer), "log": trainer.state.log_history}
+    return report(trainer, parameters=whole_parameters(trainer))
 
 
 def assert_alike(ranks, alone, models):

@@ -88,6 +88,7 @@ def make_trainer(
         "bf16": False, "gradient_checkpointing": False, "num_sample_generations": 0, "seed": 3, "ddp_backend": "gloo",
     }  # fmt: skip
     arguments: dict[str, Any] = {
+        "processing_class": conftest.make_tokenizer(),
         "model": f"{models}/policy",
         "value_model": f"{models}/value_model",
         "train_dataset": Dataset.from_list(conftest.prompt_rows(num_prompts)),
@@ -98,8 +99,7 @@ def make_trainer(
         arguments["ptx_dataset"] = [
             {"text": " ".join(f"w{row + word}" for word in range(1 + row))} for row in range(11)
         ]
-    args = PPOConfig(**{**values, **overrides})
-    return trainer_class(args=args, processing_class=conftest.make_tokenizer(), **{**arguments, **(given or {})})
+    return trainer_class(args=PPOConfig(**{**values, **overrides}), **{**arguments, **(given or {})})
 
 
 def lora() -> dict[str, Any]:

@@ -15,18 +15,9 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from tests.runs import logged, record_rollouts
-from tests.vision import KINDS, image_rows, make_model, make_processor
+from tests.vision import KINDS, alone, image_rows, make_model, make_processor
 
 LENGTH = 5
-
-
-def alone(processor: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a processor makes of one row."""
-    blocks = [{"type": "image", "image": image} for image in row["images"]]
-    messages = [{"role": "user", "content": [*blocks, {"type": "text", "text": row["prompt"][0]["content"]}]}]
-    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    made = processor.apply_chat_template(messages, **how)
-    return {name: value for name, value in made.items() if name != "labels"}
 
 
 def with_response(given: dict[str, Any], response: torch.Tensor, token_type: int) -> dict[str, Any]:
@@ -69,9 +60,8 @@ def test_an_update_reads_each_row_with_its_images_as_if_it_were_alone(name: str,
             values = plain.model(**both).last_hidden_state[0, len(prompt) - 1 : -1] @ head
         assert torch.equal(expected.sequences[0], ids)
         own, of_reference = (each.log_softmax(-1).gather(1, response.T)[:, 0] for each in logits)
-        for actual, right in zip(
-            (rollout.logprobs, rollout.ref_logprobs, rollout.values), (own, of_reference, values), strict=True
-        ):
+        in_batch = (rollout.logprobs, rollout.ref_logprobs, rollout.values)
+        for actual, right in zip(in_batch, (own, of_reference, values), strict=True):
             torch.testing.assert_close(actual[row][mask], right, atol=1e-4, rtol=1e-4)
     assert sorted(order) == [0, 1, 2, 3] and logged(trainer, "val/first_logratio")[0] < 1e-4
     assert rollout.scores.tolist() == [len(rows[number]["images"]) for number in order]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from trl.data_utils import prepare_multimodal_messages
 
 from rlhf_ppo.data.images import IMAGES_COLUMN, ImageChats
 from rlhf_ppo.data.prompts import ImageCollator, PromptCollator, PromptEncoder
@@ -18,7 +17,7 @@ from rlhf_ppo.models.loading import make_value_model
 from rlhf_ppo.rewards.endpoint import as_json
 from rlhf_ppo.rewards.reward_model import RewardModel
 from rlhf_ppo.rewards.scorer import ScoringBatch
-from tests.vision import image_rows, make_model, make_processor, picture
+from tests.vision import alone, image_rows, make_model, make_processor, picture
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
@@ -39,9 +38,7 @@ def test_a_score_is_that_of_the_conversation_with_its_images_alone(name: str) ->
     scores = RewardModel(FrozenScorer(model), 3, tokenizers=(tokenizer, None), chats=chats)(scored)
 
     for row, ids, score in zip(rows, ([5, 6], [7, 8], [9, 10, 11]), scores.tolist(), strict=True):
-        answer = {"role": "assistant", "content": tokenizer.decode(ids)}
-        messages = prepare_multimodal_messages([*row["prompt"], answer], row["images"])
-        fields = processor.apply_chat_template([messages], tokenize=True, return_dict=True, return_tensors="pt")
+        fields = alone(processor, row, tokenizer.decode(ids))
         expected = model.score(model.base_model(**fields).last_hidden_state)[0, -1, 0]
         assert score == pytest.approx(float(expected), abs=1e-4)
 
