@@ -93,12 +93,9 @@ def save_run_card(
         paper_title="Proximal Policy Optimization Algorithms",
         paper_id="1707.06347",
     )
-    metadata = {name: others[name] for name in ("language", "license") if name in others}
-    found: dict[str, Any] = {"pipeline_tag": "text-generation", **metadata}
-    if is_peft_model(policy):
-        found["library_name"] = "peft"
-    for name, value in found.items():
-        setattr(card.data, name, value)
+    given = {name: others[name] for name in ("language", "license") if name in others}
+    library = {"library_name": "peft"} if is_peft_model(policy) else {}
+    vars(card.data).update({"pipeline_tag": "text-generation", **given, **library})
     if with_curves:
         _draw(log, output_dir / CURVES)
     sections = {

@@ -112,7 +112,7 @@ def test_the_card_names_what_made_the_policy(trained, hub):
     assert card.data.base_model == "some-org/tiny-sft" and card.data.datasets == "some-org/prompts"
     assert card.data.model_name == "tiny-ppo" and card.data.library_name == "transformers"
     assert set(card.data.tags) >= {"rlhf_ppo", "ppo", "generated_from_trainer", "tiny"}
-    assert card.data.language == "en"
+    assert card.data.language == "en" and card.data.pipeline_tag == "text-generation"
     for reward in ("- `some-org/tiny-reward`", "- `count_w4`"):
         assert reward in card.text
     for row in ("| kl_coef | 0.125 |", "| total_episodes | 6 |", "schulman2017proximal", "PPO"):
