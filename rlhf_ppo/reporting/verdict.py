@@ -51,6 +51,7 @@ class Verdict:
         win_rate: Mean over seeds of the share of prompts won, with a tie as half; None if nothing was judged.
         interval: Its 95% interval, over prompts and, with several seeds, over seeds.
         seeds: Seeds of the judged policies.
+        opponent: The model that the policy was compared with; None if nothing was judged.
     """
 
     outcome: Outcome
@@ -59,6 +60,7 @@ class Verdict:
     win_rate: float | None = None
     interval: tuple[float, float] | None = None
     seeds: tuple[int | None, ...] = ()
+    opponent: str | None = None
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict, then "Why:" with the reasons ("But:" with doubts of a better policy)."""
@@ -128,7 +130,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
         _of_judgement(first, runs), _of_reward_model(reward), _of_training(outcome, runs), _of_judge(outcome, rates)
     )
     seeds = tuple(run.settings.arguments.get("seed") for run in judged) or (None,) * len(judgements)
-    return Verdict(outcome, f"{sentence}.", reasons, rates.mean, (low, high), seeds)
+    return Verdict(outcome, f"{sentence}.", reasons, rates.mean, (low, high), seeds, opponent)
 
 
 def _newest_judgement(run: RecordedRun) -> Judgement | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 
 from rlhf_ppo.cli.main import main
+from rlhf_ppo.reporting import report
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit
 from rlhf_ppo.reporting.plots import plot_metrics
@@ -131,6 +133,59 @@ def test_the_page_has_the_log_and_the_files_of_the_runs(runs: list[Path], tmp_pa
     settings = {row["name"]: row for row in data["settings"]}
     assert settings["kl_coef"]["differs"] and settings["kl_coef"]["values"] == ["0.05", "0.5"]
     assert not settings["gamma"]["changed"] and "hub_token" not in settings
+
+
+def add_judgement(run: Path, seed: int) -> None:
+    """Write what `rlhf-ppo judge` leaves behind: one pair, won."""
+    figures = {"win_rate": 1.0, "interval": [0.8, 1.0], "wins": 1, "losses": 0, "ties": 0, "failed": 0}
+    options = {"model": str(run), "opponent": "a/b", "judge_model": "c", "seed": seed}
+    (run / "judged").mkdir()
+    (run / "judged/win_rate.json").write_text(json.dumps(figures | {"options": options}))
+    pair = {"prompt": "p", "model": "m", "opponent": "o", "verdict": 1.0}
+    pd.DataFrame([pair]).to_parquet(run / "judged/judged.parquet")
+
+
+# Script, its function (empty: all of it), the variable that it reads, and where its objects are in the data
+READ = [
+    ("overview", "verdict", "found", "verdicts"),
+    ("overview", "winRates", "each", "verdicts"),
+    ("overview", "tile", "figure", "figures"),
+    ("overview", "tile", "each", "figures groups"),
+    ("overview", "when", "found", "runs health"),
+    ("overview", "check", "about", "checks *"),
+    ("judged", "summary", "each", "judged|judged_seeds"),
+    ("judged", "", "row", "judged rows"),
+    ("critic", "show", "audit", "runs critic"),
+    ("curves", "pointsOf", "curve", "metrics curves"),
+    ("curves", "chartOf", "metric", "metrics"),
+    ("responses", "samplesOf", "row", "runs samples rows"),
+    ("responses", "list", "row", "runs responses rows"),
+    ("responses", "response", "row", "runs responses rows"),
+    ("settings", "", "row", "settings"),
+    ("settings", "", "group", "groups"),
+]
+
+
+def objects_at(data: Any, path: str) -> list[dict[str, Any]]:
+    """Return the objects at a path of keys; "*" takes all values of an object."""
+    found = [data]
+    for key in path.split():
+        found = [item for each in found for item in ([*each.values()] if key == "*" else [each[key]])]
+        found = [item for each in found for item in (each if isinstance(each, list) else [each]) if item is not None]
+    return found
+
+
+def test_the_scripts_read_what_the_data_have(runs: list[Path], tmp_path: Path) -> None:
+    add_judgement(runs[0], 0), add_judgement(runs[1], 1)
+    data = Page(write_report(runs, tmp_path / "report.html")).data
+    optional = {"level", "images"}  # of long curves, and of prompts with images
+    for script, function, variable, paths in READ:
+        body = Path(report.__file__).with_name("page").joinpath(f"{script}.js").read_text(encoding="utf-8")
+        if function:
+            body = re.split(rf"function {function}\(|const {function} =", body)[1].split("\n  }")[0]
+        read = set(re.findall(rf"\b{variable}\??\.(\w+)", body))
+        known = {key for path in paths.split("|") for each in objects_at(data, path) for key in each}
+        assert read and read <= known | optional, f"{script} {function}: {paths} have no {sorted(read - known)}"
 
 
 def test_hostile_texts_stay_text_and_nothing_is_fetched(runs: list[Path], tmp_path: Path) -> None:

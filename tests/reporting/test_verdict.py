@@ -64,6 +64,7 @@ def test_the_interval_decides(make_run: MakeRun) -> None:
     for seed, (rate, sentence) in enumerate(sentences.items()):
         found = verdict_of([make_run(rate, seed=seed)])
         assert found.sentence == sentence and found.outcome == sentence.split()[0].lower()
+        assert found.opponent == "the SFT model"
     unjudged = verdict_of([make_run(seed=9)])
     assert unjudged.outcome == "not judged" and unjudged.win_rate is None and "rlhf-ppo judge" in unjudged.sentence
 

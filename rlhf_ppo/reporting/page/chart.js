@@ -23,7 +23,9 @@ function visibleLines(chart) {
     const smoothed = smooth(points.map((each) => each.level ?? each.y), weight);
     const across = chart.isPath ? smooth(points.map((each) => each.x), weight) : [];
     const isSmooth = weight > 0 || points[0]?.level !== undefined;
-    return { ...line, isSmooth, points: points.map((each, index) => ({ ...each, sx: across[index] ?? each.x, sy: isSmooth ? smoothed[index] : each.y })) };
+    const isEnd = (index) => chart.isPath && index === points.length - 1; // a path ends at its last values
+    return { ...line, isSmooth, points: points.map((each, index) => ({ ...each,
+      sx: isEnd(index) ? each.x : across[index] ?? each.x, sy: isSmooth && !isEnd(index) ? smoothed[index] : each.y })) };
   }).filter((line) => line.points.length > 0);
 }
 
@@ -100,7 +102,7 @@ function drawLine(svg, line, scale, isPath) {
   if (!isPath) return;
   points.forEach((each, index) => {
     const isFirst = index === 0, isLast = index === points.length - 1;
-    svg.append(draw("circle", { cx: scale.x(isLast ? each.sx : each.x), cy: scale.y(isLast ? each.sy : each.y), r: isFirst || isLast ? 5 : 2.5,
+    svg.append(draw("circle", { cx: scale.x(each.x), cy: scale.y(each.y), r: isFirst || isLast ? 5 : 2.5,
       stroke: colour, "stroke-width": isFirst ? 2 : 0, fill: isFirst ? "none" : colour, opacity: isFirst || isLast ? 1 : 0.15 + 0.35 * index / points.length }));
   });
 }
