@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from trl.data_utils import maybe_apply_chat_template
 
 from rlhf_ppo.cli.arguments import check_columns
-from rlhf_ppo.cli.errors import CommandParser, user_errors
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.data.prompts import (
     PromptEncoder,
@@ -34,17 +34,6 @@ from rlhf_ppo.terminal import print_text
 PROGRAM = "rlhf-ppo init"
 TEMPLATE = Path(__file__).with_name("run.yaml.jinja")
 """The text of the file."""
-
-OPTIONS = {
-    "model": "The language model to start from: a directory or a hub name.",
-    "texts": "Texts, or prompts with completions, to train it on first.",
-    "preferences": "Pairs with `chosen` and `rejected` for the reward model.",
-    "reward_funcs": "Instead of preferences: a built-in reward's name, file.py:function or an address.",
-    "prompts": "Prompts for PPO: a file, a directory or a hub name; pairs have prompts too.",
-    "judge_preferences": "Pairs for a second reward model, which judges; by default 40%% of the preferences.",
-    "judge_model": "Instead of judge_preferences: such as gpt-4o-mini, or a reward model that PPO never saw.",
-}
-"""Options and their help texts."""
 
 COLUMNS = {
     "texts": [{"prompt", "completion"}, {"messages"}, {"text"}],
@@ -63,31 +52,18 @@ BATCH = 64
 """Largest number of episodes of an update."""
 
 
-def init(argv: Sequence[str] | None = None) -> None:
+def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
     """Read the data, split it, and write the file.
 
     Args:
-        argv: The options; None takes the program's own.
+        args: The options of `rlhf-ppo init`.
+        path: The file.
+        folder: Where the data go that are split off.
 
     Raises:
-        SystemExit: An option is wrong, the data or the model cannot be read, or the file exists.
+        SystemExit: The data or the model cannot be read.
     """
-    parser = CommandParser(prog=PROGRAM, description="Write a commented file for `rlhf-ppo pipeline`.")
-    parser.add_argument("--file", default="run.yaml", help="The file to write.")
-    parser.add_argument("--output_dir", "--output-dir", default="runs/pipeline", help="Where all results go.")
-    for name, text in OPTIONS.items():
-        is_required = name in ("model", "prompts")
-        parser.add_argument(
-            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), help=text, required=is_required
-        )
-    args = parser.parse_args(argv)
     with user_errors(PROGRAM):
-        path, folder = Path(os.path.expanduser(args.file)), Path(os.path.expanduser(args.output_dir), "data")
-        for existing, option in ((path, "file"), (folder, "output_dir")):
-            if existing.exists():
-                raise ValueError(f"{existing} is there already: name another {option}, or rename it")
-        if not args.preferences and not args.reward_funcs:
-            raise ValueError("PPO has no reward: give --preferences for a reward model, or --reward_funcs")
         tokenizer = load_tokenizer(args.model, False, "model")
         given = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
         data = {name: read_data(getattr(args, name), name, tokenizer) for name in given}

@@ -14,7 +14,7 @@ from rlhf_ppo.terminal import print_text, redact_in_place, restore_hidden_words
 
 COMMANDS = {
     "demo": ("rlhf_ppo.cli.main", "Run all steps with a toy model, in minutes on two cores."),
-    "init": ("rlhf_ppo.cli.init", "Read and split the data; write a commented file for `pipeline`."),
+    "init": ("rlhf_ppo.cli.main", "Read and split the data; write a commented file for `pipeline`."),
     "pipeline": ("rlhf_ppo.cli.main", "Run SFT, reward model, PPO, judge and report from one file."),
     "train": ("rlhf_ppo.cli.commands", "Train a policy with PPO, with the options of TRL's script."),
     "sft": ("rlhf_ppo.cli.commands", "Train a language model on texts (TRL's SFTTrainer)."),
@@ -113,7 +113,45 @@ def configs(argv: Sequence[str] | None = None) -> list[Path]:
     return [*copies.values()]
 
 
-# ---- demo, pipeline, plot, report ----
+# ---- init, demo, pipeline, plot, report ----
+
+INIT_OPTIONS = {
+    "model": "The language model to start from: a directory or a hub name. Required.",
+    "texts": "Texts, or prompts with completions, to train it on first.",
+    "preferences": "Pairs with `chosen` and `rejected` for the reward model.",
+    "reward_funcs": "Instead of preferences: a built-in reward's name, file.py:function or an address.",
+    "prompts": "Prompts for PPO: a file, a directory or a hub name; pairs have prompts too. Required.",
+    "judge_preferences": "Pairs for a second reward model, which judges; by default 40%% of the preferences.",
+    "judge_model": "Instead of judge_preferences: such as gpt-4o-mini, or a reward model that PPO never saw.",
+}
+"""Options of `init` and their help texts."""
+
+
+def init(argv: Sequence[str] | None = None) -> None:
+    """Read the data, split it, and write one commented file for `rlhf-ppo pipeline`.
+
+    Args:
+        argv: The options; None takes the program's own.
+
+    Raises:
+        SystemExit: An option is wrong, the data or the model cannot be read, or the file exists.
+    """
+    parser = CommandParser("rlhf-ppo init", description="Write a commented file for `rlhf-ppo pipeline`.")
+    parser.add_argument("--file", default="run.yaml", help="The file to write.")
+    parser.add_argument("--output_dir", "--output-dir", default="runs/pipeline", help="Where all results go.")
+    for name, text in INIT_OPTIONS.items():
+        words = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*words, help=text, required=text.endswith("Required."))
+    args = parser.parse_args(argv)
+    path, folder = Path(args.file).expanduser(), Path(args.output_dir).expanduser() / "data"
+    for existing, option in ((path, "file"), (folder, "output_dir")):
+        if existing.exists():
+            parser.error(f"{existing} is there already: name another {option}, or rename it")
+    if not args.preferences and not args.reward_funcs:
+        parser.error("PPO has no reward: give --preferences for a reward model, or --reward_funcs")
+    from rlhf_ppo.cli.init import write_file
+
+    write_file(args, path, folder)
 
 
 def demo(argv: Sequence[str] | None = None) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from rlhf_ppo.cli.init import init, read_data
+from rlhf_ppo.cli.init import read_data
+from rlhf_ppo.cli.main import init
 from rlhf_ppo.cli.pipeline import check_steps, read_pipeline
 from tests.conftest import make_tokenizer, save_models, tiny_policy, write_rows
 
@@ -130,3 +133,13 @@ def test_a_wrong_option_writes_nothing(options: str, words: str, capsys: Any) ->
 
     assert words in capsys.readouterr().err
     assert Path("there.yaml").read_text() == "mine" and not Path("run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [("", 2, "the following arguments are required: --model, --prompts"), ("--help", 0, "hub name. Required.")],
+)
+def test_help_and_missing_options_import_no_torch(options: str, code: int, words: str) -> None:
+    source = "import sys; from rlhf_ppo.cli.main import main; sys.modules['torch'] = None; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", source, "init", *options.split()], capture_output=True, text=True)
+    assert done.returncode == code and words in " ".join((done.stdout + done.stderr).split())
