@@ -81,6 +81,13 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         path.write_text(text, encoding="utf-8")
     for name, each in sections.items():
         print_text(f"{name}: {each.describe()}")
+    if "judge_reward" not in sections and not args.judge_model:
+        why = ""
+        if pairs := sections.get("reward"):
+            why = (
+                f": the {len(pairs.rows)} pairs are not split, which takes {MIN_PAIRS_TO_SPLIT} with different prompts"
+            )
+        print_text(f"The judge is PPO's own reward{why}. Give --judge_model or --judge_preferences for another judge.")
     print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
@@ -111,9 +118,9 @@ class Data:
 
     def describe(self) -> str:
         """Return rows and lengths in one line."""
-        lengths = {"prompts": self.prompts, "responses": self.responses}
+        lengths = {"prompts": self.prompts, "responses" if any(self.prompts) else "whole texts": self.responses}
         parts = [
-            f"{name} of {quantile(each, 0.5)} tokens, 95% up to {quantile(each, 0.95)}"
+            f"{name} of {quantile(each, 0.5)} tokens (median), 95% up to {quantile(each, 0.95)}"
             for name, each in lengths.items()
             if any(each)
         ]

@@ -46,6 +46,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("objective/kl", "kl", lambda value: f"KL {_decimals(value):>6}"),
     ("response/length_mean", "response_length_mean", lambda value: f"length {value:>6.1f}"),
     ("response/ended_frac", "ended_frac", lambda value: f"ended {value:>4.0%}"),
+    ("tools/call_frequency", "tools/call_frequency", lambda value: f"calls {value:.2f}"),
 )
 _FIGURES_OF_TRL: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", lambda value: f"loss {_decimals(value):>7}"),

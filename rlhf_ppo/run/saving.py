@@ -35,6 +35,7 @@ from rlhf_ppo.run.datasets import check_ranks_alike
 from rlhf_ppo.run.distributed import get_logger, is_fsdp, preserve_rng, raise_on_all_ranks, zero_stage
 from rlhf_ppo.run.optimization import Optimization
 from rlhf_ppo.run.run_state import RunState, StatefulParts
+from rlhf_ppo.terminal import print_text
 
 logger = get_logger(__name__)
 
@@ -355,6 +356,9 @@ def resume(
                 f"{checkpoint} is of a run with batch_size={progress.batch_size} episodes per update, but it is "
                 f"{sizes.batch_size} now: change per_device_train_batch_size or gradient_accumulation_steps"
             )
+        if args.log_console == "line" and run.accelerator.is_main_process:
+            done, updates = run.state.global_step, run.state.max_steps
+            print_text(f"Continues from {checkpoint} (update {done} of {updates}).")
         if changes := describe_changes(progress.arguments, arguments):
             logger.warning(f"{checkpoint} is resumed with other arguments: {changes}.")
         run.state.compute_steps(args, sizes.num_total_batches)

@@ -42,13 +42,16 @@ def _here(empty_place: Path) -> None:
         ("--model base --prompts prompts.jsonl --reward_funcs length", ["ppo", "judge", "report"]),
     ],
 )
-def test_the_pipeline_accepts_the_file(options: str, names: list[str]) -> None:
+def test_the_pipeline_accepts_the_file(options: str, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     init(options.split())
 
     steps = {step.name: step for step in read_pipeline("run.yaml").steps}
     assert list(steps) == names
     check_steps(steps.values())
     ppo, judge = steps["ppo"].options, steps["judge"].options
+    printed = capsys.readouterr().out
+    assert ("The judge is PPO's own reward" in printed) == ("--reward_funcs" in options)
+    assert ("sft: 60 rows: whole texts of 3 tokens (median), 95% up to 3\n" in printed) == ("sft" in names)
     assert ("reward_model_path" in ppo) == ("reward" in names) and ppo["total_episodes"] >= 20 * 64
     assert (judge.get("judge_model") == "runs/pipeline/judge_reward") == ("judge_reward" in names)
 
@@ -81,6 +84,17 @@ def test_prompts_without_room_for_a_response_are_dropped_at_the_start_and_an_upd
     ppo = yaml.safe_load(Path("run.yaml").read_text())["ppo"]
     assert ppo["max_prompt_length"] == ppo["response_length"] == 32
     assert ppo["per_device_train_batch_size"] * ppo["gradient_accumulation_steps"] == 32
+
+
+def test_few_pairs_leave_the_judge_to_ppos_reward_model(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows("pairs.jsonl", [{"prompt": f"w{row}", "chosen": " w4", "rejected": " w7"} for row in range(10, 19)])
+    init(ALL.split())
+
+    assert (
+        "own reward: the 9 pairs are not split, which takes 100 with different prompts. Give"
+        in capsys.readouterr().out
+    )
+    assert yaml.safe_load(Path("run.yaml").read_text())["judge"]["judge_model"] == "runs/pipeline/reward"
 
 
 def turn(role: str, content: str) -> dict[str, str]:

@@ -32,6 +32,14 @@ EVALUATION = {
             "update     7/20 | episode   448 | score  -0.530 | KL  0.000 | length    8.8 | ended  50% | 4.0 s "
             "| 0:00:52 left",
         ),
+        (
+            {"loss": 0.1, "objective/scores": 0.5, "tools/call_frequency": 0.25},
+            "update     7/20 | score   0.500 | calls 0.25 | 4.0 s | 0:00:52 left",
+        ),
+        (
+            {"eval_score": 0.5, "eval_tools/call_frequency": 1.5, "eval_runtime": 1.0},
+            "evaluated  7/20 | score   0.500 | calls 1.50 | 1.0 s",
+        ),
         (EVALUATION, "evaluated  7/20 | score   1.250 | KL 12.500 | length   10.0 | ended 100% | 0.3 s"),
         ({"eval_red_score": 1.0, "eval_red_runtime": 2.0}, "evaluated red  7/20 | score   1.000 | 2.0 s"),
         ({"loss": 0.1, "objective/kl": 1e7}, "update     7/20 | KL 1.0e+07 | 4.0 s | 0:00:52 left"),

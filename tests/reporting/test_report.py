@@ -176,7 +176,8 @@ def objects_at(data: Any, path: str) -> list[dict[str, Any]]:
 
 
 def test_the_scripts_read_what_the_data_have(runs: list[Path], tmp_path: Path) -> None:
-    add_judgement(runs[0], 0), add_judgement(runs[1], 1)
+    for seed in (0, 1):
+        add_judgement(runs[seed], seed)
     data = Page(write_report(runs, tmp_path / "report.html")).data
     optional = {"level", "images"}  # of long curves, and of prompts with images
     for script, function, variable, paths in READ:

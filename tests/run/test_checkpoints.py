@@ -87,12 +87,13 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_what_is_resumed_with_other_arguments_is_said_once(
-    run: Path, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+    run: Path, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level("WARNING", logger="rlhf_ppo"):
         make_trainer(**SAVING, kl_coef=0.5, gamma=0.25).train(resume_from_checkpoint=True)
     [said] = [record.getMessage() for record in caplog.records if "other arguments" in record.getMessage()]
     assert "gamma=0.25 (was 1.0)" in said and "kl_coef=0.5 (was 0.05)" in said and "learning_rate" not in said
+    assert capsys.readouterr().out.count(f"Continues from {run / 'checkpoint-1'} (update 1 of 2).\n") == 1
 
 
 def test_another_batch_size_is_refused(run: Path, make_trainer: MakeTrainer) -> None:
