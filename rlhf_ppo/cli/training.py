@@ -39,6 +39,7 @@ from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import ExplainsUnknown, parse_object
 from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
+from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.heads import is_head_of_policy
@@ -48,6 +49,7 @@ from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
+from rlhf_ppo.reporting.model_card import CARD, if_on_hub, model_origin, with_local_names
 from rlhf_ppo.reporting.run_log import RunSettings, where_results_are
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
@@ -291,6 +293,29 @@ def _load_reward_model(path: str, settings: Mapping[str, Any]) -> Any:
 # ---- TRL's trainers ----
 
 
+class _NamesLocalParts(Trainer):
+    """A trainer of TRL's whose card names a local model and file, without links to the hub."""
+
+    def create_model_card(
+        self, model_name: str | None = None, *, dataset_name: str | None = None, **more: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.is_world_process_zero():
+            folder = Path(str(self.args.output_dir))
+            name, trl = folder.absolute().name, cast(Any, super())
+            trl.create_model_card(model_name or name, dataset_name=if_on_hub(dataset_name), **more)
+            base = model_origin(cast(Any, self.model))
+            card = (folder / CARD).read_text(encoding="utf-8")
+            write_text(folder / CARD, with_local_names(card, name, base, dataset_name))
+
+
+class _RewardTrainer(_NamesLocalParts, RewardTrainer):
+    pass
+
+
+class _SFTTrainer(_NamesLocalParts, SFTTrainer):
+    pass
+
+
 def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a reward model from preference pairs.
 
@@ -301,7 +326,7 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
         eval_dataset: Rows for evaluation, or None.
     """
     check_columns(train_dataset, [{"chosen", "rejected"}])
-    trainer: Any = _trl_trainer(RewardTrainer, args, model_args, train_dataset, eval_dataset)
+    trainer: Any = _trl_trainer(_RewardTrainer, args, model_args, train_dataset, eval_dataset)
     if isinstance(train_dataset, Dataset) and (dropped := len(train_dataset) - len(trainer.train_dataset)):
         told = f"dropped {dropped} of {len(train_dataset)} pairs, longer than max_length={args.max_length} tokens"
         if dropped == len(train_dataset):
@@ -376,7 +401,7 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     columns = [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
     check_columns(train_dataset, columns)
     rows = map(_without_lone_prompt, (train_dataset, eval_dataset))
-    trainer = _trl_trainer(SFTTrainer, args, model_args, *rows)
+    trainer = _trl_trainer(_SFTTrainer, args, model_args, *rows)
     made: Any = trainer.train_dataset
     if isinstance(made, Dataset) and "input_ids" in made.column_names and args.max_length and not args.packing:
         ids: Any = made.with_format("arrow")[:]["input_ids"]

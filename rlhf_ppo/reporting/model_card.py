@@ -78,12 +78,12 @@ def save_run_card(
     from trl.trainer.utils import generate_model_card, get_comet_experiment_url, get_trackio_space_url
 
     output_dir = Path(str(args.output_dir))
-    hub_id = args.hub_model_id or output_dir.absolute().name
+    base, name = finetuned_from or model_origin(policy), output_dir.absolute().name
     card = generate_model_card(
-        base_model=_if_on_hub(finetuned_from or model_origin(policy)),
-        model_name=model_name or hub_id.split("/")[-1],
-        hub_model_id=hub_id,
-        dataset_name=_if_on_hub(dataset_name),
+        base_model=if_on_hub(base),
+        model_name=model_name or (args.hub_model_id or name).split("/")[-1],
+        hub_model_id=args.hub_model_id or f"path/to/{name}",
+        dataset_name=if_on_hub(dataset_name),
         tags=[*TAGS, *([tags] if isinstance(tags, str) else tags or [])],
         wandb_url=_wandb_url(),
         trackio_url=get_trackio_space_url(),
@@ -101,13 +101,30 @@ def save_run_card(
     sections = {
         "Rewards": "\n".join(f"- `{_last_part(name)}`" for name in rewards),
         "Final metrics": _table("metric", {name: f"{value:.4g}" for name, value in final_metrics(log).items()}),
-        "Settings": _table("setting", _settings(args) | {"rlhf_ppo": installed_versions().get("rlhf_ppo", "")}),
+        "Settings": _table("setting", _settings(args)),
     }
     if (output_dir / CURVES).exists():
         sections["Curves"] = f"![Curves of the training]({CURVES})"
     text = "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items())
-    card.text += text + _judged(found_judgements(output_dir))
+    ours = f"using rlhf_ppo {installed_versions().get('rlhf_ppo', '')}"
+    card.text = card.text.replace("using [TRL](https://github.com/huggingface/trl)", ours)
+    card.text = with_local_names(card.text, name, base, dataset_name) + text + _judged(found_judgements(output_dir))
     write_text(output_dir / CARD, str(card))
+
+
+def with_local_names(card: str, name: str, base: str | None, dataset: str | None) -> str:
+    """Return TRL's card with the names of local models and files, instead of links to what is not on the hub.
+
+    Args:
+        card: The text.
+        name: Name of the run's directory.
+        base: Hub name or path of the model that training started from, if known.
+        dataset: Hub name or path of the training data, if known.
+    """
+    data = f" on the {_linked(dataset, 'datasets/')} dataset" if dataset else ""
+    start = f"This model is a fine-tuned version of {_linked(base) if base else 'a model made in Python'}{data}."
+    card = re.sub("This model is a fine-tuned version of .*", lambda _: start, card, count=1)
+    return card.replace('model="None"', f'model="path/to/{name}"')
 
 
 def show_judgements(output_dir: str | Path) -> Path | None:
@@ -153,9 +170,16 @@ def _table(header: str, rows: Mapping[str, Any]) -> str:
     return "\n".join([f"| {header} | value |", "|---|---|", *lines])
 
 
-def _if_on_hub(name: str | None) -> str | None:
+def if_on_hub(name: str | None) -> str | None:
+    """Return a name if it may be one of the hub; None for a local path."""
     is_hub_id = name is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not os.path.exists(name)
     return name if is_hub_id else None
+
+
+def _linked(name: str, kind: str = "") -> str:
+    """Return a name, with a link if it may be one of the hub; without its folders and an URL's secrets else."""
+    on_hub = if_on_hub(name)
+    return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub else f"`{Path(redact_urls(name)).name}`"
 
 
 def _last_part(name: str) -> str:

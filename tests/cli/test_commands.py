@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,9 @@ def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(pla
         saved = auto.from_pretrained("out")
         heads.append(saved.score.weight if command is commands.reward else None)
         assert trainer.state.global_step == 2 and trainer.state.log_history[-1].keys() >= {"train_loss"}
+        card = Path("out/README.md").read_text()
+        assert "# Model Card for out\n" in card and 'model="path/to/out"' in card and "using [TRL]" in card
+        assert f"is a fine-tuned version of `base` on the `{data}` dataset.\n" in card and "None" not in card
     assert torch.equal(heads[1], heads[2]) and len(heads[1]) == 1
     assert "cut 5 of 20 texts to max_length=5 tokens" in caplog.text
     assert not [warning for warning in recwarn if "pin_memory" in str(warning.message)]
@@ -109,7 +113,9 @@ def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_s
     assert any("held-out prompts" in line for line in printed)
     assert len(list(Path("out/_samples").glob("update-*.csv"))) == 2
     card = Path("out/README.md").read_text()
-    assert "| objective/scores |" in card
+    assert "| objective/scores |" in card and "None" not in card and 'model="path/to/out"' in card
+    assert "is a fine-tuned version of `base` on the `texts.jsonl` dataset.\n" in card
+    assert f"trained using rlhf_ppo {version('rlhf_ppo')}." in card
     main.main(["plot", "out", "--output", "out/curves.png"])
     assert Path("out/curves.png").stat().st_size > 10_000
 

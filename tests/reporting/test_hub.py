@@ -113,6 +113,9 @@ def test_the_card_names_what_made_the_policy(trained, hub):
     assert card.data.model_name == "tiny-ppo" and card.data.library_name == "transformers"
     assert set(card.data.tags) >= {"rlhf_ppo", "ppo", "generated_from_trainer", "tiny"}
     assert card.data.language == "en" and card.data.pipeline_tag == "text-generation"
+    links = "[some-org/tiny-sft](https://huggingface.co/some-org/tiny-sft) on the [some-org/prompts](https://huggingface.co/"
+    assert f"fine-tuned version of {links}datasets/some-org/prompts) dataset" in card.text
+    assert 'model="some-org/tiny-ppo"' in card.text
     for reward in ("- `some-org/tiny-reward`", "- `count_w4`"):
         assert reward in card.text
     for row in ("| kl_coef | 0.125 |", "| total_episodes | 6 |", "schulman2017proximal", "PPO"):
