@@ -90,7 +90,8 @@ def test_a_server_that_is_gone_is_not_waited_for_with_every_pair(
     """Requests that fail together are one line."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     server.replies = [says(completion("A")), *[drop] * 60]
-    assert finished(judge(server, concurrency=2, retries=1)(["p"] * 30, PAIRS[:1] * 30)) == [0.0, *[None] * 29]
+    verdicts = finished(judge(server, concurrency=2, retries=1)(["p"] * 30, PAIRS[:1] * 30))
+    assert verdicts in ([0.0, *[None] * 29], [None, 0.0, *[None] * 28])  # either of the first two comes first
     assert len(server.requests) <= 1 + 2 * 9  # eight without an answer, and one that runs beside the eighth
     assert 1 <= sum("repetition 1 of 1" in message for message in caplog.messages) <= 2
 
