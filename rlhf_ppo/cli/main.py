@@ -141,7 +141,7 @@ def init(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", "--output-dir", default="runs/pipeline", help="Where all results go.")
     for name, text in INIT_OPTIONS.items():
         words = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*words, help=text, required=text.endswith("Required."))
+        parser.add_argument(*words, help=text, required=name in ("model", "prompts"))
     args = parser.parse_args(argv)
     path, folder = Path(args.file).expanduser(), Path(args.output_dir).expanduser() / "data"
     for existing, option in ((path, "file"), (folder, "output_dir")):
