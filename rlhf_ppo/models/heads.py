@@ -215,9 +215,12 @@ LINEAR_KINDS = nn.Linear, Float32Linear
 
 
 class ValueHead(nn.Module):
-    """The value model that has no body: a linear head on the policy's last hidden states, which starts at 0.
+    """The value model that has no body: a head of two layers on the policy's last hidden states; its values start at 0.
 
-        v_t = w . stop_gradient(h_t)
+        v_t = w . gelu(A stop_gradient(h_t) + b)
+
+    A is `(H, H)` and drawn, w is 0 at the start. Two layers learned more than `w . stop_gradient(h_t)`
+    (benchmarks/learning/README.md).
 
     Args:
         policy: A causal language model, or a `PeftModel` around one.
@@ -228,9 +231,10 @@ class ValueHead(nn.Module):
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
         width: Any = output_layer(policy).in_features
-        device = next(policy.parameters()).device
-        self.score = Float32Linear(width, 1, bias=False, device=device, dtype=torch.float32)
-        nn.init.zeros_(self.score.weight)
+        where = {"device": next(policy.parameters()).device, "dtype": torch.float32}
+        last = Float32Linear(width, 1, bias=False, **where)
+        nn.init.zeros_(last.weight)
+        self.score = nn.Sequential(Float32Linear(width, width, **where), nn.GELU(), last)
 
     def save_pretrained(
         self, directory: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None

@@ -35,8 +35,15 @@ POLICIES: dict[str, Callable[[], nn.Module]] = {
 
 def drawn_head(policy: nn.Module) -> ValueHead:
     head = ValueHead(policy)
-    nn.init.normal_(head.score.weight, generator=torch.Generator().manual_seed(4))
+    generator = torch.Generator().manual_seed(4)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, generator=generator)
     return head
+
+
+def by_hand(head: ValueHead, states: Tensor) -> Tensor:
+    hidden, _, last = head.score
+    return torch.special.ndtr(z := states @ hidden.weight.T + hidden.bias).mul(z) @ last.weight[0]
 
 
 def states_alone(policy: Any, ids: Tensor) -> Tensor:
@@ -49,7 +56,7 @@ def states_alone(policy: Any, ids: Tensor) -> Tensor:
 def test_values_are_the_head_over_the_hidden_states_of_the_row_alone(kind: str) -> None:
     policy, (ids, mask, response_mask) = POLICIES[kind]().eval(), ragged_batch()
     head = drawn_head(policy)
-    alone = [states_alone(policy, row[real]) @ head.score.weight[0] for row, real in zip(ids, mask, strict=True)]
+    alone = [by_hand(head, states_alone(policy, row[real])) for row, real in zip(ids, mask, strict=True)]
     pack_rows(policy)
     model = PolicyAndValue(policy, head, temperature=0.7)
     assert model.packs_rows == (kind != "padded")
@@ -90,7 +97,7 @@ def test_the_policys_gradient_is_that_beside_a_separate_critic_and_without_a_val
 ) -> None:
     critic = tiny_scorer()
     critic.model.load_state_dict(tiny_policy().model.state_dict())
-    critic.score.load_state_dict(drawn_head(tiny_policy()).score.state_dict())
+    critic.score = drawn_head(tiny_policy()).score
     ours, *_ = first_step(make_trainer)
     for other in ({"vf_coef": 0.0}, {"value_model": critic}):
         theirs, *_ = first_step(make_trainer, **other)
@@ -108,15 +115,16 @@ PASSES: dict[str, dict[str, Any]] = {
 def test_the_heads_gradient_is_that_of_a_regression_by_hand(make_trainer: MakeTrainer, given: dict[str, Any]) -> None:
     given = {name: POLICIES[value]() if name == "model" else value for name, value in given.items()}
     seen, rollout, experience = first_step(make_trainer, vf_coef=0.3, **given)
-    weight = drawn_head(seen.body).score.weight
+    head = drawn_head(seen.body)
     errors = []
     for row, real in enumerate(rollout.attention_mask):
         states, learned = torch.zeros(len(real), 32), rollout.response_mask[row]
         states[real] = states_alone(seen.body, rollout.query_responses[row, real]).detach()
-        errors.append(states[-len(learned) - 1 : -1][learned] @ weight[0] - experience.returns[row, learned])
+        errors.append(by_hand(head, states[-len(learned) - 1 : -1][learned]) - experience.returns[row, learned])
     (0.3 * 0.5 * torch.cat(errors).square().mean()).backward()
-    assert weight.grad is not None and weight.grad.norm() > 0.1
-    torch.testing.assert_close(seen.critic["score.weight"], weight.grad, rtol=1e-4, atol=1e-6)
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.norm() > 0.1, name
+        torch.testing.assert_close(seen.critic[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_the_body_runs_once_for_a_rollout_and_once_for_each_micro_batch(
     body.register_forward_pre_hook(lambda _, args, given: uses_cache.append(given["use_cache"]), with_kwargs=True)
     trainer.train()
     assert uses_cache.count(False) == 3 * (1 + 2)  # the others generate
-    assert sum(each.numel() for each in trainer.value_model.parameters()) == 32
+    assert sum(each.numel() for each in trainer.value_model.parameters()) == 32 * 32 + 32 + 32
 
 
 RESUMED: dict[str, Callable[[], dict[str, Any]]] = {
@@ -143,7 +151,7 @@ RESUMED: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_run_resumes_to_the_bit(make_trainer: MakeTrainer, tmp_path: Path, case: str) -> None:
     resumed, _ = die_and_resume(make_trainer, tmp_path, lambda: {**ONE_BODY, **RESUMED[case]()})
-    assert resumed.value_model.score.weight.any()
+    assert resumed.value_model.score[-1].weight.any()
     assert [path.name for path in tmp_path.glob("died/checkpoint-3/value_model/*")] == ["value_head.safetensors"]
 
 
@@ -162,7 +170,8 @@ def test_what_is_saved_is_a_plain_language_model_and_a_head_from_which_a_run_sta
         assert torch.equal(policy.state_dict()[name], weight), name
     assert {path.name for path in tmp_path.glob("**/*.safetensors")} == {"model.safetensors", "value_head.safetensors"}
     again = make_trainer(**ONE_BODY | QUICK | {"model": str(tmp_path), "value_model": tmp_path / "critic"})
-    assert torch.equal(again.value_model.score.weight, trainer.value_model.score.weight)
+    for name, weight in trainer.value_model.state_dict().items():
+        assert torch.equal(again.value_model.state_dict()[name], weight), name
 
 
 def test_the_head_learns_at_its_own_rate_what_prompts_will_score(make_trainer: MakeTrainer) -> None:
