@@ -53,8 +53,8 @@ class PPOTrainer(TrainerBase):
         reward_model: A sequence-classification model with one label, or a list; None if only `reward_funcs` score.
         train_dataset: Rows with `prompt` (text, or conversation and `images`), `text` or `input_ids`; a path or name.
         value_model: A sequence-classification model with one label, trained with the policy. None starts from the
-            reward model, or from the policy's backbone with a zero head. "policy": a linear head on the policy's own
-            last hidden states, detached; there is no second model.
+            reward model, or from the policy's backbone with a zero head. "policy": two layers on the policy's own last
+            hidden states, detached; there is no second model.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
         eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name, or a dict of these.
         optimizers: An optimizer over all trainable parameters of both models, and a scheduler that counts PPO updates.

@@ -2,9 +2,8 @@
 
     python benchmarks/learning/heads.py undetached stories preset:recommended,value_model=policy 0 --data DATA --work runs/learning
 
-undetached: the value loss trains the policy's body too, as in trl's `AutoModelForCausalLMWithValueHead`. two-layer:
-`w . gelu(A h + b)`, with as many hidden units as the state has numbers, w zero at the start. These are measurements:
-the package has neither.
+linear: `w . stop_gradient(h)`. undetached: a linear head whose value loss trains the policy's body too, as in trl's
+`AutoModelForCausalLMWithValueHead`. These are measurements: the package has neither.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from rlhf_ppo.models.heads import ValueHead
 
 
 def undetached() -> None:
-    """Let the values' gradient into the policy's states."""
+    """Let the values' gradient into the policy's states, through a linear head."""
+    linear()
     of_policy = policy_and_value.hidden_states
 
     def hidden_states(*args: Any) -> Any:
@@ -31,19 +31,18 @@ def undetached() -> None:
     policy_and_value.hidden_states = hidden_states
 
 
-def two_layer() -> None:
-    """Put a hidden layer into the head."""
-    of_one_layer = ValueHead.__init__
+def linear() -> None:
+    """Keep only the head's last layer."""
+    of_two_layers = ValueHead.__init__
 
     def __init__(self: Any, policy: nn.Module) -> None:
-        of_one_layer(self, policy)
-        width, device = self.score.in_features, self.score.weight.device
-        self.score = nn.Sequential(nn.Linear(width, width, device=device), nn.GELU(), self.score)
+        of_two_layers(self, policy)
+        self.score = self.score[-1]
 
     ValueHead.__init__ = __init__
 
 
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
-    {"undetached": undetached, "two-layer": two_layer}[kind]()
+    {"undetached": undetached, "linear": linear}[kind]()
     cell.main()

@@ -215,7 +215,7 @@ LINEAR_KINDS = nn.Linear, Float32Linear
 
 
 class ValueHead(nn.Module):
-    """The value model that has no body: a head of two layers on the policy's last hidden states; its values start at 0.
+    """The value model that has no body: two layers on the policy's last hidden states, whose values start at 0.
 
         v_t = w . gelu(A stop_gradient(h_t) + b)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def drawn_head(policy: nn.Module) -> ValueHead:
 
 
 def by_hand(head: ValueHead, states: Tensor) -> Tensor:
-    hidden, _, last = head.score
+    hidden, _, last = cast(Any, head.score)
     return torch.special.ndtr(z := states @ hidden.weight.T + hidden.bias).mul(z) @ last.weight[0]
 
 
@@ -97,7 +97,7 @@ def test_the_policys_gradient_is_that_beside_a_separate_critic_and_without_a_val
 ) -> None:
     critic = tiny_scorer()
     critic.model.load_state_dict(tiny_policy().model.state_dict())
-    critic.score = drawn_head(tiny_policy()).score
+    cast(Any, critic).score = drawn_head(tiny_policy()).score
     ours, *_ = first_step(make_trainer)
     for other in ({"vf_coef": 0.0}, {"value_model": critic}):
         theirs, *_ = first_step(make_trainer, **other)
