@@ -188,9 +188,19 @@ def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> 
 
 def num_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     """Return the tokens of texts and conversations by column; a response has what the chat template adds to it."""
-    texts = Dataset.from_list([maybe_apply_chat_template(row, tokenizer) for row in rows])
+    texts = Dataset.from_list([maybe_apply_chat_template(row, tokenizer) for row in _answered([*rows])])
     encoded: Any = {name: tokenizer(texts[name][:], add_special_tokens=False) for name in texts.column_names}
     return {name: [len(ids) for ids in each["input_ids"]] for name, each in encoded.items()}
+
+
+def _answered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversations that end in an answer, as prompt and completion; other rows as they are."""
+    found = [
+        {"prompt": messages[:-1], "completion": messages[-1:]}
+        for messages in (row.get("messages", ()) for row in rows)
+        if [message["role"] for message in messages[-2:]] in (["user", "assistant"], ["tool", "assistant"])
+    ]
+    return found or rows
 
 
 def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]:

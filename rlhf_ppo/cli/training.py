@@ -43,7 +43,7 @@ from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.heads import is_head_of_policy
-from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, load_pretrained, load_value_model, wants_code
+from rlhf_ppo.models.loading import load_classifier, load_pretrained, load_value_model, why_not_loaded
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
 from rlhf_ppo.reporting.console import use_console
@@ -92,9 +92,6 @@ class RewardArguments(DefaultBf16, RewardConfig):
 
 # ---- Loading ----
 
-NOT_HERE = "is no directory here, and the hub did not give it"
-"""Reason of a name that cannot be loaded."""
-
 
 def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer that pads on the left; without a PAD token, EOS is its PAD.
@@ -110,9 +107,8 @@ def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrai
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        missing = "has no tokenizer that can be read" if os.path.isdir(path) else NOT_HERE
-        advice = CODE_IS_RUN_IF if wants_code(error) else f"{missing}: {error}"
-        raise ValueError(f"{argument}={path!r} {advice}") from error
+        reason = why_not_loaded(error, path, "has no tokenizer that can be read")
+        raise ValueError(f"{argument}={path!r} {reason}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # a new token would be outside the models' vocabularies
     return tokenizer

@@ -50,6 +50,9 @@ logger = get_logger(__name__)
 CHECKPOINT_DTYPE = "checkpoint_dtype"
 """Attribute of a language model loaded from a path: the type of its files, in which the trained policy is saved."""
 
+NOT_HERE = "is no directory here, and the hub did not give it"
+"""Reason of a name that cannot be loaded."""
+
 # ---- Loading ----
 
 
@@ -268,8 +271,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
             auto_class = _class_it_was_saved_as(config)
         loaded = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:
-        reason = CODE_IS_RUN_IF if wants_code(error) else f"cannot be loaded: {error!s:.600}"
-        raise ValueError(f"{given} {reason}") from error
+        raise ValueError(f"{given} {why_not_loaded(error, path, 'cannot be loaded')}") from error
     if config is None:
         return loaded
     loaded, info = loaded
@@ -339,6 +341,12 @@ CODE_IS_RUN_IF = (
 def wants_code(error: Exception) -> bool:
     """Return whether transformers refused to run a model's code."""
     return "trust_remote_code" in str(error)
+
+
+def why_not_loaded(error: Exception, path: str | os.PathLike[str], fault: str) -> str:
+    """Return the reason why `from_pretrained` has failed; `fault` is that of an existing directory."""
+    missing = fault if os.path.isdir(path) else NOT_HERE
+    return CODE_IS_RUN_IF if wants_code(error) else f"{missing}: {error!s:.600}"
 
 
 def _without_adapters(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -243,6 +244,7 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
 def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_PRINTED) -> None:
     """Print the first samples in the terminal, with shortened texts; conversations have a line for each message.
 
+    The lines with which all prompts begin, such as the default system prompt of a chat template, are left out.
     Columns that hold neither prompts nor responses share the last column, so that texts stay wide enough to read.
     """
     df = df.head(num_rows).drop(columns="images", errors="ignore")
@@ -250,6 +252,10 @@ def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_
         pairs = zip(df["messages"], df["model response"], strict=True)
         shown = [as_lines(messages) if isinstance(messages, str) else text for messages, text in pairs]
         df = df.assign(**{"model response": shown}).drop(columns="messages")
+    for column in {*PROMPT_COLUMNS} & {*df.columns}:
+        prompts = [str(prompt) for prompt in df[column]]
+        if start := os.path.commonprefix(prompts).rfind("\n") + 1 if len({*prompts}) > 1 else 0:
+            df = df.assign(**{column: [f"...{prompt[start:]}" for prompt in prompts]})
     texts = [column for column in df.columns if column in (*PROMPT_COLUMNS, *TEXT_COLUMNS)]
     first, *others = (column for column in df.columns if column not in texts)
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")

@@ -13,6 +13,7 @@ from transformers import is_wandb_available
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.files import optional, write_text
+from rlhf_ppo.models.capabilities import reads_images
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
 from rlhf_ppo.reporting.run_log import installed_versions, training_log
@@ -95,7 +96,8 @@ def save_run_card(
     )
     given = {name: others[name] for name in ("language", "license") if name in others}
     library = {"library_name": "peft"} if is_peft_model(policy) else {}
-    vars(card.data).update({"pipeline_tag": "text-generation", **given, **library})
+    task = "image-text-to-text" if reads_images(policy) else "text-generation"
+    vars(card.data).update({"pipeline_tag": task, **given, **library})
     if with_curves:
         _draw(log, output_dir / CURVES)
     sections = {

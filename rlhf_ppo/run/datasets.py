@@ -46,6 +46,7 @@ from rlhf_ppo.data.sources import load_named
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary, reads_images
+from rlhf_ppo.models.loading import NOT_HERE
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, tokenizer_beside
 from rlhf_ppo.run.distributed import get_logger, isolated_rng, num_processes
@@ -315,7 +316,8 @@ def policy_tokenizer(given: Any, model: Any) -> PreTrainedTokenizerBase:
     tokenizer = tokenizer_beside(path) if path else None
     if tokenizer is not None:
         return tokenizer
-    missing = f"={os.fspath(path)!r} has none" if path else f" is a {type(model).__name__} without one"
+    reason = "has none" if os.path.isdir(path) else NOT_HERE
+    missing = f"={os.fspath(path)!r} {reason}" if path else f" is a {type(model).__name__} without one"
     raise ValueError(
         "processing_class=None loads the tokenizer from the model's directory or hub name, but model"
         f"{missing}; save it there with tokenizer.save_pretrained, or pass "

@@ -105,7 +105,13 @@ def turn(role: str, content: str) -> dict[str, str]:
     ("row", "argument", "expected"),
     [
         ({"text": "w4 w5"}, "texts", (0, 2)),
-        ({"messages": [turn("user", "w4"), turn("assistant", "w5 w6")], "prompt": "w4"}, "texts", (0, 11)),
+        ({"messages": [turn("user", "w4"), turn("assistant", "w5 w6")], "prompt": "w4"}, "texts", (8, 3)),
+        ({"messages": [turn("assistant", "w5 w6"), turn("user", "w4")]}, "texts", (0, 11)),
+        (
+            {"messages": [turn("user", "w4"), turn("assistant", "w5"), turn("user", "w4"), turn("assistant", "w6")]},
+            "texts",
+            (16, 2),
+        ),
         ({"prompt": "w4", "completion": " w5 w6"}, "texts", (1, 2)),
         ({"prompt": [turn("user", "w4")], "completion": [turn("assistant", "w5 w6")]}, "texts", (8, 3)),
         ({"chosen": "w4 w5 w6 w7", "rejected": "w4 w5 x9"}, "preferences", (2, 2)),

@@ -26,6 +26,7 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import backbone
+from rlhf_ppo.run.datasets import policy_tokenizer
 from tests.conftest import tiny_policy, tiny_scorer
 
 IDS = torch.arange(1, 31).view(3, 10)
@@ -44,6 +45,12 @@ def states(model: Any) -> Tensor:
 
 
 # ---- From directories ----
+
+
+@pytest.mark.parametrize("load", [lambda path: load_policy(path, "model"), lambda path: policy_tokenizer(None, path)])
+def test_a_directory_that_is_not_there_is_no_hub_error_alone(load: Any) -> None:
+    with pytest.raises(ValueError, match="model='runs/stf' is no directory here, and the hub did not give it"):
+        load("runs/stf")
 
 
 def test_a_policy_comes_back_from_its_directory_in_float32(tmp_path: Path) -> None:

@@ -52,6 +52,16 @@ def test_blank_lines_do_not_fill_the_terminal(capsys: pytest.CaptureFixture[str]
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
+def test_the_lines_with_which_all_prompts_begin_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    default = "system\nYou are helpful.\nuser\n"
+    table = samples([f"{default}Tell\nme", f"{default}Think"], ["d", "e"], [1.0, 2.0])
+    print_table(table)
+    shown = capsys.readouterr().out
+    assert "...Tell" in shown and "...Think" in shown and "helpful" not in shown
+    print_table(table, num_rows=1)
+    assert "helpful" in capsys.readouterr().out and table["query"][1] == f"{default}Think"
+
+
 def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:
     assert list(table.columns) == ["query", "model response", "score", "reward_model", "brevity"]
     assert table["query"].tolist() == QUERIES and table["model response"].tolist() == RESPONSES

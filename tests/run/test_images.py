@@ -100,6 +100,7 @@ def test_a_run_saves_shows_and_resumes_bit_for_bit(make: MakeTrainer, tmp_path: 
     policy = AutoModelForImageTextToText.from_pretrained(saved)
     torch.testing.assert_close(policy.state_dict(), whole.policy_model.state_dict(), rtol=0, atol=0)
     assert type(AutoProcessor.from_pretrained(saved)).__name__ == "LlavaProcessor"
+    assert "pipeline_tag: image-text-to-text" in Path(whole.args.output_dir, "README.md").read_text()
     again = make(model=str(saved), value_model=str(saved / "critic"))
     torch.testing.assert_close(again.value_model.state_dict(), whole.value_model.state_dict(), rtol=0, atol=0)
 
