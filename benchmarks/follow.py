@@ -6,10 +6,10 @@
 All arms have the example's prompts, rewards, episodes, sampling and optimizer steps; further arguments are the
 example's. A run stopped on the way goes on with `--resume_from_checkpoint True`. The result is a line of `--results`.
 
-start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states.
-no-critic: the Reinforce of docs/research.md. grpo: TRL's GRPO, 8 responses a prompt. trl-ppo: TRL 1.12's PPO
-(follow_trl.py), which `pip install --no-deps --target trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it
-cannot resume.
+start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states
+(linear-head in the rows: the head of one layer that it had first). no-critic: the Reinforce of docs/research.md. grpo:
+TRL's GRPO, 8 responses a prompt. trl-ppo: TRL 1.12's PPO (follow_trl.py), which
+`pip install --no-deps --target trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it cannot resume.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def main() -> None:
         ]
         print(f"| {arm} | {len(seeds)} | {' | '.join(cells)} |")
     print(f"\n| minus critic | {' | '.join(COLUMNS[:3])} | all ten, at equal KL |\n|---|---|---|---|---|")
-    for arm in arms.keys() & {"one-body", "no-critic", "grpo", "trl-ppo"}:  # of as many updates
+    for arm in arms.keys() & {"one-body", "linear-head", "no-critic", "grpo", "trl-ppo"}:  # of as many updates
         sides = [arms[arm], arms["critic"]]
         cells = [
             difference(*({s: each[name] for s, each in side.items()} for side in sides)).shown(2, signed=True)
