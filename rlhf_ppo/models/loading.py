@@ -344,9 +344,9 @@ def wants_code(error: Exception) -> bool:
 
 
 def why_not_loaded(error: Exception, path: str | os.PathLike[str], fault: str) -> str:
-    """Return the reason why `from_pretrained` has failed; `fault` is that of an existing directory."""
-    missing = fault if os.path.isdir(path) else NOT_HERE
-    return CODE_IS_RUN_IF if wants_code(error) else f"{missing}: {error!s:.600}"
+    """Return the reason why `from_pretrained` has failed; `fault` is that of files which are there."""
+    is_missing = isinstance(error, OSError) and not os.path.isdir(path)
+    return CODE_IS_RUN_IF if wants_code(error) else f"{NOT_HERE if is_missing else fault}: {error!s:.600}"
 
 
 def _without_adapters(model: nn.Module) -> nn.Module:

@@ -254,7 +254,7 @@ def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_
         df = df.assign(**{"model response": shown}).drop(columns="messages")
     for column in {*PROMPT_COLUMNS} & {*df.columns}:
         prompts = [str(prompt) for prompt in df[column]]
-        start = os.path.commonprefix(prompts).rfind("\n") + 1  # noqa: RUF071, of characters
+        start = os.path.commonprefix(prompts).rfind("\n") + 1  # noqa: RUF071 - of characters, no paths
         if start and len({*prompts}) > 1:
             df = df.assign(**{column: [f"...{prompt[start:]}" for prompt in prompts]})
     texts = [column for column in df.columns if column in (*PROMPT_COLUMNS, *TEXT_COLUMNS)]

@@ -23,6 +23,7 @@ from rlhf_ppo.models.loading import (
     load_value_model,
     make_value_model,
     prepare_trainable,
+    why_not_loaded,
 )
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import backbone
@@ -51,6 +52,8 @@ def states(model: Any) -> Tensor:
 def test_a_directory_that_is_not_there_is_no_hub_error_alone(load: Any) -> None:
     with pytest.raises(ValueError, match="model='runs/stf' is no directory here, and the hub did not give it"):
         load("runs/stf")
+    reason = why_not_loaded(ValueError("Unrecognized configuration class"), "org/encoder", "cannot be loaded")
+    assert reason == "cannot be loaded: Unrecognized configuration class"  # the hub gave it
 
 
 def test_a_policy_comes_back_from_its_directory_in_float32(tmp_path: Path) -> None:

@@ -64,8 +64,9 @@ def test_lora_in_a_second_run_at_the_same_server(server: Server, saved: Path, tm
 
 def test_episodes_of_several_turns(server: Server, saved: Path, tmp_path: Path) -> None:
     address = {"vllm_server_base_url": server.url, "vllm_group_port": free_port()}
-    found = check_episodes(saved, tmp_path, vllm_mode="server", **address, total_episodes=16)
-    assert found["several"] > 3  # of 16; the server's draws depend on when requests meet
+    # The server does not repeat its draws, and update 1 may teach longer turns: its own 32 episodes suffice.
+    many: dict[str, Any] = {"per_device_train_batch_size": 16, "total_episodes": 64}
+    assert check_episodes(saved, tmp_path, vllm_mode="server", **address, **many)["several"] > 8
 
 
 def test_a_server_that_dies_while_it_generates(server: Server, saved: Path, tmp_path: Path) -> None:
