@@ -1,18 +1,17 @@
-"""Teach a chat model to follow instructions that a program verifies: at most eight words, no capitals, and so on.
+"""Teach a chat model to follow one or two instructions that a program verifies: at most eight words, no capitals...
 
-make chat-model  # SmolLM2-135M-Instruct, once
-python examples/follow_instructions.py
+python examples/follow_instructions.py  # SmolLM2-135M-Instruct, of `make chat-model` or the hub
 accelerate launch examples/follow_instructions.py --model_name_or_path Qwen/Qwen3-0.6B --dtype bfloat16 \
     --chat_template_kwargs '{"enable_thinking": false}' --per_device_train_batch_size 64 --output_dir runs/qwen
 
-A prompt is a question with one or two constraints. The reward is 1 for an answer that holds all, plus half the mean
-degree to which it holds each (`--reward_weights 1 0`: no partial credit). An answer has four words, two of them new, a
-content word of the question, and an end; all else gets 0. Held out are questions, wordings, and pairs of constraints.
-`--dataset_name` adds questions: a hub data set, or JSON lines, with a column `prompt`.
+An answer that follows all gets 1, plus half the mean degree to which it follows each (`--reward_weights 1 0`: no
+partial credit). It has four words, two of them new, a content word of the question, and an end; all else gets 0. Held
+out are questions, wordings and pairs. `--dataset_name`, a hub name or JSON lines with `prompt`, adds questions.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
 
+import os
 import random
 import re
 
@@ -99,10 +98,11 @@ def report(trainer, when):
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
     parser.set_defaults(
-        model_name_or_path="chat-model", use_peft=True, lora_target_modules=["all-linear"], share_base_model=True,
+        model_name_or_path="chat-model" if os.path.isdir("chat-model") else "HuggingFaceTB/SmolLM2-135M-Instruct",
+        use_peft=True, lora_target_modules=["all-linear"], share_base_model=True, gradient_checkpointing=False,
         output_dir="runs/follow", max_steps=60, per_device_train_batch_size=16, per_device_eval_batch_size=32,
         response_length=32, stop_token="eos", missing_eos_penalty=0.5, kl_coef=0.02, learning_rate=3e-4,
-        critic_learning_rate=1e-3, num_ppo_epochs=2, num_mini_batches=4, gradient_checkpointing=False,
+        critic_learning_rate=1e-3, num_ppo_epochs=2, num_mini_batches=4,
         num_sample_generations=0, logging_steps=1, save_steps=5, save_total_limit=1, reward_weights=[1.0, 0.5],
     )  # fmt: skip
     script, args, model_args = parser.parse_args_and_config()

@@ -61,10 +61,10 @@ def test_no_wording_word_or_pair_of_the_test_is_trained_on() -> None:
 
 @pytest.mark.slow
 def test_the_script(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chat_model(tmp_path / "toy")
+    chat_model(tmp_path / "chat-model")
     write_rows(tmp_path / "asked.jsonl", [{"prompt": "w3 w5"}, {"prompt": {"text": "w7 w9"}}])
     options = (
-        "--model_name_or_path toy --dataset_name asked.jsonl --output_dir out --per_device_train_batch_size 4 "
+        "--dataset_name asked.jsonl --output_dir out --per_device_train_batch_size 4 "
         "--save_steps 1 --response_length 5 --per_device_eval_batch_size 176 --report_to none --use_cpu --max_steps"
     )
     trainer = run(f"{options} 1", script="follow_instructions.py")
