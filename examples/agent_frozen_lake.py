@@ -1,4 +1,4 @@
-"""Teach a small language model to walk over Gymnasium's FrozenLake through text, from nothing, in about a minute.
+"""Teach a small language model to cross Gymnasium's FrozenLake through text, from nothing, in half a minute.
 
     pip install rlhf-ppo gymnasium
     python examples/agent_frozen_lake.py

@@ -40,7 +40,7 @@ class JudgeArguments:
     """
 
     dataset_name: str = field(
-        metadata={"help": "Prompts: a file, a directory or a hub name with the column `prompt`."}
+        metadata={"help": "Required. Prompts: a file, a directory or a hub name with the column `prompt`."}
     )
     split: str = option("train", "Split of the dataset.")
     num_prompts: AtLeastOne = option(256, "Number of prompts, from the first.")
@@ -83,7 +83,7 @@ class JudgeArguments:
     seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
 
-    output_dir: str = option("judged", "Directory of judged.parquet and win_rate.json; no file is overwritten.")
+    output_dir: str = option("judged", "Directory of the results; tables of earlier calls are kept.")
     num_shown: Count = option(5, "Judged pairs to print.")
     dry_run: bool = option(False, "Check files, columns, models and judge, list all problems, and exit.")
 

@@ -182,8 +182,7 @@ class EngineArguments:
     vllm_server_port: Port = _option(8000, "Port of the vLLM server.")
     vllm_server_timeout: Annotated[float, Interval(0, LONGEST_WAIT)] = _option(
         240.0,
-        "Seconds to wait for the vLLM server's health check: at the start, and while it generates or loads weights. "
-        "One request may take ddp_timeout seconds.",
+        "Seconds to wait at the start until the vLLM server answers. Later requests have no time limit.",
     )
     vllm_group_port: Port = _option(51216, "Port through which the vLLM server receives the policy's weights.")
     vllm_gpu_memory_utilization: PositiveShare = _option(
@@ -230,8 +229,8 @@ class LoggingArguments:
     )
     health_checks: bool = _option(
         True,
-        "Check the logs for signs of failing training, warn once of each with the option to change, and log "
-        "health/<check> (0 or 1).",
+        "Check each log for signs of failing training: warn with the option to change, and log health/<check> "
+        "(0 or 1).",
     )
 
 
@@ -340,7 +339,7 @@ class AgentArguments:
         "not run. None: no limit.",
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
-        60.0, "Seconds that a call of a tool or an environment may take; then its answer is an error. None: no limit."
+        60.0, "Seconds for a call. Beyond it, a tool answers with an error; an environment's episode is cut. None: any."
     )
     chat_template_kwargs: dict[str, Any] | str | None = _option(
         None,
@@ -441,7 +440,7 @@ class PPOConfig(
         None, "Sample from tokens at least min_p times as likely as the likeliest token; None: from all tokens."
     )
     stop_token: Literal["eos"] | None = _option(
-        None, "'eos': the tokenizer's EOS token ends a response. For another token use stop_token_id."
+        None, "'eos': the EOS token ends a response, the default of `rlhf-ppo train`. Other tokens: stop_token_id."
     )
     stop_token_id: Count | None = _option(None, "Id of the token that ends a response; not together with stop_token.")
     stop_strings: list[str] | None = _option(
