@@ -339,7 +339,7 @@ class AgentArguments:
         "not run. None: no limit.",
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
-        60.0, "Seconds for a call. Beyond it, a tool answers with an error; an environment's episode is cut. None: any."
+        60.0, "Seconds for a call; then a tool answers with an error, and an environment's episode is cut. None: any."
     )
     chat_template_kwargs: dict[str, Any] | str | None = _option(
         None,
