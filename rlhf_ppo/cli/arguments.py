@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import os
 import sys
@@ -13,7 +14,7 @@ from transformers import TrainingArguments
 from trl.scripts.utils import ScriptArguments, TrlParser
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
-from rlhf_ppo.config.checks import CONFIG_HINTS, hint_for, option, reject_removed
+from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
 from rlhf_ppo.terminal import visible_logger
@@ -66,7 +67,11 @@ def parse(groups: Any, program: str, argv: Sequence[str] | None) -> Any:
         program: Start of error messages.
         argv: The options; None takes the program's own.
     """
-    parser: Any = PPOArgumentParser(groups, prog=program)
+    about = "--config FILE reads options from a YAML file, or a preset such as recommended; the command line wins."
+    parser: Any = PPOArgumentParser(groups, prog=program, usage="%(prog)s [options]", description=about)
+    for action in parser._actions if parser.get_default("kl_coef") is not None else ():  # PPO's
+        if action.dest in REJECTED or str(action.help).startswith("Derived"):
+            action.help = argparse.SUPPRESS
     with user_errors(program):
         return parser.parse_args_and_config(argv)
 

@@ -19,7 +19,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser without abbreviations, with one-sentence errors."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, "usage": "%(prog)s [options]", **kwargs})
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""

@@ -168,7 +168,7 @@ def demo(argv: Sequence[str] | None = None) -> None:
         description="Run RLHF from scratch, in minutes on two cores: a language model, a reward model, PPO, and a "
         "judge. Exits with 1 unless the judge clearly prefers PPO.",
     )
-    parser.add_argument("output_dir", type=Path, nargs="?", default=Path("demo_output"))
+    parser.add_argument("output_dir", type=Path, nargs="?", default="demo_output", help="By default demo_output.")
     output_dir = parser.parse_args(argv).output_dir
     from rlhf_ppo.cli.demo import run_demo
 
@@ -244,7 +244,7 @@ def report(argv: Sequence[str] | None = None) -> None:
         SystemExit: A run is missing, or a file of it is damaged.
     """
     parser = CommandParser("rlhf-ppo report", description="Write one HTML file about one or several runs.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="Runs that differ in their seed are averaged.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Directory of a run; seeds of a run are averaged.")
     parser.add_argument("--output", default="report.html", help="File to write.")
     parser.add_argument(
         "--judged",

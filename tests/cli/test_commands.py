@@ -174,3 +174,22 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
     options[3] = "few.jsonl"
     commands.reward(options)
     assert read_accuracy("out") is None
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "hidden"),
+    [
+        ("report", ["rlhf-ppo report [-h]", "RUN [RUN ...]"], []),
+        (
+            "train",
+            ["--config FILE", "--total_episodes", "--kl_coef"],
+            ["--label_smoothing_factor", "--micro_batch_size"],
+        ),
+        ("reward", ["--config FILE", "--label_smoothing_factor"], ["--kl_coef"]),
+    ],
+)
+def test_help_shows_what_a_command_takes_and_no_option_that_it_refuses(command, shown, hidden, capsys):
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    printed = capsys.readouterr().out
+    assert [word for word in shown if word not in printed] + [word for word in hidden if word in printed] == []
