@@ -96,7 +96,7 @@ def test_tables_are_whole(page):
         assert len(set(cells)) == 1 and len(cells) > 1, table.splitlines()[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "RESULTS.md"], ids=[*IDS, "benchmarks/RESULTS.md"])
 def test_make_targets_and_paths_that_are_named_exist(page):
     text = page.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
