@@ -112,14 +112,14 @@ class PPOScriptArguments(DryRunScriptArguments):
     )
     environment: list[str] | None = option(
         None,
-        "An environment of several turns as file.py:Class or package.module.Class; several as name=file.py:Class, of "
-        "which the column `environment` names one.",
+        "An environment of several turns, as file.py:Class or package.module.Class. Several as name=file.py:Class: "
+        "the column `environment` names one for each row.",
     )
     tools: list[str] | None = option(None, "Functions that the policy may call, as file.py:function.")
     value_model_path: str | None = option(
         None,
-        "The value model at its start, or 'policy' for a head on the policy; by default the reward model, or the "
-        "policy with a new head.",
+        "Model from which the value model starts, or 'policy' for a head on the policy; by default the reward model, "
+        "or the policy with a new head.",
     )
     ptx_dataset: str | None = option(
         None,

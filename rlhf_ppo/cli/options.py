@@ -52,12 +52,12 @@ class JudgeArguments:
 
     judge_model: str | None = option(
         None,
-        "Reward model (the higher score wins), or a chat model: one of OpenAI's, such as gpt-4o-mini, with the key in "
+        "Reward model (the higher score wins), or chat model: OpenAI's, such as gpt-4o-mini, with the key in "
         "OPENAI_API_KEY, or one at judge_url.",
     )
     judge_url: str | None = option(
         None,
-        "Address of a server with OpenAI's API, such as http://localhost:8000/v1; its key, if it needs one, in "
+        "Address of a server with OpenAI's API, such as http://localhost:8000/v1. If it needs a key, put it in "
         "RLHF_PPO_JUDGE_TOKEN.",
     )
     judge: str | None = option(
@@ -69,7 +69,7 @@ class JudgeArguments:
         None, "File with the question to a chat model, with the fields {prompt}, {first}, {second} and {tag}."
     )
     judge_options: str | None = option(
-        None, 'JSON to send with model and messages; the default is {"temperature": 0.0, "max_tokens": 16}.'
+        None, 'JSON that is sent with each question; by default {"temperature": 0.0, "max_tokens": 16}.'
     )
 
     max_new_tokens: AtLeastOne = option(128, "Maximum length of a response, in tokens.")

@@ -40,7 +40,7 @@ class LLMTrainingParams:
     )
     block_size: int = _option(
         -1,
-        "Maximum length of a text, in tokens (sft, reward; -1: 1024); PPO drops prompts above half of it (-1: none).",
+        "Maximum tokens of a text (sft, reward; -1: 1024). PPO drops prompts longer than half of it (-1: none).",
     )
     model_max_length: int = _option(
         2048, "Maximum length of a text, or of prompt and response, in tokens; 2048: the model's own limit."

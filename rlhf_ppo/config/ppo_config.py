@@ -246,18 +246,18 @@ class RecipeArguments:
 
     kl_target: Positive | None = _option(
         None,
-        "Target KL of a response, in nats. After each update kl_coef changes towards it, by at most a fifth times the "
-        "update's share of kl_horizon (arXiv 1909.08593, section 2.2). None: kl_coef is constant.",
+        "Target KL of a response, in nats: each update scales kl_coef up or down, by at most 0.2 x its episodes / "
+        "kl_horizon (arXiv 1909.08593, section 2.2). None: kl_coef is constant.",
     )
     kl_horizon: AtLeastOneFloat = _option(
         10_000,
-        "Episodes over which kl_coef adapts to kl_target; fewer episodes adapt faster. An update counts as at most "
-        "one horizon, so values below batch_size have the same effect.",
+        "Episodes over which kl_coef adapts to kl_target; fewer adapt faster. Values below batch_size have the same "
+        "effect as batch_size.",
     )
     kl_stop: Positive | None = _option(
         None,
-        "End an update's epochs once the KL to the sampling policy, in nats per token, exceeds this value: the mean "
-        "of k3 over an epoch (http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
+        "End an update after the epoch whose mean KL to the sampling policy (k3, nats per token) exceeds this value "
+        "(http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
     )
 
     # --- Scores and values ---
@@ -278,8 +278,8 @@ class RecipeArguments:
 
     save_critic: bool = _option(
         False,
-        "Save the value model too, in the directory critic beside the policy, to load it with value_model; where "
-        "transformers has the class, as a sequence-classification model. The head of value_model='policy' always is.",
+        "Save the value model too, in the directory critic beside the policy, for value_model; the head of "
+        "value_model='policy' is always saved.",
     )
 
     # --- Advantages ---
@@ -399,10 +399,10 @@ class PPOConfig(
     warmup_ratio: ShareBelowOne | None = _option(
         None, "Share of all updates in which the learning rate rises, where warmup_steps is not set."
     )
-    restore_callback_states_from_checkpoint: bool = _option(True, "Restore callbacks' counters, such as a patience.")
+    restore_callback_states_from_checkpoint: bool = _option(True, "Restore the counters of callbacks on a resume.")
 
     # --- Experiment, models, data ---
-    exp_name: str = _option("ppo_config", "Name of the experiment; unset run_name: $WANDB_NAME or <exp_name>__<seed>.")
+    exp_name: str = _option("ppo_config", "Name of the experiment; run_name is $WANDB_NAME or <exp_name>__<seed>.")
     overwrite_output_dir: bool = _option(
         False,
         "Delete the checkpoints in output_dir when training starts. Without it, a directory with checkpoints is an "
@@ -445,11 +445,11 @@ class PPOConfig(
     stop_token_id: Count | None = _option(None, "Id of the token that ends a response; not together with stop_token.")
     stop_strings: list[str] | None = _option(
         None,
-        "Texts that end a response, as the stop token does, after the token that completes the text: several values, "
+        "Texts that end a response, after the token that completes the text: several values, "
         """or a JSON list such as '["Question:", "###"]'. Texts in the prompt do not count.""",
     )
     local_rollout_forward_batch_size: AtLeastOne = _option(
-        64, "Rows per process and forward pass without gradient in the rollout."
+        64, "Rows that each process generates, or evaluates, at once in the rollout."
     )
     ds3_gather_for_generation: bool = _option(
         True,
@@ -488,8 +488,8 @@ class PPOConfig(
     kl_coef: NotNegative = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
     kl_estimator: Literal["k1", "k3"] = _option(
         "k1",
-        "KL estimator in the reward: 'k1', the log-ratio, with an unbiased policy gradient; 'k3', never negative, "
-        "does not optimise the KL-regularised reward: it can end below the untrained policy (arXiv 2512.21852).",
+        "KL estimator in the reward: 'k1', the log-ratio, gives the gradient of the KL; 'k3', never negative, does "
+        "not optimise the KL-regularised reward and can end below the untrained policy (arXiv 2512.21852).",
     )
     whiten_rewards: bool = _option(False, "Scale the token rewards to variance 1, with their mean unchanged.")
 
