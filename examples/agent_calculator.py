@@ -1,8 +1,8 @@
 """Teach a small chat model when to call a calculator, from nothing, in about two minutes on one core.
 
     pip install rlhf-ppo
-    python examples/agent_calculator.py             # products that it cannot do in its head: calls pay
-    python examples/agent_calculator.py --price 0.3 # products of digits, which it can: each call costs
+    python examples/agent_calculator.py             # products that the model does not know: calls pay
+    python examples/agent_calculator.py --price 0.3 # products of digits, which it knows: each call costs
 
 The model is made by `calculator_model.py` beside this file. Nothing is downloaded.
 """

@@ -1,11 +1,11 @@
-"""A reward server in the standard library: what `reward_funcs="http://127.0.0.1:8000/brevity"` talks to.
+"""A reward server that needs only the standard library, for `reward_funcs="http://127.0.0.1:8000/brevity"`.
 
 Start it, here with a token that both sides read from the environment, and train against it:
 
     export RLHF_PPO_REWARD_TOKEN=secret
     python examples/reward_server.py --port 8000
 
-The contract (see docs/rewards.md): a POST of JSON with lists of one length,
+The contract (see docs/rewards.md): a POST of JSON with lists of the same length,
 
     {"prompts": [...], "completions": [...], "completion_ids": [[...], ...], "columns": {"<name>": [...], ...}}
 

@@ -5,8 +5,8 @@ accelerate launch examples/vision.py --model_name_or_path Qwen/Qwen3-VL-2B-Instr
     --lora_target_modules all-linear --share_base_model --learning_rate 1e-4 --output_dir runs/qwen
 
 The reward is 1 for the right word. A shape and a wording are held out. Without a model, the script makes a LLaVA of
-0.2M parameters, and shows it captions and some hundred answers. It prints the accuracy on held-out rows, and on the
-same questions with the images of other rows: there a model that looks falls to chance.
+0.2M parameters, and trains it on captions and some hundred answers. It prints the accuracy on held-out rows, and on
+the same questions with the images of other rows, where a model that looks falls to chance.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
