@@ -554,7 +554,6 @@ class TrainerBase(Steps, Trainer):
 
         Raises:
             TypeError: Its state cannot be in a checkpoint.
-            ValueError: The name is taken.
         """
         self._stateful.register(name, part)
 
@@ -623,12 +622,12 @@ class TrainerBase(Steps, Trainer):
         self._signature_columns = [*OWN_COLUMNS]
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """Keep all columns if rewards read them."""
-        return dataset if self.scorer.reads_columns else super()._remove_unused_columns(dataset, description)
+        """Keep all columns if rewards or environments read them."""
+        return dataset if self._preparation.columns_are_read else super()._remove_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        """Keep all columns if rewards read them, of data sets other than `datasets.Dataset`."""
-        if self.scorer.reads_columns:
+        """Keep all columns if rewards or environments read them, of data sets other than `datasets.Dataset`."""
+        if self._preparation.columns_are_read:
             return data_collator
         return super()._get_collator_with_removed_columns(data_collator, description)
 

@@ -299,7 +299,7 @@ class EnvironmentReward(RewardSource):
         kind: The environment. Episodes of other classes get no score.
     """
 
-    reads_columns = is_of_environment = True
+    is_of_environment = True
 
     def __init__(self, kind: Kind) -> None:
         self.cls, self.name = kind.cls, getattr(kind.cls, "__name__", "")
@@ -318,7 +318,7 @@ class TurnRewards(RewardSource):
     """Pays what an environment appended to `turn_rewards` in a round at the last token of the turn that caused it."""
 
     name = "turns"
-    reads_columns = is_of_environment = True
+    is_of_environment = True
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Return the rewards, float32 `(B, T)`; NaN in rows whose environment has no `turn_rewards`."""

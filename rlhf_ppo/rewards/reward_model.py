@@ -222,8 +222,6 @@ class RewardModel:
     """
 
     name = "reward_model"
-    reads_columns = False
-    """It reads the prompt alone, which every batch keeps."""
     exchanges_errors = True
     """Its passes may wait for all ranks, so that errors are exchanged before and after them only."""
 

@@ -245,11 +245,6 @@ class Scorer:
         self.sources = dict(zip(self.names, sources, strict=True))
         self.weights = weights_by_name(self.names, weights)
 
-    @property
-    def reads_columns(self) -> bool:
-        """Whether any source reads columns of the data set."""
-        return any(getattr(source, "reads_columns", True) for source in self.sources.values())
-
     def start(self, batch: ScoringBatch) -> PendingScores:
         """Start the slow sources, so that they run while the caller continues."""
         return PendingScores(self, batch, self._submit(batch))

@@ -163,8 +163,8 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
     return model.to(accelerator.device)
 
 
-ModelOrPath = nn.Module | str | os.PathLike[str] | Callable[..., Any]
-"""A model, a directory, a hub name, or (except for reward models) a function that returns one of these."""
+ModelOrPath = nn.Module | str | os.PathLike[str]
+"""A model, a directory or a hub name."""
 
 
 @dataclass(frozen=True)
@@ -385,19 +385,17 @@ def _load_given(
     args: PPOConfig, rewards: Sequence[LoadedRewardModel], model: Any, ref_model: Any, value_model: Any
 ) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
     """Load the given policy, reference and value model, and check them before other models are made from them."""
-    given = {"model": model, "ref_model": ref_model, "value_model": value_model}
     scorers = {reward.argument: reward.model for reward in rewards}
-    _check_distinct({"model": given["model"], "ref_model": given["ref_model"], **scorers, **given})
-    policy: nn.Module = loading.load_policy(given["model"], "model")
+    _check_distinct({"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
+    policy: nn.Module = loading.load_policy(model, "model")
     reference = critic = None
     if ref_model is not None:
-        reference = loading.load_policy(given["ref_model"], "ref_model")
+        reference = loading.load_policy(ref_model, "ref_model")
     if heads.is_head_of_policy(value_model):
         head = heads.ValueHead(policy)
         critic = head if value_model == "policy" else head.load(cast(Any, value_model))
     elif value_model is not None:
-        merges_adapter = not args.share_base_model
-        critic = loading.load_value_model(given["value_model"], "value_model", merges_adapter=merges_adapter)
+        critic = loading.load_value_model(value_model, "value_model", merges_adapter=not args.share_base_model)
     _check_loaded(args, {"model": policy, "ref_model": reference, "value_model": critic})
     return policy, reference, critic
 

@@ -375,7 +375,7 @@ class PromptPreparation:
         args: Gives `max_prompt_length`, `dataset_num_proc` and `response_length`.
         vocabulary: Ids that all models embed.
         limit: Longest sequence that the models, and a started engine, support; None without a limit.
-        columns_are_read: Whether a reward reads other columns than the prompts; unread columns are dropped.
+        columns_are_read: Whether a reward or an environment gets all columns; else only those of prompts are kept.
         chats: Encodes conversations with images; None in a run without images.
         encoder: Makes the tokenization of a data set of that name; None: prompts only.
         stops: The stop tokens.

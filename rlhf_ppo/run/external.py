@@ -23,7 +23,6 @@ class ExternalScores(RewardSource):
     """Placeholder for the rewards of a trainer that receives scores."""
 
     name = "score"
-    reads_columns = False
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Raise: there is no reward.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3ForSequenceClassification
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import Conversations
@@ -171,6 +172,20 @@ def test_environments_of_several_classes_score_their_own_rows(tmp_path: Any) -> 
     trainer = made(tmp_path, DONE, options=options, **given)
     trainer.train()
     assert sorted(trainer.kept.scores.tolist()) == [0.25, 1.25, 1.25]
+
+
+def test_an_environment_gets_its_row_where_a_reward_model_alone_scores(tmp_path: Any) -> None:
+    rows: list[dict[str, Any]] = []
+
+    class Keeps(NoReward):
+        def reset(self, **row: Any) -> None:
+            rows.append(row)
+
+    model = chat_model(chat_tokenizer()).config
+    scorer = Qwen3ForSequenceClassification(type(model)(**{**model.to_dict(), "num_labels": 1, "id2label": {0: "a"}}))
+    asked = [{"prompt": ASKED, "answer": "4"}] * 2
+    made(tmp_path, DONE, environment_factory=Keeps, reward_model=scorer, train_dataset=asked).train()
+    assert [row["answer"] for row in rows] == ["4", "4"]
 
 
 # ---- What cannot be trained ----
