@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -92,9 +91,3 @@ def check_values(file: str, values: Mapping[str, Any], types: Mapping[str, Any])
                 check_type(name, values[name], kind, "")
         except (TypeError, ValueError, KeyError):
             raise ValueError(f"its {file} has {name}={values.get(name)!r:.80}") from None
-
-
-def hash_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -382,23 +382,6 @@ def _matrix_in(buffer: Tensor | None, shape: tuple[int, int], dtype: torch.dtype
     return buffer.as_strided((rows, columns), (columns, 1))
 
 
-def weight_gradient_dtype(
-    stored: torch.dtype, computed: torch.dtype, num_tokens: int, vocabulary: int, max_elements: int, on_cpu: bool
-) -> torch.dtype:
-    """Return the type in which the gradient by a trained head is summed.
-
-    Args:
-        stored: The head's type in the pass.
-        computed: The type of products.
-        num_tokens: Tokens of the pass.
-        vocabulary: Tokens of the vocabulary.
-        max_elements: Logits held at once.
-        on_cpu: The pass is on a CPU.
-    """
-    num_tiles = -(-num_tokens // min(num_tokens, _most_rows(vocabulary, max_elements, on_cpu)))
-    return _sum_dtype(stored, computed, num_tiles)
-
-
 def _sum_dtype(stored: torch.dtype, computed: torch.dtype, num_tiles: int) -> torch.dtype:
     return stored if num_tiles == 1 and stored == computed else torch.float32
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -243,37 +243,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def as_in_learning(
-    checkpointing: bool, checkpointing_kwargs: Mapping[str, Any] | None, *models: nn.Module
-) -> Iterator[None]:
-    """Let models compute as while they learn, with or without recomputation; restore their modes after the context.
-
-    Args:
-        checkpointing: Whether activations are to be recomputed: `args.gradient_checkpointing`.
-        checkpointing_kwargs: How: `args.gradient_checkpointing_kwargs`.
-        *models: Transformers models, or `PeftModel`s around them.
-
-    Raises:
-        ValueError: An architecture cannot recompute activations.
-    """
-    bases: list[Any] = [transformers_model(model) for model in models] if checkpointing else []
-    given = dict(checkpointing_kwargs or {})
-    cut = {name: given.pop(name) for name in ("every_n_layers", "offload") if name in given}
-    # Renamed after 5.17; there the old name warns.
-    kind = "activation" if all(hasattr(base, "activation_checkpointing_enable") for base in bases) else "gradient"
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(in_eval_mode(model))
-        for base in bases:
-            getattr(base, f"{kind}_checkpointing_enable")(given or None, **cut)
-            stack.callback(getattr(base, f"{kind}_checkpointing_disable"))
-            recompute_in_eval_mode(base)
-        for model in models:
-            set_learning(model)
-        yield
 
 
 # ---- Sharded parameters ----

@@ -334,7 +334,7 @@ def assemble_models(
     """
     check_keeps_models_whole(args)
     needs_critic = value_model is None and not args.share_base_model
-    rewards, copied = _prepare_rewards(args, given_rewards, needs_critic, accelerator)
+    rewards, copied = _prepare_rewards(given_rewards, needs_critic, accelerator)
     set_seed(args.seed)  # for new adapters and heads; Trainer's constructor sets it later
     policy, given_reference, critic = _load_given(args, rewards, model, ref_model, value_model)
     if args.share_base_model:
@@ -344,7 +344,7 @@ def assemble_models(
         critic = adapters.value_model_over(policy, critic, value_peft_config)
         _share_with_rewards(policy, rewards)
     else:
-        critic = _separate_critic(args, policy, critic, copied, value_peft_config)
+        critic = _separate_critic(policy, critic, copied, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, needs_reference and given_reference is None)
     if not isinstance(critic, heads.ValueHead):
         capabilities.check_consistent(critic, "value_model")
@@ -360,7 +360,7 @@ def assemble_models(
 
 
 def _prepare_rewards(
-    args: PPOConfig, given: Iterable[LoadedRewardModel], needs_critic: bool, accelerator: Accelerator | None
+    given: Iterable[LoadedRewardModel], needs_critic: bool, accelerator: Accelerator | None
 ) -> tuple[list[LoadedRewardModel], nn.Module | None]:
     """Check each reward model, and shard it with `accelerator`, before the next one is loaded.
 
@@ -370,7 +370,7 @@ def _prepare_rewards(
     rewards: list[LoadedRewardModel] = []
     critic = None
     for reward in given:
-        _check_loaded(args, {reward.argument: reward.model})
+        _check_loaded({reward.argument: reward.model})
         if needs_critic and reward.tokenizer is None:
             needs_critic = False
             critic = loading.make_value_model(reward.model) if heads.reads_last_token(reward.model) else None
@@ -396,12 +396,12 @@ def _load_given(
         critic = head if value_model == "policy" else head.load(cast(Any, value_model))
     elif value_model is not None:
         critic = loading.load_value_model(value_model, "value_model", merges_adapter=not args.share_base_model)
-    _check_loaded(args, {"model": policy, "ref_model": reference, "value_model": critic})
+    _check_loaded({"model": policy, "ref_model": reference, "value_model": critic})
     return policy, reference, critic
 
 
 def _separate_critic(
-    args: PPOConfig, policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: Any
+    policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: Any
 ) -> nn.Module:
     """Return the given value model, the reward model's copy, or one made from the policy; add its adapter."""
     if critic is not None:
@@ -431,7 +431,7 @@ def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: refer
     _warn_of_low_precision(policy, args.learning_rate)
 
 
-def _check_loaded(args: PPOConfig, loaded: Mapping[str, nn.Module | None]) -> None:
+def _check_loaded(loaded: Mapping[str, nn.Module | None]) -> None:
     """Check each loaded model, by its argument's name, before other models are made from it."""
     for name, module in loaded.items():
         if module is not None:

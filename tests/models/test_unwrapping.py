@@ -15,7 +15,6 @@ from transformers import GenerationConfig
 
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import as_in_learning
 from tests.conftest import save_models, tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
 
@@ -66,10 +65,12 @@ def test_recomputed_gradients_are_those_of_kept_activations(family: str, kwargs:
         model = random_model(family)
         model.get_input_embeddings().register_forward_hook(lambda *given: given[2].requires_grad_())
         recomputed: list[int] = []
-        with as_in_learning(checkpointing, kwargs, model):
-            calls = count_calls(model, recomputed)
-            hidden_states(model, IDS, MASK).square().sum().backward()
-            calls.remove()
+        whole = PolicyAndValue(model, tiny_scorer(), 1.0)
+        if checkpointing:
+            whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        whole.train()
+        count_calls(model, recomputed)
+        hidden_states(model, IDS, MASK).square().sum().backward()
         assert len(recomputed) == 1 + checkpointing
         gradients.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 10
@@ -77,18 +78,18 @@ def test_recomputed_gradients_are_those_of_kept_activations(family: str, kwargs:
         assert torch.equal(value, gradients[1][name]), name
 
 
-def count_calls(model: Any, calls: list[int]) -> Any:
+def count_calls(model: Any, calls: list[int]) -> None:
     """Count the passes through the first block's first projection."""
     projection = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
-    return projection.register_forward_hook(lambda *_: calls.append(1))
+    projection.register_forward_hook(lambda *_: calls.append(1))
 
 
 def test_dropout_of_adapters_is_off_too() -> None:
     config = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
     model = get_peft_model(tiny_policy(), config).train()
     assert not torch.equal(states(model), states(model))
-    with as_in_learning(False, None, model):
-        assert torch.equal(states(model), states(model))
+    PolicyAndValue(model, tiny_scorer(), 1.0).train()
+    assert torch.equal(states(model), states(model))
 
 
 def test_a_generation_config_with_ignored_settings_is_saved_without_them(
