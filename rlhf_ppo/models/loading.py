@@ -140,7 +140,7 @@ def load_classifier(
         ValueError: It cannot be loaded, or has no weights of a head.
     """
     if isinstance(model, str | os.PathLike):
-        is_whole = argument != "value_model" and not is_adapter_directory(model)  # a value model may start anew
+        is_whole = not _may_start_anew(argument) and not is_adapter_directory(model)
         options = {"output_loading_info": True, **kwargs} if is_whole else kwargs
         loaded: Any = load_pretrained(AutoModelForSequenceClassification, model, argument, **options)
         if is_whole:
@@ -160,6 +160,11 @@ def load_classifier(
             )
         model = TRLModel(model)
     return _without_adapters(model) if argument == "value_model" and getattr(model, LOADED, False) else model
+
+
+def _may_start_anew(argument: str) -> bool:
+    """Return whether an argument's model may get a new head: `value_model`, and `value_model_path` of a command."""
+    return argument.startswith("value_model")
 
 
 def check_value_model(model: nn.Module) -> None:
@@ -322,7 +327,7 @@ def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings:
     )
     held = load_peft_weights(os.fspath(path), device="cpu")
     random = [name for name in sorted(info["missing_keys"]) if not any(key.endswith(f".{name}") for key in held)]
-    if random and argument != "value_model":  # a value model may start anew
+    if random and not _may_start_anew(argument):
         raise ValueError(
             f"{argument}={os.fspath(path)!r} is an adapter without a head: {random[0]} is neither in it nor in its "
             f"base {os.fspath(base)!r} and would be random; train one with `rlhf-ppo reward --use_peft`, or with "

@@ -76,11 +76,12 @@ def test_an_adapters_directory_gives_the_adapted_policy(tmp_path: Path) -> None:
     assert not torch.allclose(states(loaded), states(tiny_policy()), atol=1e-2)
 
 
-def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_path: Path) -> None:
+@pytest.mark.parametrize("argument", ["value_model", "value_model_path"])
+def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_path: Path, argument: str) -> None:
     """`num_labels` is 2 in a configuration that says nothing about it."""
     tiny_policy().save_pretrained(tmp_path)
     assert "num_labels" not in json.loads((tmp_path / "config.json").read_text())
-    loaded = load_reward_model(tmp_path, "value_model")
+    loaded = load_value_model(tmp_path, argument)
     assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
     assert torch.equal(states(loaded), states(tiny_policy()))
 
@@ -101,7 +102,7 @@ def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> 
     tiny_policy().save_pretrained(tmp_path / "base")
     policy = adapted(load_policy(tmp_path / "base", "model"), TaskType.CAUSAL_LM)
     policy.save_pretrained(tmp_path / "adapter")
-    loaded = load_value_model(tmp_path / "adapter", "value_model")
+    loaded = load_value_model(tmp_path / "adapter", "value_model_path")
     assert torch.allclose(states(loaded), states(policy), atol=1e-5)
     assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
     with pytest.raises(ValueError, match="is the adapter of a language model, whose new head would not train over a"):
