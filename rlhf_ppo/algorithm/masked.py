@@ -177,11 +177,6 @@ class RunningMoments:
     def __init__(self) -> None:
         self.moments = ScoreMoments()
 
-    @property
-    def std(self) -> float:
-        """Unbiased standard deviation; 1 if it would be 0 or undefined."""
-        return self.moments.std
-
     def add(self, scores: Tensor, reduce_sum: ReduceSum) -> None:
         """Add a batch, with the arguments of `ScoreMoments.including`."""
         self.moments = self.moments.including(scores, reduce_sum)

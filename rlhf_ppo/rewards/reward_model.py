@@ -155,10 +155,6 @@ class LoadedRewardModel:
     scorer: nn.Module | None = None
     processor: ProcessorMixin | None = None
 
-    def made_scorer(self) -> nn.Module:
-        """Return the module that computes its scores, which is made once all models are."""
-        return cast(nn.Module, self.scorer)
-
     def check_reads(self, prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, response_length: int) -> None:
         """Check that the model's positions leave room behind a prompt in its own tokens.
 

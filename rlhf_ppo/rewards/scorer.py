@@ -247,14 +247,6 @@ class Scorer:
 
     def start(self, batch: ScoringBatch) -> PendingScores:
         """Start the slow sources, so that they run while the caller continues."""
-        return PendingScores(self, batch, self._submit(batch))
-
-    def __call__(self, batch: ScoringBatch) -> Scores:
-        """Score a batch; see `PendingScores.result`."""
-        with self.start(batch) as pending:
-            return pending.result()
-
-    def _submit(self, batch: ScoringBatch) -> dict[str, Future[Tensor]]:
         running: dict[str, Future[Tensor]] = {}
         for name, source in self.sources.items():
             if getattr(source, "is_async", False):
@@ -263,7 +255,12 @@ class Scorer:
                 except Exception as error:  # raised with the other errors of rewards, on all ranks
                     running[name] = Future()
                     running[name].set_exception(error)
-        return running
+        return PendingScores(self, batch, running)
+
+    def __call__(self, batch: ScoringBatch) -> Scores:
+        """Score a batch; see `PendingScores.result`."""
+        with self.start(batch) as pending:
+            return pending.result()
 
     def weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
         """Return the weighted sum of what the sources gave."""
@@ -336,7 +333,8 @@ class PendingScores:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _cancel(self.running)
+        for future in self.running.values():
+            future.cancel()  # no effect if it is done
 
 
 def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str, float] | None) -> dict[str, float]:
@@ -370,11 +368,6 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
     for name, weight in weights.items():
         check_range(f"reward_weights[{name!r}]", weight, WEIGHTS, "the factor of a reward in the score")
     return {name: float(weights[name]) for name in names}
-
-
-def _cancel(running: Mapping[str, Future[Tensor]]) -> None:
-    for future in running.values():
-        future.cancel()  # no effect if it is done
 
 
 def _unique(names: Sequence[str]) -> list[str]:

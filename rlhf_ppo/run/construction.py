@@ -624,7 +624,7 @@ def make_scorer(
     together = partial(distributed.raise_on_all_ranks, accelerator)
     models = [
         RewardModel(
-            place_frozen(reward.made_scorer(), accelerator, reward.offloads),
+            place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
             (run.tokenizer, reward.tokenizer),

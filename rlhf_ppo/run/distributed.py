@@ -335,22 +335,18 @@ class RngStreams:
         for stream in (self.rewards, self.callbacks):
             stream.seed(*words, self.process_index)
 
-    def _states(self) -> dict[str, dict[str, Any]]:
-        return {stream.label: stream.state() for stream in (self.rewards, self.callbacks)}
-
-    def _restore(self, states: dict[str, dict[str, Any]]) -> None:
-        for stream in (self.rewards, self.callbacks):
-            stream.restore(states[stream.label])
-
     def save(self, checkpoint: str) -> None:
         """Write this process's states into a checkpoint."""
         os.makedirs(checkpoint, exist_ok=True)
-        torch.save(self._states(), self._file(checkpoint))
+        states = {stream.label: stream.state() for stream in (self.rewards, self.callbacks)}
+        torch.save(states, self._file(checkpoint))
 
     def load(self, checkpoint: str) -> None:
         """Read this process's states from a checkpoint; without a file, as of a new rank, keep the streams."""
         if os.path.isfile(self._file(checkpoint)):
-            self._restore(torch.load(self._file(checkpoint), weights_only=True, map_location="cpu"))
+            states = torch.load(self._file(checkpoint), weights_only=True, map_location="cpu")
+            for stream in (self.rewards, self.callbacks):
+                stream.restore(states[stream.label])
 
     def _file(self, checkpoint: str) -> str:
         return os.path.join(checkpoint, f"separate_rng_state_{self.process_index}.pth")
