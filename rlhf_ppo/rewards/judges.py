@@ -149,9 +149,10 @@ class RewardModelJudge(ScoringJudge):
         return functools.cache(shares_tokens)
 
     def _tokenizer_for(self, answer: Answer) -> PreTrainedTokenizerBase | None:
-        if answer.tokenizer is None or self._tokenizer is None:
-            return self._tokenizer
-        return None if self._shares_tokens(answer.tokenizer, self._tokenizer) else self._tokenizer
+        own = self._tokenizer
+        if own is None or answer.tokenizer is None or not self._shares_tokens(answer.tokenizer, own):
+            return own
+        return own if own.chat_template is not None and is_conversation(answer.prompt) else None
 
 
 class FunctionJudge(ScoringJudge):

@@ -142,6 +142,7 @@ class LoadedRewardModel:
         argument: The caller's argument, for errors.
         model: The sequence-classification model, reduced to one label.
         tokenizer: Its own tokenizer; None if it reads the policy's tokens.
+        template: The tokenizer beside it that has the policy's tokens and a chat template; None: the policy's is used.
         offloads: Whether its weights stay on the CPU between uses.
         scorer: The module that computes its scores; None until all models are made, which may share its weights, or
             until an engine shards it.
@@ -151,6 +152,7 @@ class LoadedRewardModel:
     argument: str
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
+    template: PreTrainedTokenizerBase | None = None
     offloads: bool = False
     scorer: nn.Module | None = None
     processor: ProcessorMixin | None = None
@@ -195,11 +197,13 @@ def load_reward_models(
     for number, (spec, own) in enumerate(zip(specs, tokenizers, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
         model = load_reward_model(spec, argument, merges_adapter=not args.share_base_model)
-        if own is None:
-            own = _own_tokenizer(spec, model, tokenizer)
+        template = _tokenizer_of(spec, model) if own is None else None
+        if template is not None and not shares_tokens(tokenizer, template):
+            own, template = template, None
         processor = own if isinstance(own, ProcessorMixin) else None
         own = cast(Any, own).tokenizer if isinstance(own, ProcessorMixin) else own
-        yield LoadedRewardModel(argument, model, own, processor=processor)
+        template = None if template is None or template.chat_template is None else template
+        yield LoadedRewardModel(argument, model, own, template, processor=processor)
 
 
 class RewardModel:
@@ -215,6 +219,7 @@ class RewardModel:
         together: Returns a context that raises one process' error on all, because processes with a sharded model
             enter each forward pass together; every process enters it the same number of times.
         chats: Encodes conversations with images for the model; None in a run without images.
+        template: Formats conversations in the policy's tokens; None: the policy's tokenizer does.
     """
 
     name = "reward_model"
@@ -230,10 +235,11 @@ class RewardModel:
         max_positions: int | None = None,
         together: Callable[[], AbstractContextManager[object]] = nullcontext,
         chats: ImageChats | None = None,
+        template: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
         self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
-        self.chats = chats
+        self.chats, self.template = chats, template
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -254,7 +260,11 @@ class RewardModel:
         if policy_tokenizer is None or (tokenizer is None and is_text):  # as `reward_model_ids`, for the whole batch
             return self._scores(batch.query_responses, batch.attention_mask.bool())
         with self.together():
-            ids, mask, images = self._padded(answers_of(batch, policy_tokenizer), lambda _: tokenizer)
+            answers = answers_of(batch, policy_tokenizer)
+            of_chats = self.template if tokenizer is None else tokenizer
+            ids, mask, images = self._padded(
+                answers, lambda one: of_chats if is_conversation(one.prompt) else tokenizer
+            )
         return self._scores(ids.to(batch.query_responses.device), mask.to(batch.query_responses.device), images)
 
     @torch.no_grad()
@@ -312,13 +322,10 @@ class RewardModel:
         return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool(), images
 
 
-def _own_tokenizer(
-    spec: Any, model: nn.Module, policy_tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(spec: Any, model: nn.Module) -> PreTrainedTokenizerBase | None:
     path = transformers_model(model).config._name_or_path if isinstance(spec, nn.Module) else spec
     runs_code = type(transformers_model(model)).__module__.startswith("transformers_modules")  # as the user allowed
-    found = tokenizer_beside(path, trust_remote_code=runs_code)
-    return None if found is None or shares_tokens(policy_tokenizer, found) else found
+    return tokenizer_beside(path, trust_remote_code=runs_code)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -340,7 +347,7 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
 
     Args:
         answer: The answer.
-        tokenizer: The reward model's own tokenizer; None if it reads the policy's tokens.
+        tokenizer: The reward model's own tokenizer; None if it reads the policy's tokens, and template.
 
     Raises:
         ValueError: The answer has no ids, and there is no tokenizer; or the tokenizer has no chat template.

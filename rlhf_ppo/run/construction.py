@@ -631,6 +631,7 @@ def make_scorer(
             capabilities.positions(reward.model),
             together,
             chats and chats.of_model(reward.processor, accelerator.num_processes),
+            reward.template,
         )
         for reward in rewards
     ]

@@ -19,6 +19,7 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
+from rlhf_ppo.rewards.judges import RewardModelJudge
 from rlhf_ppo.rewards.reward_model import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from tests.conftest import make_tokenizer, tiny_scorer
 from tests.runs import QUICK
@@ -218,6 +219,28 @@ def test_it_scores_as_it_does_alone(
     assert list(scores.by_source) == ["reward_model"]
     # The value model cannot be made from a model that does not read the policy's tokens.
     assert cast(Any, trainer.value_model).config.vocab_size == 32
+
+
+def test_a_conversation_in_the_policys_tokens_has_the_models_own_template(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """As TRL's `GRPOTrainer` reads it; also as a judge."""
+    own, policys = make_tokenizer(), make_tokenizer()
+    own.chat_template = "{% for message in messages %}{{ message['content'] }} w20 {% endfor %}"
+    policys.chat_template = own.chat_template.replace("w20", "w21")
+    model = tiny_scorer(seed=4).eval()
+    for part in (model, own):
+        part.save_pretrained(tmp_path)
+    trainer = make_trainer(**QUICK, reward_model=str(tmp_path), processing_class=policys)
+    made, columns = responses(), {"prompt": CONVERSATIONS}
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], columns)
+    texts = [
+        f"{prompt} w20 {answer}" + " w20" * ended
+        for prompt, answer, ended in zip(PROMPTS, ANSWERS, ENDED, strict=True)
+    ]
+    expected = pytest.approx([alone(model, own(text)["input_ids"]) for text in texts], abs=1e-5)
+    assert trainer.score_responses(made, prompts).total.tolist() == expected
+    assert RewardModelJudge(str(tmp_path)).scores(answers_of(batch(columns), policys), {}) == expected
 
 
 # ---- Step 1, step 2 ----
