@@ -8,8 +8,9 @@ example's. A run stopped on the way goes on with `--resume_from_checkpoint True`
 
 start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states
 (linear-head in the rows: the head of one layer that it had first). no-critic: the Reinforce of docs/research.md. grpo:
-TRL's GRPO, 8 responses a prompt. trl-ppo: TRL 1.12's PPO (follow_trl.py), which
-`pip install --no-deps --target trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it cannot resume.
+TRL's GRPO, 8 responses a prompt. trl-ppo: TRL 1.12's PPO (follow_trl.py), which `pip install --no-deps --target
+trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it cannot resume. Rows named after a preset, full weights or
+60 updates are critic or one-body with other `arguments`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ accelerate launch examples/follow_instructions.py --model_name_or_path Qwen/Qwen
     --chat_template_kwargs '{"enable_thinking": false}' --per_device_train_batch_size 64 --output_dir runs/qwen
 
 An answer that follows all gets 1, plus half the mean degree to which it follows each (`--reward_weights 1 0`: no
-partial credit). It has four words, two of them new, a content word of the question, and an end; all else gets 0. Held
+partial credit). It has at least four words, two new, a content word of the question, and an end; all else gets 0. Held
 out are questions, wordings and pairs. `--dataset_name`, a hub name or JSON lines with `prompt`, adds questions.
 """
 

@@ -197,12 +197,14 @@ def load_reward_models(
     for number, (spec, own) in enumerate(zip(specs, tokenizers, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
         model = load_reward_model(spec, argument, merges_adapter=not args.share_base_model)
-        template = _tokenizer_of(spec, model) if own is None else None
-        if template is not None and not shares_tokens(tokenizer, template):
-            own, template = template, None
+        template = None
+        if own is None and (beside := _tokenizer_of(spec, model)) is not None:
+            if not shares_tokens(tokenizer, beside):
+                own = beside
+            elif beside.chat_template is not None:
+                template = beside
         processor = own if isinstance(own, ProcessorMixin) else None
         own = cast(Any, own).tokenizer if isinstance(own, ProcessorMixin) else own
-        template = None if template is None or template.chat_template is None else template
         yield LoadedRewardModel(argument, model, own, template, processor=processor)
 
 
