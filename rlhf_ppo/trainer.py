@@ -176,8 +176,8 @@ class PPOTrainer(TrainerBase):
                 else:
                     responses, prompts = self._play_episodes(prompts)
         batch = ScoringBatch.of(responses, prompts, self.tokens)
-        pending = None if scores is not None else self.scorer.start(batch)
-        with run.streams.rewards.in_use(), pending or nullcontext():  # rewards have their own random numbers
+        # Rewards have their own random numbers, also those that run while the models compute.
+        with run.streams.rewards.in_use(), self.scorer.start(batch) if scores is None else nullcontext() as pending:
             with run.timer.phase("evaluate"):
                 output = policy_and_value_outputs(run, model, responses)
                 ref_logprobs = reference_logprobs(run, model, self.reference, responses, output.logprobs)

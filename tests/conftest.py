@@ -11,6 +11,7 @@ import random
 import signal
 import tempfile
 import threading
+import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,6 +44,7 @@ from transformers import (
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.generation.engine_factory import is_recent_enough
+from rlhf_ppo.run import distributed
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
@@ -325,6 +327,23 @@ def determinism_restored() -> Iterator[None]:
     torch.backends.cudnn.deterministic = False
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture
+def slow_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A main thread that loses the processor wherever random numbers are read, installed or removed."""
+
+    def slow(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def slowly(*states: Any) -> Any:
+            time.sleep(0.005)
+            result = exchange(*states)
+            time.sleep(0.005)
+            return result
+
+        return slowly
+
+    for name in ("_rng_states", "_set_rng_states"):
+        monkeypatch.setattr(distributed, name, slow(getattr(distributed, name)))
 
 
 @pytest.fixture

@@ -143,6 +143,7 @@ class EpisodePlayer:
         conversations: Renders prompts and answers.
         limits: Limits of turns and episodes.
         ranks: Exchange of the ranks in each round.
+        calling: Returns the context in which tools and environments are called.
         seconds: Seconds of tools and environments.
     """
 
@@ -150,6 +151,7 @@ class EpisodePlayer:
     conversations: Conversations
     limits: EpisodeLimits
     ranks: Ranks = Ranks()
+    calling: Callable[[], AbstractContextManager[Any]] = nullcontext
     seconds: float = 0.0
 
     def begin(self, prompts: Prompts, episodes: Sequence[Episode]) -> list[EpisodeRecord]:
@@ -273,7 +275,8 @@ class EpisodePlayer:
                 acting.append(record)
                 acts.append(act)
         start = time.perf_counter()
-        rounds = answer_turns([record.episode for record in acting], acts)
+        with self.calling():
+            rounds = answer_turns([record.episode for record in acting], acts)
         self.seconds += time.perf_counter() - start
         for record, given in zip(acting, rounds, strict=True):
             self._take(record, given)

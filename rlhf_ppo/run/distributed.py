@@ -319,7 +319,7 @@ class RngStreams:
         seed: The run's seed.
 
     Attributes:
-        rewards: Stream of the reward functions.
+        rewards: Stream of the reward functions, tools and environments.
         callbacks: Stream of the callbacks.
         num_apart: Batches of episodes of the running evaluation; None while there is none.
     """

@@ -192,10 +192,12 @@ class EpisodeRollouts:
             pad=run.tokens.pad,
         )
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
-        player = EpisodePlayer(sample, self.conversations, limits, ranks if self._needs_step(run, policy) else Ranks())
+        ranks = ranks if self._needs_step(run, policy) else Ranks()
+        draws_apart = run.streams.rewards.in_use  # tools and environments do not draw training's random numbers
+        player = EpisodePlayer(sample, self.conversations, limits, ranks, draws_apart)
         columns = prompts.columns
         rows = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
-        with raise_on_all_ranks(run.accelerator):  # the first pass of a sharded policy waits for all ranks
+        with raise_on_all_ranks(run.accelerator), draws_apart():  # the first pass of a sharded policy waits for all
             records = player.begin(prompts, self.environments.start(rows, self._seeds(run, len(rows))))
         with raise_on_all_ranks(run.accelerator, EpisodeError):  # other errors come from passes
             responses, played = player.play(prompts, records)

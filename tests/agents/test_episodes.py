@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from rlhf_ppo.data.conversation import Conversations
 from rlhf_ppo.data.rollout import Rollout
 from tests.agents.box import Box
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
+from tests.runs import assert_identical, end_of_run
 
 ASKED = [{"role": "user", "content": "Q"}]
 
@@ -127,6 +130,43 @@ def test_seeds_are_those_of_the_prompt_not_of_the_copy_and_other_ones_in_evaluat
 
     assert all(len({*found}) == 2 and found[0] == found[1] for found in train) and not {*train[0]} & {*train[1]}
     assert sorted(first) == sorted(seeds) and len({*first}) == 4 and not {*first} & {*train[0], *train[1]}
+
+
+class Draws(Box):
+    """Calls `_draw` in each call."""
+
+    _draw: Any = staticmethod(lambda: None)
+
+    def reset(self, **row: Any) -> str:
+        self._draw()
+        return super().reset()
+
+    def add(self, x: float) -> str:
+        """Add a number.
+
+        Args:
+            x: A number.
+        """
+        self._draw()
+        return super().add(x)
+
+    def get_reward(self) -> float:
+        self._draw()
+        return 1.0
+
+
+@pytest.mark.usefixtures("slow_exchanges")
+def test_tools_and_environments_that_draw_change_nothing_of_a_run(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    for draw in (lambda: None, lambda: (random.random(), np.random.rand(), torch.rand(()))):
+        monkeypatch.setattr(Draws, "_draw", staticmethod(draw))
+        trainer = made(tmp_path, [("add", {"x": 1.0})], DONE, options={"max_steps": 2}, environment_factory=Draws)
+        trainer.train()
+        drawn = random.random(), float(np.random.rand())
+        ends.append({**end_of_run(trainer), "history": drawn})  # which has seconds of calls
+    assert_identical(*ends)
 
 
 def test_special_tokens_in_an_answer_close_no_turn() -> None:

@@ -89,13 +89,14 @@ def drawing(drawn: list[Numbers], is_async: bool = False) -> Callable[..., Any]:
         return count_w4(prompts, completions, completion_ids)
 
     async def count_later(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.001)
         return count(prompts, completions, completion_ids)
 
     count_later.__name__ = "count"
     return count_later if is_async else count
 
 
+@pytest.mark.usefixtures("slow_exchanges")
 @pytest.mark.parametrize("is_async", [False, True])
 def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trainer: MakeTrainer) -> None:
     run = {**QUICK, "eval_dataset": Dataset.from_list(prompt_rows(4)), "eval_strategy": "steps", "eval_steps": 1}
