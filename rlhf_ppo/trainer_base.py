@@ -610,11 +610,9 @@ class TrainerBase(Steps, Trainer):
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
     ) -> DataLoader:
-        # Rollouts are full batches; evaluations cover every row. The CPU pins no memory.
-        pins = self.args.dataloader_pin_memory and self.args.device.type != "cpu"
         dataset = datasets.read_by_each_rank(dataset, batch_size * self.sizes.world_size, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
-        with datasets.overridden(self.args, dataloader_drop_last=is_training, dataloader_pin_memory=pins):
+        with datasets.loading(self.args, dataset, is_training):
             made = super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
             return datasets.leaving_signals(made)
 

@@ -97,19 +97,28 @@ class PromptEncoder:
             ids = real_tokens(row)
         except (TypeError, ValueError) as error:
             self._fail(index, f"has no valid input_ids ({error})", "give a list of ids, and a mask of its length")
-        tokenizer, pad = self.tokenizer, self.tokenizer.pad_token_id
-        other_use = pad in (None, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
-        if not other_use and pad in ids[:1] + ids[-1:] and row.get("attention_mask") is None:
-            fix = "tokenize with padding=False, or keep the attention_mask"
-            self._fail(index, f"begins or ends with the pad token ({pad}) and has no attention_mask", fix)
-        return ids
+        return ids if row.get("attention_mask") is not None else self._without_padding(ids)
+
+    def _without_padding(self, ids: list[int]) -> list[int]:
+        """Drop the runs of PAD at both ends, as TRL's PPO masks them, but keep a BOS that the tokenizer adds."""
+        pad = pad_id(self.tokenizer)
+        real = [place for place, token in enumerate(ids) if token != pad] or [len(ids)]
+        start, end = real[0], real[-1] + 1
+        if start > 0 and pad == self.tokenizer.bos_token_id and self._framed[:1] == [pad]:
+            start -= 1
+        if len(ids[start:end]) < len(ids):
+            logger.warning_once(
+                f"{self.name}: input_ids without attention_mask begin or end with the pad token ({pad}), which is "
+                "left out as padding; keep the attention_mask, or tokenize with padding=False, if it is text"
+            )
+        return ids[start:end]
 
     def _tokenized(self, row: Mapping[str, Any], column: str, index: int) -> list[int]:
         prompt = row[column]
         if isinstance(prompt, str):
             # BOS, which a tokenizer adds to "", would hide that the prompt is empty.
             ids = _as_list(self.tokenizer(prompt)["input_ids"]) if prompt.strip() else []
-            return ids[:-1] if self._appends_eos else ids
+            return ids[:-1] if self._framed[-1:] == [eos_id(self.tokenizer)] else ids
         if is_conversation(prompt):
             settings = template_settings(row, self.template_kwargs)
             return self._templated(prompt, index, settings)
@@ -159,9 +168,9 @@ class PromptEncoder:
             self._fail(index, f"holds the token id {outside}, outside {self.vocab_of}'s {self.vocab_size} ids", fix)
 
     @functools.cached_property
-    def _appends_eos(self) -> bool:
-        eos = self.tokenizer.eos_token_id
-        return eos is not None and _as_list(self.tokenizer("a")["input_ids"])[-1:] == [eos]
+    def _framed(self) -> list[int]:
+        """The ids of a text, with the BOS and EOS that the tokenizer adds."""
+        return _as_list(self.tokenizer("a")["input_ids"])
 
     def _fail(self, index: int, problem: str, fix: str) -> NoReturn:
         raise ValueError(f"row {index} of {self.name} {problem}: {fix}")

@@ -106,7 +106,7 @@ def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOC
     if not isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
         return dataset
     if is_training:
-        return _FullBatches(dataset, num_rows)
+        return _FullBatches(dataset, num_rows, args)
     if rows := list(dataset):
         return rows
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
@@ -162,14 +162,37 @@ def leaving_signals(loader: Any) -> Any:
     return loader
 
 
-class _FullBatches(torch.utils.data.IterableDataset[Any]):
-    """A stream up to its last full batch of all ranks, so that the ranks end a pass together."""
+def loading(args: PPOConfig, dataset: Any, is_training: bool) -> AbstractContextManager[None]:
+    """Override the arguments of a data set's loader: rollouts are full batches, and evaluations cover every row."""
+    pins = args.dataloader_pin_memory and args.device.type != "cpu"  # the CPU pins no memory
+    values: dict[str, Any] = {"dataloader_drop_last": is_training, "dataloader_pin_memory": pins}
+    if isinstance(dataset, _FullBatches):  # which has the worker processes
+        values |= {"dataloader_num_workers": 0, "dataloader_persistent_workers": False}
+        values |= {"dataloader_prefetch_factor": None, "dataloader_multiprocessing_context": None}
+    return overridden(args, **values)
 
-    def __init__(self, stream: Any, num_rows: int) -> None:
+
+class _FullBatches(torch.utils.data.IterableDataset[Any]):
+    """A stream up to its last full batch of all ranks, so that the ranks end a pass together.
+
+    The stream's worker processes read rows only: each has a part of the stream, whose end is no end of the pass.
+
+    Args:
+        stream: Prepared prompts.
+        num_rows: Prompts of a batch, of all ranks.
+        args: Gives the number and the settings of the worker processes.
+    """
+
+    def __init__(self, stream: Any, num_rows: int, args: PPOConfig) -> None:
         self.stream, self.num_rows = stream, num_rows
+        names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")
+        self.settings = {name: getattr(args, f"dataloader_{name}") for name in names}
 
     def __iter__(self) -> Iterator[Any]:
         rows = iter(self.stream)
+        if self.settings["num_workers"] > 0:
+            loader: Any = DataLoader(self.stream, self.num_rows, collate_fn=list, **self.settings)
+            rows = itertools.chain.from_iterable(leaving_signals(loader))
         while len(batch := list(itertools.islice(rows, self.num_rows))) == self.num_rows:
             yield from batch
 

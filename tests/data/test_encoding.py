@@ -137,12 +137,30 @@ def test_attention_mask_selects_the_real_tokens_whatever_their_ids() -> None:
     assert encode({"input_ids": [PAD, 3, PAD], "attention_mask": [1, 1, 1]})["input_ids"] == [PAD, 3, PAD]
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", ["<pad>", "<eos>", "<bos>", "c"], ids=["PAD", "EOS", "BOS", "UNK"])
+def test_padding_without_a_mask_is_no_text_whatever_token_it_is(pad: str, side: str, adds_bos: bool) -> None:
+    """What the tokenizer's own padding adds comes off again, and no more; inside a prompt the token stays."""
+    post = "<bos> $A" if adds_bos else None
+    tokenizer = word_tokenizer(post=post, pad_token=pad, unk_token="c", padding_side=side)
+    texts = ["a b", f"a {pad} b a", "a"]
+    padded = tokenizer(texts, padding="max_length", max_length=8)["input_ids"]
+    assert {len(ids) for ids in padded} == {8}
+    for text, ids in zip(texts, padded, strict=True):
+        whole = tokenizer(text)["input_ids"]
+        assert encode({"input_ids": ids}, tokenizer) == encode({"input_ids": whole}, tokenizer) == {"input_ids": whole}
+        kept = encode({"input_ids": ids, "attention_mask": [1] * 8}, tokenizer)
+        assert kept == {"input_ids": ids}  # a record wins
+
+
 @pytest.mark.parametrize(
     "row",
     [
         {"prompt": ""},
         {"input_ids": []},
         {"input_ids": [3, 4], "attention_mask": [0, 0]},
+        {"input_ids": [PAD, PAD]},
     ],
 )
 def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
@@ -157,7 +175,6 @@ def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
         ({"input_ids": [3, 4], "attention_mask": [1]}, "1 values for 2 input_ids"),
         ({"input_ids": [3, -1, 4]}, "token id -1"),
         ({"input_ids": [3, 9, 4]}, "token id 9, outside the policy's 9 ids"),
-        ({"input_ids": [PAD, 3]}, "pad token (0)"),
     ],
 )
 def test_refused_rows_name_the_row_and_the_problem(row: dict[str, Any], says: str) -> None:

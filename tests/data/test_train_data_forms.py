@@ -77,3 +77,18 @@ def test_reward_functions_get_the_columns_of_the_very_row(
     assert sorted(seen) == list(range(6))
     for update, entry in enumerate(entry for entry in trainer.state.log_history if "loss" in entry):
         assert entry["objective/scores"] == pytest.approx(sum(seen[2 * update : 2 * update + 2]) / 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+def test_a_pass_over_a_stream_has_all_rows_but_a_last_part_batch_however_many_processes_read_it(
+    num_workers: int, make_trainer: MakeTrainer
+) -> None:
+    rows = Dataset.from_dict({"input_ids": [[token] for token in range(3, 28)]})
+    trainer = make_trainer(
+        **QUICK | {"per_device_train_batch_size": 4}, train_dataset=rows.to_iterable_dataset(num_shards=5),
+        dataloader_num_workers=num_workers, dataloader_prefetch_factor=3 if num_workers else None,
+    )  # fmt: skip
+    batches: list[list[int]] = [batch["input_ids"][:, 0].tolist() for batch in trainer.get_train_dataloader()]
+    assert [*map(len, batches)] == [4] * 6
+    read = [token for batch in batches for token in batch]
+    assert len({*read}) == 24 and {*read} < {*range(3, 28)}
