@@ -6,10 +6,12 @@ import argparse
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from datasets import Dataset
+from pyarrow import types
 from transformers import TrainingArguments
 from trl.scripts.utils import ScriptArguments, TrlParser
 
@@ -37,7 +39,9 @@ class PPOArgumentParser(CommandParser, TrlParser):
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
         """Parse the command line, over the YAML file after `--config`; with `--use_peft` over a preset's for LoRA."""
         words = [*(sys.argv[1:] if args is None else args)]
-        if "--config" in words[:-1]:
+        if words[-1:] == ["--config"]:
+            self.error("--config: name a YAML file, or a preset such as recommended")
+        if "--config" in words:
             place = words.index("--config") + 1
             kinds = ["-lora", ""] if "--use_peft" in words else [""]
             shipped = [file for kind in kinds if (file := PRESETS / f"{words[place]}{kind}.yaml").is_file()]
@@ -150,7 +154,7 @@ def train_and_eval_rows(script_args: ScriptArguments, command: str) -> tuple[Any
 
 
 def check_columns(dataset: Any, alternatives: list[set[str]], name: str = "the data set") -> None:
-    """Check that a data set has the columns that TRL's trainer reads.
+    """Check that a data set has the columns that TRL's trainer reads, and that they hold texts or conversations.
 
     Args:
         dataset: The rows; the columns of a stream may be unknown.
@@ -158,12 +162,47 @@ def check_columns(dataset: Any, alternatives: list[set[str]], name: str = "the d
         name: Its name in errors.
 
     Raises:
-        ValueError: It has none of the sets.
+        ValueError: It has none of the sets, or a row has no text or conversation there, or one of each.
     """
     columns = dataset.column_names
-    if columns is not None and not any(needed <= {*columns} for needed in alternatives):
+    has = next((needed for needed in alternatives if needed <= {*(columns or ())}), None)
+    problem = None
+    if columns is not None and has is None:
         wanted = " or ".join(" and ".join(f"`{name}`" for name in sorted(needed)) for needed in alternatives)
-        raise ValueError(f"{name} has the columns {columns}, but training needs {wanted}; rename them")
+        problem = f"has the columns {columns}, but training needs {wanted}; rename them"
+    elif has and isinstance(dataset, Dataset) and "input_ids" not in has:
+        problem = _unreadable_row(dataset, sorted(has))
+    if problem:
+        raise ValueError(f"{name} {problem}")
+
+
+def _unreadable_row(dataset: Dataset, columns: Sequence[str]) -> str | None:
+    """Describe the first row whose columns are not all texts, or all conversations; None if there is none."""
+    table = dataset.data.table.select(columns)
+    kinds = {_kind_of_type(table.schema.field(name).type) for name in columns}
+    is_chat = "messages" in columns
+    if len(kinds) == 1 and kinds <= {"conversation" if is_chat else "text", "conversation"}:
+        if not any(table.column(name).null_count for name in columns):
+            return None
+    for index, row in enumerate(dataset.select_columns([*columns])):
+        values: Any = [dict(row)[name] for name in columns]
+        kinds = {"text" if isinstance(value, str) else "conversation" if _is_chat(value) else "" for value in values}
+        if len(kinds) > 1 or kinds <= ({"", "text"} if is_chat else {""}):
+            shown = ", ".join(f"{name}={value!r:.40}" for name, value in zip(columns, values, strict=True))
+            fix = "conversations" if is_chat else "texts, or conversations"
+            return f"has in row {index} {shown}: write {fix} (lists of messages), or drop the row"
+    return None
+
+
+def _kind_of_type(kind: Any) -> str:
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "text"
+    is_list = types.is_list(kind) or types.is_large_list(kind)
+    return "conversation" if is_list and types.is_struct(kind.value_type) else ""
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, Mapping) for message in value)
 
 
 # ---- Trackers ----

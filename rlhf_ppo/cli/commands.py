@@ -6,9 +6,10 @@ from typing import Any
 from transformers import Trainer
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, parse, train_and_eval_rows
+from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, check_columns, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.training import (
+    PAIRS,
     RewardArguments,
     SFTArguments,
     check_lora,
@@ -17,11 +18,14 @@ from rlhf_ppo.cli.training import (
     running,
     scored_ppo_trainer,
     sft_trainer,
+    text_columns,
     train_and_save,
 )
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_output_dir
+from rlhf_ppo.rewards.resolve import resolve_environments, resolve_rewards, resolve_tools
 from rlhf_ppo.run.checkpoints import find_start
+from rlhf_ppo.run.datasets import check_rows
 from rlhf_ppo.terminal import print_text
 from rlhf_ppo.trainer import PPOTrainer
 
@@ -60,7 +64,7 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
 
 
 def parse_step(command: str, argv: Sequence[str] | None, program: str) -> tuple[Any, Any]:
-    """Parse the options of a command and load its data: all of its mistakes that need no model.
+    """Parse the options of a command, load its data and the user's functions: all of its mistakes that need no model.
 
     Args:
         command: A key of `OPTIONS`.
@@ -82,7 +86,15 @@ def parse_step(command: str, argv: Sequence[str] | None, program: str) -> tuple[
         args.stop_token = "eos"
     with user_errors(program):
         check_output_dir(args.output_dir)
-        return options, train_and_eval_rows(script_args, command)
+        rows = train_and_eval_rows(script_args, command)
+        if command == "train":
+            resolve_rewards(script_args.reward_funcs)
+            resolve_tools(script_args.tools)
+            if resolve_environments(script_args.environment) is None:
+                check_rows(rows[0], "train_dataset")
+        else:
+            check_columns(rows[0], PAIRS if command == "reward" else text_columns(args))
+        return options, rows
 
 
 def _train(command: str, argv: Sequence[str] | None) -> Any:

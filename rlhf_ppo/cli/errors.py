@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,15 @@ from typing import Any, NoReturn
 
 from rlhf_ppo.terminal import print_text, redact_urls
 
-USER_ERRORS = (OSError, ValueError, TypeError, ImportError)
+USER_ERRORS = (OSError, ValueError, TypeError, ImportError, RuntimeError)
 """Errors before training that count as user errors."""
+
+
+_WRONG_VALUE = re.compile(
+    r"argument --?([\w-]+)\S*: invalid (\w+)(?: value)?: (.+?)(?: \((choose from .+)\))?", re.DOTALL
+)
+"""Argparse's message about a value: the option, its type, the value, and the choices."""
+_KINDS = {"int": "a whole number", "float": "a number, such as 1e-5", "string_to_bool": "true or false"}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -22,7 +30,11 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
+        """Print the message and exit with code 2; a wrong value is named as in `PPOConfig`'s errors."""
+        if match := _WRONG_VALUE.fullmatch(message):
+            name, kind, value, choices = match.groups()
+            must_be = (choices and choices.replace("choose from", "one of")) or _KINDS.get(kind, f"of type {kind}")
+            message = f"{name}={value} must be {must_be}"
         fail(self.prog, message)
 
 
@@ -30,8 +42,8 @@ class CommandParser(argparse.ArgumentParser):
 def user_errors(program: str) -> Iterator[None]:
     """Turn the first user error of the block into one sentence on stderr and exit code 2.
 
-    For the steps before training. `TRANSFORMERS_VERBOSITY=debug` shows the traceback; an error that the user's own
-    module raises while it is imported always has it.
+    For the steps before training. `TRANSFORMERS_VERBOSITY=debug` shows the traceback; errors with notes, those of the
+    user's functions, always have it.
 
     Args:
         program: Start of the message, such as `rlhf-ppo train`.
@@ -39,8 +51,10 @@ def user_errors(program: str) -> Iterator[None]:
     try:
         yield
     except USER_ERRORS as error:
-        if wants_tracebacks() or getattr(error, "__notes__", None):
+        if wants_tracebacks() or (getattr(error, "__notes__", None) and not isinstance(error, ConnectionError)):
             raise
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            fail(program, f"{error.filename}: {error.strerror}; name another")
         fail(program, str(error))
 
 

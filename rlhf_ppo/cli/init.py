@@ -29,6 +29,7 @@ from rlhf_ppo.data.prompts import (
 )
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits, separate_prompts
 from rlhf_ppo.models.loading import load_pretrained
+from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.terminal import print_text
 
 PROGRAM = "rlhf-ppo init"
@@ -64,6 +65,7 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         SystemExit: The data or the model cannot be read.
     """
     with user_errors(PROGRAM):
+        resolve_rewards(args.reward_funcs)  # its file and its name
         tokenizer = load_tokenizer(args.model, False, "model")
         given = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
         data = {name: read_data(getattr(args, name), name, tokenizer) for name in given}

@@ -257,10 +257,13 @@ def check_steps(steps: Iterable[Step]) -> None:
     from rlhf_ppo.cli.arguments import parse
     from rlhf_ppo.cli.commands import parse_step
     from rlhf_ppo.cli.options import JudgeArguments
+    from rlhf_ppo.rewards.resolve import resolve_rewards
 
     for kind, step in {step.kind: step for step in steps if step.kind != "report"}.items():
         if kind == "judge":
-            parse(JudgeArguments, f"{PROGRAM}: {kind}", step.argv())
+            (args,) = parse(JudgeArguments, f"{PROGRAM}: {kind}", step.argv())
+            with user_errors(f"{PROGRAM}: {kind}"):
+                resolve_rewards(args.judge)
         else:
             parse_step(COMMANDS[kind], step.argv(), f"{PROGRAM}: {kind}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from datasets import Dataset
 from huggingface_hub import HfApi
 from pyarrow import compute
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -37,7 +39,7 @@ from trl.trainer.utils import get_peft_config, get_quantization_config
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import ExplainsUnknown, parse_object
+from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range, parse_object
 from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
@@ -75,6 +77,7 @@ class DefaultBf16(ExplainsUnknown, RedactsSecrets):
     def __post_init__(self) -> None:
         """Set `bf16`, which TRL switches on everywhere."""
         args: Any = self
+        check_range("max_length", args.max_length, Interval(1, math.inf), "Tokens of the longest row.")
         args.bf16 = default_bf16(args) if args.bf16 is None else args.bf16
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # torch warns otherwise
@@ -312,6 +315,10 @@ class _SFTTrainer(_NamesLocalParts, SFTTrainer):
     pass
 
 
+PAIRS = [{"chosen", "rejected"}]
+"""The columns of a reward model's data."""
+
+
 def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a reward model from preference pairs.
 
@@ -321,7 +328,7 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
         train_dataset: Rows with `chosen` and `rejected`, and `prompt` unless both begin with it.
         eval_dataset: Rows for evaluation, or None.
     """
-    check_columns(train_dataset, [{"chosen", "rejected"}])
+    check_columns(train_dataset, PAIRS)
     trainer: Any = _trl_trainer(_RewardTrainer, args, model_args, train_dataset, eval_dataset)
     if isinstance(train_dataset, Dataset) and (dropped := len(train_dataset) - len(trainer.train_dataset)):
         told = f"dropped {dropped} of {len(train_dataset)} pairs, longer than max_length={args.max_length} tokens"
@@ -385,6 +392,11 @@ def _right_pairs(scores: torch.Tensor, labels: Any) -> torch.Tensor:
     return torch.heaviside((better - worse).float(), torch.tensor(0.5, device=scores.device))
 
 
+def text_columns(args: SFTConfig) -> list[set[str]]:
+    """Return the sets of columns of which SFT's data have one."""
+    return [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
+
+
 def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
     """Make TRL's trainer of a language model from texts.
 
@@ -394,8 +406,7 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
         train_dataset: Rows with a text, with `prompt` and `completion`, or with `messages`.
         eval_dataset: Rows for evaluation, or None.
     """
-    columns = [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
-    check_columns(train_dataset, columns)
+    check_columns(train_dataset, text_columns(args))
     rows = map(_without_lone_prompt, (train_dataset, eval_dataset))
     trainer = _trl_trainer(_SFTTrainer, args, model_args, *rows)
     made: Any = trainer.train_dataset
@@ -432,8 +443,13 @@ def _trl_trainer(
     path = model_args.model_name_or_path
     if path is None:
         raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
-    if is_adapter_directory(path):
-        raise ValueError(f"model_name_or_path={path!r} is an adapter: merge it with PEFT's merge_and_unload() first")
+    problem = "an adapter: merge it with PEFT's merge_and_unload() first" if is_adapter_directory(path) else None
+    if not problem and trainer_class is _SFTTrainer:
+        config: Any = load_pretrained(AutoConfig, path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
+        if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+            problem = "a reward model, not a language model: name the model that it was trained from"
+    if problem:
+        raise ValueError(f"model_name_or_path={path!r} is {problem}")
     args.model_init_kwargs = loading_settings(args.trust_remote_code, model_args) | (args.model_init_kwargs or {})
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     set_seed(args.seed)  # determines a new head or adapter

@@ -63,7 +63,9 @@ class Interval(NamedTuple):
     open_high: bool = False
 
     def holds(self, value: float) -> bool:
-        """Return whether `value` is finite and lies inside."""
+        """Return whether `value` is a finite number and lies inside."""
+        if not isinstance(value, Real):
+            return False
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         return math.isfinite(value) and above and below

@@ -385,11 +385,18 @@ def columns_of(dataset: Any, name: str) -> list[str]:
         name: Its name in errors.
 
     Raises:
-        ValueError: It has no rows.
+        ValueError: It is no data set, has no rows, or its first row is not a dict.
     """
-    if len(dataset) == 0:
-        raise ValueError(f"{name} has no rows")
-    return dataset.column_names if isinstance(dataset, datasets.Dataset) else list(dataset[0])
+    is_table = isinstance(dataset, datasets.Dataset)
+    is_readable = all(hasattr(dataset, name) for name in ("__len__", "__getitem__"))
+    has_rows = is_readable and not isinstance(dataset, Mapping | str) and not hasattr(dataset, "iloc")  # pandas
+    first: Any = dataset.features if is_table else dataset[0] if has_rows and len(dataset) else None
+    if not isinstance(first, Mapping) or not len(dataset):
+        problem = f"is of type {type(dataset).__name__}"
+        if has_rows:
+            problem = f"has rows of type {type(first).__name__} ({first!r:.60})" if len(dataset) else "has no rows"
+        raise ValueError(f"{name} {problem}: give a data set with rows such as {{'prompt': 'Once upon a time'}}")
+    return list(first)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,13 @@ def load_splits(
             splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
             return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
         return datasets.load_dataset(path, name=config, streaming=streaming)
-    except (OSError, ValueError, LookupError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, LookupError, RuntimeError, StopIteration, DatasetsError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        reason = "files of another kind are not read" if isinstance(cause, KeyError) else reason
+        reason = "it has no rows" if isinstance(cause, StopIteration) or "no data" in reason else reason
         raise ValueError(
             f"{argument}={name!r} cannot be loaded as a file ({', '.join(BUILDERS)}), directory or hub name: {reason}"
         ) from error

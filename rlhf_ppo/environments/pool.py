@@ -127,6 +127,9 @@ class Environments:
         tools: Standalone tools: functions with type hints and Google docstrings.
         timeout: Seconds for one call, `reset` or `get_reward`; None: any.
 
+    Raises:
+        ValueError: An environment cannot be made or has no `reset`, or a tool has no hints or docstring.
+
     Attributes:
         kinds: Kinds of environments by name; the only one has the name None.
         is_mixed: Whether the column `environment` chooses.
@@ -142,12 +145,17 @@ class Environments:
         self._factories: dict[str | None, Callable[[], Any]] = {}
         if factory is not None:
             self._factories.update(factory if isinstance(factory, Mapping) else {None: factory})
-        self._pools = {name: [make()] for name, make in self._factories.items()}
         self._episodes: list[Episode] = []
-        alone = standalone(tools)
-        self.kinds: dict[str | None, Kind] = {
-            name: kind_of_class(name, type(pool[0]), alone) for name, pool in self._pools.items()
-        } or {None: Kind(None, tools=alone)}
+        try:
+            self._pools = {name: [make()] for name, make in self._factories.items()}
+            alone = standalone(tools)
+            self.kinds: dict[str | None, Kind] = {
+                name: kind_of_class(name, type(pool[0]), alone) for name, pool in self._pools.items()
+            } or {None: Kind(None, tools=alone)}
+        except Exception as error:
+            raise ValueError(
+                f"an environment (a class with `reset`) or a tool cannot be used: {type(error).__name__}: {error}"
+            ) from error
 
     def start(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None = None) -> list[Episode]:
         """Give each row an environment and reset all of them side by side; earlier episodes are over.

@@ -239,7 +239,7 @@ def warn_of_unscored(scores: Tensor) -> None:
     if num_unscored > 0:
         logger.warning(
             f"{num_unscored} of {len(scores)} responses have no score (every reward whose weight is not 0 returned "
-            "None or a value that is not finite). The losses and the score metrics leave them out."
+            "None). The losses and the score metrics leave them out."
         )
 
 

@@ -13,6 +13,7 @@ numbers, one for each of its `completion_ids`:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -25,6 +26,7 @@ from typing import Any
 import httpx
 
 from rlhf_ppo.data.images import data_url
+from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.terminal import redact_url, redact_urls, visible_logger
 
 logger = visible_logger(__name__)
@@ -85,7 +87,7 @@ class RewardEndpoint:
 
         Raises:
             ConnectionError: All repetitions of a request failed; the message names its rows.
-            ValueError: The answer does not hold one reward per response.
+            WrongRewardError: The answer does not hold one reward per response.
         """
         table = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         columns = {name: values for name, values in columns.items() if name not in _NOT_SENT}
@@ -101,7 +103,7 @@ class RewardEndpoint:
             rewards = answer.get("rewards") if isinstance(answer, dict) else None
             if not isinstance(rewards, list) or len(rewards) != len(rows):
                 wanted = f'{{"rewards": [...]}} with {len(rows)} entries'
-                raise ValueError(f"{where} answered {answer!r:.120}: it must answer {wanted}")
+                raise WrongRewardError(f"{where} answered {answer!r:.120}: it must answer {wanted}")
             return rewards
 
         async with http_client(self.timeout, self.concurrency, self.token_variable) as client:
@@ -149,7 +151,7 @@ async def post_json(
 
     Raises:
         NoAnswerError: The last repetition failed.
-        ConnectionError: The server answered with another status, such as 401.
+        ConnectionError: The server answered with another status, such as 401, or without JSON.
     """
     body = json.dumps(payload, default=as_json)
     for attempt in itertools.count():
@@ -159,9 +161,10 @@ async def post_json(
             reason = f"did not answer ({error!r})"
         else:
             if response.is_success:
-                return response.json()
+                with contextlib.suppress(ValueError):
+                    return response.json()
             text = response.text[:200] or response.reason_phrase
-            reason = f"answered with the status {response.status_code} ({text})"
+            reason = f"answered {'no JSON, ' * response.is_success}with the status {response.status_code} ({text})"
             if response.status_code not in _RETRIED_STATUS:
                 raise ConnectionError(f"{where} {reason}")
         if attempt >= retries:

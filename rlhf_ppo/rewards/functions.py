@@ -29,7 +29,7 @@ from rlhf_ppo.environments.tools import Kind
 from rlhf_ppo.environments.waiting import run_on_event_loop
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.reward_model import answers_of
-from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, check_scores
+from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, WrongRewardError, check_scores
 from rlhf_ppo.run.distributed import any_rank
 from rlhf_ppo.terminal import escape_error
 
@@ -178,9 +178,11 @@ def finished(returned: Any) -> Any:
 
 @contextlib.contextmanager
 def naming(name: str, when: str = "") -> Iterator[None]:
-    """Add a note with the reward function's name to its errors."""
+    """Add a note with the reward function's name to its errors; `WrongRewardError` names it."""
     try:
         yield
+    except WrongRewardError:
+        raise
     except Exception as error:
         escape_error(error)
         error.add_note(f"raised by the reward function {name!r}{when}")
@@ -191,8 +193,17 @@ def naming(name: str, when: str = "") -> Iterator[None]:
 
 
 def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the offered arguments that a function accepts."""
+    """Return those of the offered arguments that a function accepts.
+
+    Raises:
+        WrongRewardError: It requires another argument.
+    """
     named = named_parameters(function)
+    if missing := [name for name, each in named.items() if each.default is each.empty and name not in offered]:
+        raise WrongRewardError(
+            f"the reward function {function_name(function)!r} requires the argument {missing[0]!r}, which no "
+            f"column has; there are {[*offered]}: rename it or a column, or give it a default"
+        )
     return {key: value for key, value in offered.items() if takes_any_argument(function) or key in named}
 
 

@@ -7,11 +7,14 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
+import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhf_ppo.config.checks import suggestion
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.terminal import redacted
@@ -28,7 +31,9 @@ def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Cal
     """
     if specs is None:
         return []
-    return [resolve_reward(spec) for spec in ([specs] if isinstance(specs, str) or callable(specs) else specs)]
+    is_one = isinstance(specs, str) or callable(specs) or not isinstance(specs, Sequence)
+    each: Any = [specs] if is_one else specs
+    return [resolve_reward(spec) for spec in each]
 
 
 def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable[..., Any]:
@@ -40,15 +45,17 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
         argument: Name of the argument, for errors.
 
     Raises:
-        ValueError: The text does not have the form of such a name.
+        ValueError: It is no such object, or the text names none.
     """
-    if not isinstance(spec, str):
+    if callable(spec):
         return spec
-    if spec.startswith(("http://", "https://")):
-        return RewardEndpoint(spec)
-    if spec in BUILTIN_REWARDS or spec in TRL_REWARDS:
-        return builtin_reward(spec)
-    return load_object(spec, argument, f", or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]} or 'http://host/path'")
+    name = str(spec)
+    if name in BUILTIN_REWARDS or name in TRL_REWARDS:
+        return builtin_reward(name)
+    parts = urllib.parse.urlsplit(name)
+    if parts.scheme in ("http", "https") and parts.hostname:
+        return RewardEndpoint(name)
+    return load_object(name, argument, f", or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]} or 'http://host/path'")
 
 
 def resolve_tools(specs: Sequence[str] | None) -> list[Callable[..., Any]] | None:
@@ -87,18 +94,38 @@ def load_object(spec: str, argument: str, others: str = "") -> Any:
         others: Other forms that the argument takes, for the error.
 
     Raises:
-        ValueError: The text has neither form.
+        ValueError: The text has neither form, its file or module cannot be imported, or it has no such function.
     """
     path, _, name = spec.rpartition(":")
-    if path.endswith(".py"):
-        return getattr(_load_file(Path(path).expanduser().resolve()), name)
-    if "." not in spec or not all(part.isidentifier() for part in spec.split(".")):
-        raise ValueError(
-            f"{argument} holds {redacted(spec)!r}: write 'path/file.py:name' or 'package.module.name'{others}"
-        )
+    if not path.endswith(".py"):
+        path, _, name = spec.rpartition(".")
+    is_file, cause = path.endswith(".py"), None
+    if not is_file and (name == "py" or not path or not all(part.isidentifier() for part in [*path.split("."), name])):
+        problem = f": write 'path/file.py:name' or 'package.module.name'{others}"
+    else:
+        try:
+            module = _load_file(Path(path).expanduser().resolve()) if is_file else _import(path)
+        except Exception as error:
+            cause, problem = error, f", but {path} cannot be imported: {_shown(error, path)}"
+        else:
+            found = getattr(module, name, None)
+            if callable(found) or hasattr(found, "judge"):  # an object of TRL's judges is not callable
+                return found
+            has = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            problem = f", but {path} has no function or class {name!r}{suggestion(name, has) or f': it has {has}'}"
+    raise ValueError(f"{argument} holds {redacted(spec)!r}{problem}") from cause
+
+
+def _shown(error: Exception, path: str) -> str:
+    """Return an error of an import in one line, with the line of the file in which it was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
+    where = f" in line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}: {error}"
+
+
+def _import(name: str) -> ModuleType:
     _look_into(os.getcwd())
-    module, _, name = spec.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:

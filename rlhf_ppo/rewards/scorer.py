@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 import torch
@@ -385,7 +386,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 class WrongRewardError(ValueError):
-    """A reward function returned scores that cannot be used; the message names the fix."""
+    """A reward function cannot be called, or returned scores that cannot be used; the message names the fix."""
 
 
 def check_scores(
@@ -406,13 +407,17 @@ def check_scores(
         and 0 after the last token.
 
     Raises:
-        WrongRewardError: The number of scores differs, or one is not finite or beyond `MAX_SCORE`.
+        WrongRewardError: It is no list, the number of scores differs, or one is no number, not finite or beyond
+            `MAX_SCORE`.
     """
-    values = [_plain(value) for value in _plain(returned)]
-    if len(values) != len(lengths):
+    whole = _plain(returned)
+    is_list = isinstance(whole, Iterable) and not isinstance(whole, str | Mapping)
+    values = [_plain(value) for value in whole] if is_list else []
+    if not is_list or len(values) != len(lengths):
+        what = f"{len(values)} rewards" if is_list else f"{whole!r:.80}"
         raise WrongRewardError(
-            f"{who} returned {len(values)} rewards for {len(lengths)} completions: "
-            "return one per completion, and None for no score"
+            f"{who} returned {what} for {len(lengths)} completions: return a list with one number per completion, and "
+            "None for no score"
         )
     if isinstance(next((value for value in values if value is not None), None), list | tuple):
         return _per_token(values, who, lengths, written or [[True] * length for length in lengths])
@@ -426,9 +431,10 @@ def _per_token(values: Sequence[Any], who: str, lengths: Sequence[int], written:
     for row, (value, own) in enumerate(zip(values, written, strict=True)):
         if value is None:
             continue
-        if len(value) != len(own):
+        if not isinstance(value, list | tuple) or len(value) != len(own):
+            what = f"{len(value)} rewards" if isinstance(value, list | tuple) else f"{value!r:.80}"
             raise WrongRewardError(
-                f"{who} returned {len(value)} rewards for the {len(own)} tokens of row {row}: return one for each of "
+                f"{who} returned {what} for the {len(own)} tokens of row {row}: return one for each of "
                 "completion_ids[row], or for one score per completion a tensor after .squeeze(-1)"
             )
         numbers = [
@@ -446,13 +452,13 @@ def _plain(value: Any) -> Any:
 
 
 def _score(value: Any, who: str, place: str) -> float:
-    number = float(value)
-    if not abs(number) <= MAX_SCORE:  # NaN too
+    number = _plain(value)
+    if not isinstance(number, Real) or not abs(float(number)) <= MAX_SCORE:  # NaN too
         raise WrongRewardError(
-            f"{who} returned {number} for {place}: return a finite number of at most {MAX_SCORE:g}, or None for a "
-            "completion that it does not score"
+            f"{who} returned {number!r:.80} for {place}: return a finite number of at most {MAX_SCORE:g}, or None for "
+            "a completion that it does not score"
         )
-    return number
+    return float(number)
 
 
 # Shaping, in this order: `score_scaling` divides by the standard deviation of all scores of the run so far, also for

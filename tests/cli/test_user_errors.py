@@ -26,17 +26,49 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_rows("rows.jsonl", [row] * 12)
         write_rows("few.jsonl", [row] * 2)
         write_rows("questions.jsonl", [{"question": "w4"}] * 12)
+        write_rows("numbers.jsonl", [row | {"text": 5, "chosen": 1}] * 12)
+        write_rows("gap.jsonl", [row] * 6 + [row | {"text": None, "rejected": None}] * 6)
+        write_rows("mixed.jsonl", [row | {"chosen": [{"role": "assistant", "content": "w4"}]}] * 12)
+        write_rows("flat.jsonl", [{"messages": "w4 w5"}] * 12)
+        for name in ("empty.jsonl", "sheet.xlsx"):
+            Path(name).touch()
+        Path("syntax.py").write_text("def ours(:\n")
+        Path("importing.py").write_text("import os\nimport no_such_module\n")
+        Path("own.py").write_text(OWN)
+        step = "{sft_model_path: base, dataset_name: rows.jsonl, reward_funcs: own.py:numbr, response_length: 4}"
+        Path("steps.yaml").write_text(f"output_dir: steps\nppo: {step}\n")
         Path("torn.jsonl").write_text('{"prompt": "w4"}\n{"prompt": \n')
         Path("unknown.yaml").write_text("learning_rte: 1e-5\n")
         Path("list.yaml").write_text("- learning_rate\n")
     return folder
 
 
+OWN = """
+LIMIT = 5
+
+class Game: pass
+
+def number(completions, **_):
+    return [1.0] * len(completions)
+
+def word(completions, **_):
+    return ["0.5"] * len(completions)
+
+def lone(completions, **_):
+    return 0.5
+
+def needs(completions, answer):
+    return [1.0] * len(completions)
+
+def untold(move):
+    return move
+"""
 QUICK = "--output_dir out --report_to none --save_strategy no --use_cpu --max_steps 1 --per_device_train_batch_size 4"
 PPO = f"train --sft_model_path base --reward_funcs length --response_length 4 {QUICK}"
 RUN = f"{PPO} --dataset_name rows.jsonl"
 TRL = f"--bf16 False {QUICK} --model_name_or_path"
 LLM = "llm --train --trainer ppo --model base --rl-reward-model-path scorer --data-path rows.jsonl --log none"
+JUDGE = "judge --dataset_name rows.jsonl --model_column chosen --opponent_column rejected"
 MISTAKES = [
     (f"{RUN} --learnin_rate 1", "there is no option --learnin_rate (did you mean 'learning_rate'?)"),
     (f"{RUN} --lora_r 8", "lora_r=8 has no effect without use_peft: add --use_peft"),
@@ -47,7 +79,10 @@ MISTAKES = [
         "no reward is given, and TRL's default cannot be loaded: give reward_model_path, reward_funcs or environment",
     ),
     (f"{RUN} --model_name_or_path no/hub", "model_name_or_path='no/hub' is no directory here, and the hub did not"),
-    (f"{RUN} --learning_rate fast", "--learning_rate/--learning-rate: invalid float"),
+    (f"{RUN} --learning_rate 3e-4x", "learning_rate='3e-4x' must be a number"),
+    (f"{RUN} --seed x", "seed='x' must be a whole number"),
+    (f"{RUN} --stop_token foo", "stop_token='foo' must be one of 'eos'"),
+    (f"{RUN} --config", "--config: name a YAML file"),
     (f"{RUN} --no_cuda", "no_cuda"),
     (f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),
     (f"{RUN} --config nowhere.yaml", "nowhere.yaml"),
@@ -66,7 +101,43 @@ MISTAKES = [
     (f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is not a language model: lm_head.weight"),
     (f"{RUN} --reward_model_path base --sft_model_path ./base", "reward_model_path='base' is not a reward model"),
     (f"{RUN} --reward_funcs lenght", "reward_funcs holds 'lenght': write"),
-    (f"{RUN} --reward_funcs nowhere.py:ours", "nowhere.py"),
+    (
+        f"{RUN} --reward_funcs nowhere.py:ours",
+        "reward_funcs holds 'nowhere.py:ours', but nowhere.py cannot be imported",
+    ),
+    (f"{RUN} --reward_funcs own.py:numbr", "own.py has no function or class 'numbr' (did you mean 'number'?)"),
+    (f"{RUN} --reward_funcs own.py:LIMIT", "own.py has no function or class 'LIMIT'"),
+    (f"{RUN} --reward_funcs own.py", "reward_funcs holds 'own.py': write 'path/file.py:name'"),
+    (f"{RUN} --reward_funcs nowhere.ours", "nowhere cannot be imported: ModuleNotFoundError"),
+    (f"{RUN} --reward_funcs syntax.py:ours", "SyntaxError: invalid syntax (syntax.py, line 1)"),
+    (f"{RUN} --reward_funcs importing.py:ours", "ModuleNotFoundError in line 2: No module named 'no_such_module'"),
+    (
+        f"{RUN} --reward_funcs own.py:word",
+        "the reward function 'word' returned '0.5' for row 0: return a finite number",
+    ),
+    (f"{RUN} --reward_funcs own.py:lone", "the reward function 'lone' returned 0.5 for 1 completions: return a list"),
+    (f"{RUN} --reward_funcs own.py:needs", "'needs' requires the argument 'answer', which no column has"),
+    (f"{RUN} --reward_funcs http://", "reward_funcs holds 'http://': write"),
+    (f"{RUN} --tools own.py:untold", "a tool cannot be used: DocstringParsingException"),
+    (
+        f"{RUN} --environment own.py:Game",
+        "cannot be used: AttributeError: type object 'Game' has no attribute 'reset'",
+    ),
+    (f"{RUN} --policy_loss own.py:LIMIT", "policy_loss holds 'own.py:LIMIT', but own.py has no function"),
+    ("pipeline steps.yaml", "ppo: error: reward_funcs holds 'own.py:numbr'"),
+    ("pipeline nowhere.yaml", "nowhere.yaml: No such file or directory"),
+    ("init --model base --prompts rows.jsonl --reward_funcs own.py:numbr", "reward_funcs holds 'own.py:numbr'"),
+    ("init --model base --prompts rows.jsonl --preferences numbers.jsonl", "preferences has in row 0 chosen=1, rej"),
+    (f"{PPO} --dataset_name empty.jsonl", "dataset_name='empty.jsonl' cannot be loaded as a file"),
+    (f"{PPO} --dataset_name sheet.xlsx", "files of another kind are not read"),
+    (f"{RUN} --report_to comet_ml", "comet-ml"),
+    (f"sft {TRL} base --dataset_name numbers.jsonl", "row 0 text=5: write texts"),
+    (f"sft {TRL} base --dataset_name gap.jsonl", "row 6 text=None: write texts"),
+    (f"sft {TRL} base --dataset_name flat.jsonl", "row 0 messages='w4 w5': write conversations"),
+    (f"sft {TRL} base --dataset_name rows.jsonl --max_length 0", "max_length=0 must be finite and at least 1"),
+    (f"sft {TRL} scorer --dataset_name rows.jsonl", "model_name_or_path='scorer' is a reward model, not a language"),
+    (f"reward {TRL} base --dataset_name gap.jsonl", "row 6 chosen=' w4', rejected=None: write texts"),
+    (f"reward {TRL} base --dataset_name mixed.jsonl", "row 0 chosen=[{'role': 'assistant', 'content': 'w4'}], rej"),
     (f"sft {QUICK} --bf16 False --dataset_name rows.jsonl", "model_name_or_path=None: give the directory"),
     (f"sft {TRL} base --dataset_name questions.jsonl", "but training needs `text` or `messages`"),
     (f"reward {TRL} nowhere --dataset_name rows.jsonl", "model_name_or_path='nowhere'"),
@@ -81,6 +152,8 @@ MISTAKES = [
     (f"{LLM} --rl-env-type nowhere", "must be one of ['text_generation'"),
     ("llm --train --trainer dpo", "trainer='dpo' must be one of"),
     ("llm --train --trainer ppo --data-path rows.jsonl", "give --rl-reward-model-path"),
+    (f"{JUDGE} --judge own.py:word", "the reward function 'word' returned '0.5' for row 0"),
+    (f"{JUDGE} --judge own.py:numbr", "judge holds 'own.py:numbr'"),
     ("plot nowhere", "nowhere"),
     ("plot", "give directories of runs"),
     ("report nowhere", "nowhere"),
@@ -104,6 +177,6 @@ def test_a_mistake_is_one_sentence(
 
 def test_an_error_of_the_users_code_has_its_traceback(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workshop)
-    Path("own.py").write_text("def fails(completions, **_):\n    return 1 / 0\n")
+    Path("failing.py").write_text("def fails(completions, **_):\n    return 1 / 0\n")
     with pytest.raises(ZeroDivisionError):
-        main(shlex.split(f"{RUN} --reward_funcs own.py:fails"))
+        main(shlex.split(f"{RUN} --reward_funcs failing.py:fails"))

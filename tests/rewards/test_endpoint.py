@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction
 from rlhf_ppo.rewards.endpoint import TOKEN_VARIABLE, RewardEndpoint
+from rlhf_ppo.rewards.scorer import WrongRewardError
 from tests.rewards.local_server import Request, cut_off, drop, lengths, says, url
 from tests.rewards.test_functions import make_batch
 
@@ -117,9 +118,9 @@ def test_the_first_request_that_fails_ends_the_call(server: Any) -> None:
     [
         (says("no", 401), ConnectionError, r"answered with the status 401 \(no\)"),
         (says("", 302, Location="http://h/"), ConnectionError, "answered with the status 302"),
-        (says("[]"), ValueError, r"answered \[\]: it must answer"),
-        (says('{"rewards": [1]}'), ValueError, "with 2 entries"),
-        (says("<html>"), ValueError, "Expecting value"),
+        (says("[]"), WrongRewardError, r"answered \[\]: it must answer"),
+        (says('{"rewards": [1]}'), WrongRewardError, "with 2 entries"),
+        (says("<html>"), ConnectionError, r"answered no JSON, with the status 200 \(<html>\)"),
     ],
 )
 def test_other_answers_are_errors_at_once(reply: Any, kind: type[Exception], words: str, server: Any) -> None:

@@ -36,6 +36,11 @@ def same_twice() -> dict[str, Any]:
 # What is passed, and the words of the error.
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "no data": (lambda: {"train_dataset": None}, "train_dataset=None"),
+    "texts instead of rows": (lambda: {"train_dataset": ["a b"] * 8}, r"rows of type str \('a b'\): give a data set"),
+    "columns instead of rows": (lambda: {"train_dataset": {"prompt": ["w4"] * 8}}, "train_dataset is of type dict"),
+    "a number as data": (lambda: {"eval_dataset": {"held out": 5}}, r"eval_dataset\['held out'\] is of type int"),
+    "a number as reward": (lambda: {"reward_funcs": 5}, "reward_funcs holds '5': write"),
+    "no function as reward": (lambda: {"reward_funcs": [None]}, "reward_funcs holds 'None': write"),
     "data smaller than a batch": (
         lambda: {"train_dataset": [{"input_ids": [5]}], "total_episodes": None},
         "the training set has 1 prompts, fewer than the 2 of one batch",
