@@ -41,7 +41,7 @@ from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluation_columns, noting_out_of_memory
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
-from rlhf_ppo.rewards.scorer import Scores, whole_scores
+from rlhf_ppo.rewards.scorer import Scores, scaling_scores
 from rlhf_ppo.run import construction, datasets, distributed, rollouts, saving
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
 from rlhf_ppo.run.distributed import get_logger, preserve_rng, raise_on_all_ranks
@@ -288,7 +288,7 @@ class TrainerBase(Steps, Trainer):
         """Stop at values that are not finite, and count the scores in the moments that scale them."""
         self._guard.check_rollout(rollout)
         if self.args.score_scaling:
-            self.score_moments.add(whole_scores(rollout), self._run.sum_over_ranks)
+            self.score_moments.add(scaling_scores(rollout, self.args), self._run.sum_over_ranks)
 
     @property
     def _score_unit(self) -> ScoreMoments | None:

@@ -101,6 +101,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "several_rewards": {"reward": "several", "reward_weights": [0.5, -2.0, 3.0]},
     "rewards_of_all_kinds": {**ALL_REWARDS, "score_clip": 0.7, "missing_eos_score": -1.0},
     "scaling_clip_and_penalty": {**ALL_REWARDS, "score_scaling": True, "score_clip": 1.0, "missing_eos_penalty": 0.25},
+    "scaling_and_replacement": {**ALL_REWARDS, "score_scaling": True, "missing_eos_score": -1.0},
     "cliprange_high": {"cliprange_high": 0.6},
     "no_cliprange_value": {"cliprange_value": None},
     "entropy": {"entropy_coef": 0.1},

@@ -262,7 +262,9 @@ class RecipeArguments:
 
     # --- Scores and values ---
     score_scaling: bool = _option(
-        False, "Divide scores by the standard deviation of all scores of the run so far, over all processes."
+        False,
+        "Divide scores by the standard deviation of all scores of the run so far, over all processes, without those "
+        "that missing_eos_score replaces.",
     )
 
     critic_learning_rate: NotNegative | None = _option(

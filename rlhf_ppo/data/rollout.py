@@ -637,6 +637,8 @@ class Experience(Responses):
             query_responses=rollout.query_responses,
             attention_mask=rollout.attention_mask,
             response_mask=rollout.response_mask,
+            sampling_logprobs=rollout.sampling_logprobs,
+            ended=rollout.ended,
             images=rollout.images,
             on_host=rollout.on_host,
             logprobs=rollout.logprobs,

@@ -16,7 +16,6 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, check_lengths, sent
 from rlhf_ppo.generation.protocol import GenerationEngine, Sampled
 from rlhf_ppo.generation.sampling import (
-    NonFiniteLogitsError,
     SpecialTokens,
     StopStrings,
     join_responses,
@@ -186,8 +185,8 @@ def checked(
         The engine's responses.
 
     Raises:
-        NonFiniteLogitsError: The log-probability of a token is missing, NaN or infinite.
-        RuntimeError: A row ends before the limit without a stop token or string, or holds a suppressed id.
+        RuntimeError: A row ends before the limit without a stop token or string, holds a suppressed id, or lacks the
+            log-probability of a token.
         ValueError: The result has another type or shape.
     """
     answer = _of_right_shape(engine, answer, len(prompts.input_ids), config)
@@ -250,8 +249,9 @@ def _refuse_cut_rows(
 
 def _refuse_tokens(engine: GenerationEngine, answer: Sampled, is_forbidden: Tensor, is_unknown: Tensor) -> None:
     for row, place in is_unknown.nonzero().tolist():
-        raise NonFiniteLogitsError(
-            f"{called(engine)} gave no finite log-probability for token {place} of row {row} of the batch"
+        raise RuntimeError(
+            f"{called(engine)} gave no finite log-probability for token {place} of row {row} of the batch: it must "
+            "give one for each token, or logprobs=None; if it does, the policy's logits are NaN or infinite"
         )
     for row, place in is_forbidden.nonzero().tolist():
         raise RuntimeError(

@@ -32,7 +32,7 @@ from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.prompts import eos_id, pad_id
 from rlhf_ppo.data.rollout import HostMasks, Prompts, Responses, check_masks, sent
 from rlhf_ppo.models.heads import Float32Linear
-from rlhf_ppo.models.unwrapping import autocast_dtype, transformers_model
+from rlhf_ppo.models.unwrapping import advice_by_type, autocast_dtype, transformers_model
 from rlhf_ppo.run.distributed import get_logger
 
 logger = get_logger(__name__)
@@ -151,8 +151,12 @@ def naming_the_model(model: torch.nn.Module, role: str, moment: str) -> Iterator
         path = getattr(getattr(model, "config", None), "_name_or_path", "")
         name = f"{type(model).__name__}{f' from {path}' if path else ''}"
         raise NonFiniteLogitsError(
-            f"{moment}: the {role} ({name}) gives no probabilities to sample from: {error}. Its weights are NaN or "
-            "too large: lower learning_rate or max_grad_norm, and resume from an earlier checkpoint"
+            f"{moment}: the {role} ({name}) gives no probabilities to sample from: {error}. "
+            + advice_by_type(
+                model,
+                "Its weights are NaN or too large: lower learning_rate or max_grad_norm, and resume from an earlier "
+                "checkpoint",
+            )
         ) from error
 
 

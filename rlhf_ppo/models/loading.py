@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -266,7 +267,9 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     is_language_model = auto_class is AutoModelForCausalLM
     if auto_class is AutoModelForSequenceClassification:
         auto_class = AutoClassifier
-    settings = {"dtype": torch.float32, **kwargs} | ({"output_loading_info": True} if is_language_model else {})
+    loads_weights, with_info = auto_class is not AutoConfig, kwargs.pop("output_loading_info", False)
+    checks = {"output_loading_info": True, "ignore_mismatched_sizes": True} if loads_weights else {}
+    settings = {"dtype": torch.float32, **kwargs, **checks}
     given = f"{argument}={os.fspath(path)!r}"
     of_files = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
     config = None
@@ -277,17 +280,29 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
         loaded = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:
         raise ValueError(f"{given} {why_not_loaded(error, path, 'cannot be loaded')}") from error
-    if config is None:
+    if not loads_weights:
         return loaded
     loaded, info = loaded
+    if (fault := _fault_of_files(loaded, info, is_language_model)) is not None:
+        raise ValueError(f"{given} {fault}")
+    if config is not None:
+        setattr(loaded, CHECKPOINT_DTYPE, config.dtype)
+    return (loaded, info) if with_info else loaded
+
+
+def _fault_of_files(loaded: Any, info: Mapping[str, Any], is_language_model: bool) -> str | None:
+    """Return why weights would be random that a model needs, or None; a classifier may get a new head."""
+    for weight, shape, needed in info["mismatched_keys"]:
+        fault = f"holds {weight} of the shape {(*shape,)}, where {type(loaded).__name__} needs {(*needed,)}"
+        has_other_labels = not is_language_model and shape[1:] == needed[1:]
+        return f"{fault}: it has {shape[0]} labels, and one number per text is needed" if has_other_labels else fault
     names = {f"{name}.weight" for name, part in loaded.named_modules() if part is loaded.get_output_embeddings()}
-    if random := sorted(names & {*info["missing_keys"]}):
-        raise ValueError(
-            f"{given} is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be "
-            "random; pass a directory or name of a model that was saved with its head"
+    if is_language_model and (random := sorted(names & {*info["missing_keys"]})):
+        return (
+            f"is not a language model: {random[0]} of {type(loaded).__name__} is not in it and would be random; pass "
+            "a directory or name of a model that was saved with its head"
         )
-    setattr(loaded, CHECKPOINT_DTYPE, config.dtype)
-    return loaded
+    return None
 
 
 def _class_it_was_saved_as(config: Any) -> Any:

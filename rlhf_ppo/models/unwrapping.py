@@ -179,6 +179,16 @@ def multiplied_dtype(source: Accelerator | TrainingArguments, policy: nn.Module)
     )
 
 
+def advice_by_type(model: nn.Module, otherwise: str) -> str:
+    """Return what to do about numbers that are not finite: load weights in float16 in another type, or `otherwise`."""
+    if all(weight.dtype != torch.float16 for weight in model.parameters()):
+        return otherwise
+    return (
+        "There are weights in float16, in which numbers above 65,504 are infinite and those below 6e-8 are 0: load "
+        "the models with dtype=torch.float32; bf16=True computes in 16 bits"
+    )
+
+
 def is_in_16_bits(states: Tensor) -> bool:
     """Return whether states were computed in 16 bits, by their type or under autocast."""
     return states.dtype.itemsize == 2 or autocast_dtype(states.device.type) is not None
@@ -192,7 +202,8 @@ def rounding(states: Tensor) -> float:
 def autocast_if_stored_in_16_bits(model: nn.Module) -> torch.autocast:
     """Return a context in which a model with weights in 16 bits may have a head in 32 bits."""
     weight = next(model.parameters())
-    return torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype in (torch.bfloat16, torch.float16))
+    is_in_16_bits = weight.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(weight.device.type, weight.dtype if is_in_16_bits else None, enabled=is_in_16_bits)
 
 
 # ---- Learning without randomness ----

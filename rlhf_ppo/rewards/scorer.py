@@ -461,9 +461,9 @@ def _score(value: Any, who: str, place: str) -> float:
     return float(number)
 
 
-# Shaping, in this order: `score_scaling` divides by the standard deviation of all scores of the run so far, also for
-# token rewards; `score_clip` limits the score's absolute value, not that of token rewards; `missing_eos_penalty`
-# lowers, or `missing_eos_score` replaces, the score of a response without the stop token.
+# Shaping, in this order: `score_scaling` divides by the standard deviation of the run's scores so far, also for token
+# rewards; `score_clip` limits the score's absolute value, not that of token rewards; `missing_eos_penalty` lowers, or
+# `missing_eos_score` replaces, the score of a response without the stop token. Replaced scores do not scale others.
 
 
 def shape_scores(rollout: Rollout, args: PPOConfig, unit: ScoreMoments | None = None) -> tuple[Tensor, Tensor]:
@@ -507,7 +507,7 @@ def scores_in_reward_unit(
         return _shaped(scores, ended, args) + token_scores
     if unit.count == 0:
         total = scores + token_scores
-        unit = unit.including(total[~total.isnan()], lambda summand: summand)
+        unit = unit.including(_kept(total, ended, args), lambda summand: summand)
     return unit.std * _shaped(scores, ended, args, unit) + token_scores
 
 
@@ -518,10 +518,17 @@ def _shaped(scores: Tensor, ended: Tensor, args: PPOConfig, unit: ScoreMoments |
     return replace_missing_eos(scores, ended, args.missing_eos_score)
 
 
-def whole_scores(rollout: Rollout) -> Tensor:
-    """Return the total score of each scored response before shaping, float32 `(num_scored,)`."""
-    total = rollout.scores + token_score_sums(rollout)
-    return total[~total.isnan()]
+def scaling_scores(rollout: Rollout, args: PPOConfig) -> Tensor:
+    """Return the scores that `score_scaling` divides by the deviation of: total scores before shaping, float32 `(n,)`.
+
+    They are those of the responses that have a score which `missing_eos_score` does not replace.
+    """
+    return _kept(rollout.scores + token_score_sums(rollout), rollout.ended, args)
+
+
+def _kept(total: Tensor, ended: Tensor, args: PPOConfig) -> Tensor:
+    is_kept = ended | (args.missing_eos_score is None)
+    return total[is_kept & ~total.isnan()]
 
 
 def token_score_sums(rollout: Rollout) -> Tensor:

@@ -21,6 +21,7 @@ from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
+from rlhf_ppo.models.unwrapping import advice_by_type
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import load_object
 from rlhf_ppo.run.distributed import get_logger, raise_on_all_ranks
@@ -343,6 +344,9 @@ class DivergenceError(ValueError):
     """A value of training is not finite. The message names the update, the value and the last checkpoint."""
 
 
+_SAMPLED = "the sampling log-probabilities"
+
+
 class DivergenceGuard:
     """Raise `DivergenceError` on all ranks at the first score, loss, gradient norm or weight that is not finite.
 
@@ -362,6 +366,7 @@ class DivergenceGuard:
         """Check log-probabilities, KL, values and scores; a score of NaN stands for no score."""
         of_tokens = {
             "the policy's log-probabilities": rollout.logprobs,
+            _SAMPLED: rollout.sampling_logprobs,
             "the reference's log-probabilities": rollout.ref_logprobs,
             "the KL": rollout.kl(self.args.kl_estimator),
             "the values": rollout.values,
@@ -382,7 +387,8 @@ class DivergenceGuard:
             if not bool(finite.all()):
                 number, row = (~finite).nonzero()[0].tolist()
                 name = list(given)[number]
-                raise DivergenceError(self._message(f"{name} of response {row}: not finite"))
+                fix = "The engine or rollout_func must give one for each token, or none" if name == _SAMPLED else None
+                raise DivergenceError(self._message(f"{name} of response {row}: not finite", fix))
 
     def check_step(self, statistics: UpdateStatistics, num_parts: int, loss: Tensor, grad_norm: Any) -> None:
         """Check an optimizer step before it is taken, with one exchange and one read from the device.
@@ -417,13 +423,11 @@ class DivergenceGuard:
             if found := weights_not_finite(self.model):
                 raise DivergenceError(self._message(f"the weights {', '.join(list(found)[:3])} are not finite"))
 
-    def _message(self, reason: str) -> str:
+    def _message(self, reason: str, fix: str | None = None) -> str:
         saved = self.last_checkpoint
         if saved is None or not os.path.isdir(saved):
             resume = "no checkpoint was saved before"
         else:
             resume = f"the last good checkpoint is {saved}"
-        return (
-            f"{self.run.moment()}: {reason}. Nothing of it was saved; {resume}. Look at the rewards, or lower "
-            "learning_rate or kl_coef"
-        )
+        fix = fix or advice_by_type(self.model, "Look at the rewards, or lower learning_rate or kl_coef")
+        return f"{self.run.moment()}: {reason}. Nothing of it was saved; {resume}. {fix}"

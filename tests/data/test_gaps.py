@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.rewards.scorer import whole_scores
+from rlhf_ppo.rewards.scorer import scaling_scores
 from tests.runs import assert_identical
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -102,7 +102,7 @@ def test_figures_in_the_gaps_change_nothing(make_trainer: MakeTrainer, value: fl
     def compare(masks: tuple[Tensor, Tensor], seed: int) -> None:
         rollout = a_rollout(*masks, seed)
         odd = filled(rollout, PER_TOKEN, value)
-        assert torch.equal(whole_scores(odd), whole_scores(rollout))
+        assert torch.equal(*(scaling_scores(each, trainer.args) for each in (odd, rollout)))
         clean, metrics = estimated(trainer, rollout)
         experience, odd_metrics = estimated(trainer, odd)
         assert odd_metrics == metrics

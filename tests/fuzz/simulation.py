@@ -246,7 +246,8 @@ class Simulation:
         settings, std = self.settings, 1.0
         if settings.score_scaling:
             whole = self.raw_scores = scores + [row.sum() for row in of_tokens]
-            self.scores = np.append(self.scores, whole[~np.isnan(whole)])
+            kept = [settings.missing_eos_score is None or episode.ended for episode in episodes]
+            self.scores = np.append(self.scores, whole[kept & ~np.isnan(whole)])
             std = self.scores.std(ddof=1) if len(self.scores) > 1 else 1.0
             std = std if std > 0 else 1.0
         paid = np.clip(scores / std, -settings.score_clip, settings.score_clip)

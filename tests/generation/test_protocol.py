@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.algorithm.losses import PolicyLoss
+from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.generation.protocol import Sampled, stack_rows
 from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.sampling import StopStrings
@@ -81,6 +83,44 @@ def test_a_row_that_was_cut_is_an_error(
     )
     with pytest.raises(RuntimeError, match=expected + r", where 4 were asked for, and no stop token at its end; give"):
         ask(answer, **given)
+
+
+def test_a_missing_log_probability_is_the_engine_s_fault(make_trainer: Callable[..., PPOTrainer]) -> None:
+    def forgets(prompts: Any, config: GenerationConfig) -> Sampled:
+        rows = [[7, 8, 9, 6] for _ in prompts.input_ids]
+        return stack_rows(rows, [[-0.5] * 3 for _ in rows], STOP, torch.device("cpu"))
+
+    expected = (
+        "engine=Answers gave no finite log-probability for token 3 of row 0 .* one for each token, or logprobs=N"
+    )
+    with pytest.raises(RuntimeError, match=expected) as error:
+        make_trainer(**QUICK, engine=Answers(forgets)).train()
+    assert "learning_rate" not in str(error.value)
+
+
+def test_a_custom_loss_sees_what_the_engine_said_and_which_rows_ended(make_trainer: Callable[..., PPOTrainer]) -> None:
+    seen: list[Experience] = []
+
+    def answer(prompts: Any, config: GenerationConfig) -> Sampled:
+        rows = [[7, 8, 9, 6] if row % 2 else [7, STOP] for row in range(len(prompts.input_ids))]
+        values = [[-0.1, -0.2, -0.3, -0.4] if row % 2 else [-0.5, -0.6] for row in range(len(rows))]
+        return stack_rows(rows, values, STOP, torch.device("cpu"))
+
+    class OfOnesOwn(PPOTrainer):
+        def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
+            seen.append(experience)
+            return super().policy_loss(logprobs, experience)
+
+    run = {**QUICK, "per_device_train_batch_size": 4, "total_episodes": 4, "num_mini_batches": 2}
+    make_trainer(OfOnesOwn, **run, engine=Answers(answer)).train()
+    rows = []
+    for part in seen:
+        assert part.sampling_logprobs is not None and part.ended is not None
+        for row, real in enumerate(part.response_mask):
+            said = [round(value, 6) for value in part.sampling_logprobs[row][real].tolist()]
+            rows.append((part.responses[row][real].tolist(), said, bool(part.ended[row])))
+    cut, ended = ([7, 8, 9, 6], [-0.1, -0.2, -0.3, -0.4], False), ([7, STOP], [-0.5, -0.6], True)
+    assert sorted(rows) == [ended, ended, cut, cut]
 
 
 def test_a_run_does_not_learn_from_a_cut_row(make_trainer: Callable[..., PPOTrainer]) -> None:

@@ -56,6 +56,12 @@ def test_the_score_is_what_the_model_itself_says_of_the_unpadded_row(model_type:
     assert_allclose(scores.detach(), own.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_causal_model_in_16_bits_is_known_by_its_score(seed: int, dtype: torch.dtype) -> None:
+    assert reads_last_token(tiny_scorer(seed).to(dtype))
+
+
 @pytest.mark.parametrize("model_type", CAUSAL)
 def test_values_are_the_head_on_each_state_counted_from_the_right(model_type: str) -> None:
     model, (ids, mask) = tiny_classifier(model_type), ragged_batch()

@@ -121,9 +121,14 @@ def test_a_value_model_of_a_merged_adapter_trains_as_a_whole(tmp_path: Path, tas
 
 def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:
     """Asked for one label, transformers would make a new head; the user's two must not vanish silently."""
-    tiny_scorer(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        load_reward_model(tmp_path, "reward_model")
+    tiny_scorer(num_labels=2).save_pretrained(tmp_path / "two")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two")
+    adapted(base, TaskType.SEQ_CLS).save_pretrained(tmp_path / "adapter")
+    expected = r"/two' holds score.weight of the shape \(2, 32\), .* has 2 labels, and one number per text is needed"
+    for argument, load in {"reward_model": load_reward_model, "value_model": load_value_model}.items():
+        for directory in ("two", "adapter"):
+            with pytest.raises(ValueError, match=f"{argument}=.*{expected}"):
+                load(tmp_path / directory, argument)
 
 
 # ---- The value model that is made ----

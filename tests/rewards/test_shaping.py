@@ -12,10 +12,11 @@ from torch import Tensor
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.rewards.scorer import scores_in_reward_unit
+from rlhf_ppo.rewards.scorer import scaling_scores, scores_in_reward_unit, shape_scores
 
 NAN = float("nan")
 FIRST = float(np.std([10, -10, 1], ddof=1))
+SPREAD = float(np.std([8, 2], ddof=1))
 
 
 def rollout(**overrides: Any) -> Rollout:
@@ -45,7 +46,7 @@ def rollout(**overrides: Any) -> Rollout:
         ({"score_scaling": True, "score_clip": 2.0, "missing_eos_penalty": 1.5}, 2.0, [6, -4 - 3 - 4, 1 - 3, NAN]),
         ({"score_clip": 2.0, "missing_eos_penalty": 1.5}, None, [2 + 2, -2 - 1.5 - 4, 1 - 1.5, NAN]),
         # Before the first update the moments are those of these scores.
-        ({"score_scaling": True, "missing_eos_score": -1.0}, 0.0, [10, -FIRST - 4, -FIRST, NAN]),
+        ({"score_scaling": True, "missing_eos_penalty": 1.0}, 0.0, [10, -10 - FIRST, 1 - FIRST, NAN]),
     ],
 )
 def test_an_evaluation_s_scores_keep_the_reward_s_unit(
@@ -56,6 +57,21 @@ def test_an_evaluation_s_scores_keep_the_reward_s_unit(
     unit = None if std is None else ScoreMoments(2, 3.0, std**2) if std else ScoreMoments()
     ours = scores_in_reward_unit(made.scores, made.token_scores.sum(dim=1), made.ended, args, unit)
     assert ours.tolist() == pytest.approx(expected, nan_ok=True) and ours.dtype == torch.float32
+
+
+def test_scores_that_are_never_paid_do_not_scale_the_others() -> None:
+    """Two responses ended; the others are paid -1 standard deviation, whatever their rewards say."""
+    args = PPOConfig(score_scaling=True, missing_eos_score=-1.0)
+    made = rollout(
+        ended=torch.tensor([True, True, False, False]), scores=torch.tensor([8.0, 2.0, -600.0, NAN]),
+        token_scores=torch.zeros(4, 2),
+    )  # fmt: skip
+    unit = ScoreMoments().including(scaling_scores(made, args), alone)
+    assert unit.count == 2 and unit.std == pytest.approx(SPREAD)
+    paid = [8 / SPREAD, 2 / SPREAD, -1, NAN]
+    assert shape_scores(made, args, unit)[0].tolist() == pytest.approx(paid, nan_ok=True)
+    evaluated = scores_in_reward_unit(made.scores, torch.zeros(4), made.ended, args, ScoreMoments())
+    assert evaluated.tolist() == pytest.approx([8, 2, -SPREAD, NAN], nan_ok=True)
 
 
 def alone(tensor: Tensor) -> Tensor:

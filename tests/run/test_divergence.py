@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.run.learning import DivergenceError
+from tests.conftest import tiny_policy
 from tests.runs import QUICK
 
 RUN: dict[str, Any] = {**QUICK, "num_ppo_epochs": 2, "save_strategy": "steps", "save_steps": 1}
@@ -29,7 +30,8 @@ class RolloutWith(PPOTrainer):
     def collect_rollout(self, *args: Any) -> Any:
         rollout = super().collect_rollout(*args)
         if self.state.global_step == AT - 1:
-            changed = getattr(rollout, self.field).clone()
+            numbers = getattr(rollout, self.field)
+            changed = torch.zeros_like(rollout.logprobs) if numbers is None else numbers.clone()
             changed.view(len(rollout), -1)[1, 0] = self.value
             rollout = dataclasses.replace(rollout, **{self.field: changed})
         return rollout
@@ -83,6 +85,7 @@ def variant(base: type, **changes: Any) -> dict[str, Any]:
     [
         (variant(RolloutWith), "the policy's log-probabilities of response 1"),
         (variant(RolloutWith, field="ref_logprobs"), "the reference's log-probabilities of response 1"),
+        (variant(RolloutWith, field="sampling_logprobs"), "the sampling log-probabilities of response 1.* The engine"),
         (variant(RolloutWith, field="values", value=math.inf), "the values of response 1"),
         (variant(RolloutWith, field="scores", value=math.inf), "the score of response 1"),
         (variant(ExperienceWith), "the returns of response 1"),
@@ -99,6 +102,13 @@ def test_the_run_stops_and_names_update_value_and_checkpoint(
         trainer.train()
     assert f"update {AT}" in str(error.value) and f"checkpoint is {tmp_path}/checkpoint-1" in str(error.value)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_weights_in_float16_are_told_to_be_loaded_in_another_type(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(RolloutWith, **RUN, model=tiny_policy().half())
+    with pytest.raises(DivergenceError, match=r"weights in float16, .* dtype=torch\.float32") as error:
+        trainer.train()
+    assert "rewards" not in str(error.value)
 
 
 def test_nan_is_no_score(make_trainer: Callable[..., Any]) -> None:
