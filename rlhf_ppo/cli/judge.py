@@ -247,10 +247,9 @@ def _answers(
     args: JudgeArguments, rows: Any, tokenizers: Mapping[str, Any]
 ) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
-    prompts = rows["prompt"] if "prompt" in rows.column_names else [None] * len(rows)
     answers = {name: _respond(args, rows, tokenizer, name) for name, tokenizer in tokenizers.items()}
-    ours = answers.get("model") or given_answers(prompts, rows[args.model_column])
-    return ours, answers.get("opponent") or given_answers(prompts, rows[args.opponent_column], ours)
+    ours = answers.get("model") or given_answers(list(rows), str(args.model_column))
+    return ours, answers.get("opponent") or given_answers(list(rows), str(args.opponent_column), ours)
 
 
 def _respond(args: JudgeArguments, rows: Any, tokenizer: Any, argument: str) -> list[Answer]:

@@ -292,6 +292,9 @@ class EpisodeEncoder(PromptEncoder):
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"
             self._fail(index, f"has a prompt that is not a conversation ({prompt!r:.60}), which tools need", fix)
+        if is_conversation(prompt) and row.get("tools") is not None:
+            fix = "rename or drop the column; the policy is shown the tools that it can call"
+            self._fail(index, "has `tools`, which a run with tools or environments does not read", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
         conversations = self.conversations.of_row(row)
         ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation

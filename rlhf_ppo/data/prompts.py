@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from rlhf_ppo.terminal import visible_logger
 logger = visible_logger(__name__)
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "text")
-OWN_COLUMNS = ("input_ids", "attention_mask", "prompt", "chat_template_kwargs", *IMAGE_COLUMNS)
+OWN_COLUMNS = ("input_ids", "attention_mask", "prompt", "tools", "chat_template_kwargs", *IMAGE_COLUMNS)
 """Columns that the trainer reads."""
 
 MARK = "answer-5f0c2d"
@@ -80,9 +81,9 @@ class PromptEncoder:
             self._fail(index, f"has an image that cannot be read ({error})", "restore the file, or drop the row")
         blocks = image_blocks(prompt)
         if self.chats is not None and is_conversation(prompt):
-            self._check_blocks(prompt, index)
+            settings = self._settings(row, index)
+            self._check_blocks(prompt, index, settings)
             try:
-                settings = template_settings(row, self.template_kwargs)
                 return self.chats.encoded(without_none([*prompt]), images, settings)
             except Exception as error:
                 fix = "give each image a readable file and at most one placeholder"
@@ -120,8 +121,7 @@ class PromptEncoder:
             ids = _as_list(self.tokenizer(prompt)["input_ids"]) if prompt.strip() else []
             return ids[:-1] if self._framed[-1:] == [eos_id(self.tokenizer)] else ids
         if is_conversation(prompt):
-            settings = template_settings(row, self.template_kwargs)
-            return self._templated(prompt, index, settings)
+            return self._templated(prompt, index, self._settings(row, index))
         fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
 
@@ -129,7 +129,7 @@ class PromptEncoder:
         if self.tokenizer.chat_template is None:
             fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
-        self._check_blocks(messages, index)
+        self._check_blocks(messages, index, settings)
         try:
             given = as_the_template_reads(messages, self.tokenizer, settings=settings)
             prefilled = given[-1].get("role") == "assistant"
@@ -144,14 +144,27 @@ class PromptEncoder:
             raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error
         return _as_list(ids_of(encoded))
 
-    def _check_blocks(self, messages: Sequence[Mapping[str, Any]], index: int) -> None:
-        """Check that no message holds an image or a sound; many templates drop them without an error."""
-        contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-        kinds = [str(block.get("type")) for content in contents for block in content if isinstance(block, Mapping)]
-        unread = [kind for kind in kinds if kind.startswith(("image", "audio", "video"))]
-        unread = [kind for kind in unread if kind != "image"] if self.chats else unread
-        if unread:
-            self._fail(index, f"holds a content block of type {unread[0]!r}", "write text: policies read nothing else")
+    def _settings(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        try:
+            return template_settings(row, self.template_kwargs)
+        except ValueError as error:
+            self._fail(index, f"has tools that are no JSON ({error})", "give a list of JSON schemas, or its JSON text")
+
+    def _check_blocks(
+        self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Check that no message holds an image, a sound or another block that the template drops without an error."""
+        reader, known = (
+            (self.tokenizer, ("text",)) if self.chats is None else (self.chats.processor, ("text", "image"))
+        )
+        contents = [(message["role"], message["content"]) for message in messages if message.get("content")]
+        for role, content in contents:
+            kinds = [block.get("type") for block in content if isinstance(block, Mapping)]
+            for kind in [str(kind) for kind in kinds if kind not in (None, *known)]:
+                is_media = kind.startswith(("image", "audio", "video"))
+                if is_media or not _reads_blocks(reader, role, settings or {}, kind):
+                    fix = "write text: policies read nothing else"
+                    self._fail(index, f"holds a content block of type {kind!r}", fix)
 
     def _check(self, ids: list[int], index: int, is_text: bool) -> None:
         if not ids:
@@ -212,14 +225,19 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
-def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return further arguments of the chat template for a row: those of the row, in TRL's column, win.
+def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return further arguments of the chat template for a row: those of the row, in TRL's columns, win.
 
     Args:
-        row: The row.
+        row: The row, perhaps with `tools`, a list or its JSON text, and `chat_template_kwargs`.
         given: The arguments for all rows, or None.
+
+    Raises:
+        ValueError: `tools` is a text that is no JSON.
     """
-    own = row.get("chat_template_kwargs") or {}
+    tools: Any = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    own = {"tools": without_none(tools), **(row.get("chat_template_kwargs") or {})}
     return {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
 
 
@@ -259,12 +277,13 @@ def without_none(value: Any) -> Any:
     return [without_none(inner) for inner in value] if isinstance(value, list) else value  # pyright: ignore
 
 
-def _reads_blocks(tokenizer: PreTrainedTokenizerBase, role: str, how: Mapping[str, Any]) -> bool:
+def _reads_blocks(tokenizer: Any, role: str, how: Mapping[str, Any], kind: str = "text") -> bool:
+    """Return whether the chat template writes the content of a message's blocks of a type."""
     asked: dict[str, Any] = {"role": "user", "content": "dummy"}
     call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     before = {"assistant": [asked], "tool": [asked, calling]}.get(role, [])
-    tested = {"role": role, "name": "dummy", "content": [{"type": "text", "text": MARK}]}
+    tested = {"role": role, "name": "dummy", "content": [{"type": kind, kind: MARK}]}
     try:
         text = str(tokenizer.apply_chat_template([*before, tested], tokenize=False, **how))
     except Exception:  # the template joins contents as texts

@@ -23,7 +23,7 @@ from rlhf_ppo.generation.sampling import StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.reporting.judgements import FEW, wilson_interval
 from rlhf_ppo.rewards.builtin import response_texts
-from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.rewards.reward_model import Answer, settings_of_row
 from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
 
 
@@ -245,19 +245,22 @@ def respond(
 
 
 def given_answers(
-    prompts: Sequence[Any], responses: Sequence[Any], ours: Sequence[Answer | None] = ()
+    rows: Sequence[Mapping[str, Any]], column: str, ours: Sequence[Answer | None] = ()
 ) -> list[Answer | None]:
     """Return a data set's responses as answers.
 
     Args:
-        prompts: The prompts.
-        responses: Texts, lists of messages, or None.
+        rows: Rows, with their prompts.
+        column: The column of the responses: texts, lists of messages, or None.
         ours: The model's answers to the same prompts, whose prompt tokens are used; empty: texts only.
     """
     answers: list[Answer | None] = []
-    for prompt, response, one in zip(prompts, responses, ours or [None] * len(responses), strict=True):
-        known = {} if one is None else {"prompt_ids": one.prompt_ids, "tokenizer": one.tokenizer}
-        answers.append(None if response is None else Answer(prompt, response_texts([response])[0], **known))
+    for row, one in zip(rows, ours or [None] * len(rows), strict=True):
+        known: dict[str, Any] = {} if one is None else {"prompt_ids": one.prompt_ids, "tokenizer": one.tokenizer}
+        texts = [] if row[column] is None else response_texts([row[column]])
+        answers += [Answer(row.get("prompt"), text, settings=settings_of_row(row), **known) for text in texts] or [
+            None
+        ]
     return answers
 
 
@@ -273,4 +276,5 @@ def _answer(
 ) -> Answer:
     """Make an answer of sampled tokens, cut after the token or text that ended them."""
     (text,) = spoken_texts(tokenizer, [response], silent, clean_up_tokenization_spaces=False)
-    return Answer(row.get("prompt"), text, bool(ended), row["input_ids"], response, tokenizer, silent=silent)
+    known = {"silent": silent, "settings": settings_of_row(row)}
+    return Answer(row.get("prompt"), text, bool(ended), row["input_ids"], response, tokenizer, **known)

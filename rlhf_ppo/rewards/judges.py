@@ -535,7 +535,8 @@ class PreferenceReward:
             return None
         (text,) = response_texts([given])
         if self.opponent == "dataset" or f"{self.column}_ids" not in columns:
-            return Answer(ours.prompt, text, tokenizer=ours.tokenizer, prompt_ids=ours.prompt_ids)
+            known = {"tokenizer": ours.tokenizer, "prompt_ids": ours.prompt_ids, "settings": ours.settings}
+            return Answer(ours.prompt, text, **known)
         ids, ended, written = (columns[f"{self.column}_{what}"][row] for what in ("ids", "ended", "written"))
         return dataclasses.replace(ours, response=text, response_ids=ids, ended=ended, written=written)
 

@@ -51,7 +51,7 @@ class Answer:
         written: Whether the policy wrote each of `response_ids`; None: all.
         messages: The turns and answers of an episode; None for a single response.
         silent: Tokens that the response's text leaves out.
-        settings: The row's own arguments of the chat template, or None.
+        settings: The row's own arguments of the chat template, with its tools, or None.
     """
 
     prompt: Any
@@ -122,14 +122,21 @@ def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[
     return batch.once("answers", tokenizer, lambda: _answers(batch, tokenizer))
 
 
+def settings_of_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an answer's `settings`; None for a text, which no template reads."""
+    return template_settings(row) if is_conversation(row.get("prompt")) else None
+
+
 def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
     prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
-    prompts, settings = (batch.columns.get(name) or [None] * len(batch) for name in ("prompt", "chat_template_kwargs"))
+    names = ("prompt", "tools", "chat_template_kwargs")
+    columns = {name: batch.columns.get(name) or [None] * len(batch) for name in names}
+    settings = [settings_of_row(dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
     silent = silent_ids(tokenizer, batch.stops)
     texts = spoken_texts(tokenizer, response_ids, silent, clean_up_tokenization_spaces=False)
     records = batch.columns.get(EPISODE_COLUMN)
     messages = [None] * len(batch) if records is None else [record.messages for record in records]
-    rows = zip(prompts, texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
+    rows = zip(columns["prompt"], texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
     of_rows = zip(rows, batch.written, messages, settings, strict=True)
     return [Answer(*row, tokenizer, own, episode, silent, given) for row, own, episode, given in of_rows]
 
@@ -396,7 +403,7 @@ def _rendered(
     settings: Mapping[str, Any] | None = None,
     opens: bool = False,
 ) -> str:
-    how = template_settings({"chat_template_kwargs": settings}, None)
+    how = settings or {}
     reads_images = isinstance(tokenizer, ProcessorMixin)
     shown = as_blocks(messages) if reads_images else as_the_template_reads(messages, tokenizer, settings=how)
     return str(tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=opens, **how))

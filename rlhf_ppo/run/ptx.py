@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -101,9 +100,7 @@ def _encoded(
     if is_chat:
         settings = template_settings(row, template_kwargs)
         example = {column: as_the_template_reads(example[column], tokenizer, None, settings) for column in form}
-        tools: Any = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        example = maybe_apply_chat_template(example, tokenizer, tools, **settings)
+        example = maybe_apply_chat_template(example, tokenizer, **settings)
     last = "completion" if "prompt" in example else "text"
     if not is_chat and tokenizer.eos_token and not example[last].endswith(str(tokenizer.eos_token)):
         example[last] += tokenizer.eos_token
