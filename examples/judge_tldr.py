@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from transformers import HfArgumentParser
 
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.judge import JudgeArguments, judge_responses
 
 
@@ -36,17 +37,18 @@ class ScriptArguments:
 
 if __name__ == "__main__":
     (args,) = HfArgumentParser(cast(Any, ScriptArguments)).parse_args_into_dataclasses()
-    judge_responses(
-        JudgeArguments(
-            dataset_name=args.dataset_name,
-            split=args.dataset_split,
-            model=args.model_name_or_path,
-            opponent_column="completion",
-            judge_model=args.judge_model,
-            judge_url=args.judge_url,
-            num_prompts=args.num_examples,
-            max_new_tokens=200,
-            temperature=0.0,
-            output_dir=args.output_dir,
+    with user_errors("judge_tldr.py"):
+        judge_responses(
+            JudgeArguments(
+                dataset_name=args.dataset_name,
+                split=args.dataset_split,
+                model=args.model_name_or_path,
+                opponent_column="completion",
+                judge_model=args.judge_model,
+                judge_url=args.judge_url,
+                num_prompts=args.num_examples,
+                max_new_tokens=200,
+                temperature=0.0,
+                output_dir=args.output_dir,
+            )
         )
-    )

@@ -31,8 +31,8 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml \
     --missing_eos_penalty 1.0
 
 Paths may be local directories, and data a file. The data have a column `prompt`, as text or conversation; without a
-test split the last 100 rows are held out. `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a
-file.
+test split the last tenth of the rows, at most 100, is held out. `--use_peft` trains LoRA adapters, `--config run.yaml`
+reads options from a file. Responses end at EOS; TRL's script has no stop token unless you give one.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.sources import load_splits
+from rlhf_ppo.data.sources import hold_out, load_splits
 
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
@@ -77,8 +77,7 @@ if __name__ == "__main__":
     if script_args.dataset_test_split in splits:
         train_dataset, eval_dataset = dataset, splits[script_args.dataset_test_split]
     else:
-        parts = dataset.train_test_split(test_size=min(100, len(dataset) // 10), shuffle=False)
-        train_dataset, eval_dataset = parts["train"], parts["test"]
+        train_dataset, eval_dataset = hold_out(dataset, num_rows=100)
 
     # Training
     trainer = PPOTrainer(

@@ -36,7 +36,8 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero2.yaml \
     --eval_steps 100
 
 The data, by default `trl-lib/tldr`, have posts as `prompt`. Posts above 512 tokens are dropped; `--max_prompt_length`
-sets another limit. Without `--eval_strategy` no evaluation set is used.
+sets another limit. Without `--eval_strategy` no evaluation set is used. Responses end at EOS; TRL's script has no stop
+token unless you give one.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from accelerate import PartialState
 from transformers import Trainer, TrainingArguments
 
 from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
-from rlhf_ppo.cli.errors import user_errors
+from rlhf_ppo.cli.errors import USER_ERRORS, user_errors
 from rlhf_ppo.cli.training import (
     RewardArguments,
     SFTArguments,
@@ -23,11 +25,12 @@ from rlhf_ppo.cli.training import (
     train_and_save,
 )
 from rlhf_ppo.compat.environments import REWARD_MODEL, json_object, make_environment
-from rlhf_ppo.compat.params import LLMTrainingParams, arguments_of, model_arguments
+from rlhf_ppo.compat.params import MODEL, PPO, TRAINING, LLMTrainingParams, arguments_of, model_arguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import option
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.rewards.builtin import Custom
+from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.resolve import resolve_reward
 from rlhf_ppo.run.checkpoints import find_start
 from rlhf_ppo.terminal import visible_logger
@@ -153,6 +156,22 @@ def _prepared(dataset: Any, params: LLMTrainingParams) -> Any:
 
 # ---- AutoTrainProject ----
 
+_NAMES = {name: ours for names in (TRAINING, PPO, MODEL) for ours, name in names.items()}
+_NAMES |= {"sft_model_path": "model", "reward_model_path": "rl_reward_model_path"}
+_NAME = re.compile(rf"(?<![\w/.])({'|'.join(_NAMES)})(?![\w/])")
+
+
+@contextmanager
+def _naming_parameters() -> Iterator[None]:
+    """Let errors name the parameters of `LLMTrainingParams` instead of the trainer's arguments."""
+    try:
+        yield
+    except USER_ERRORS as error:
+        doubled = re.sub(r"\bmax_prompt_length=(\d+)", lambda found: f"block_size={2 * int(found[1])}", str(error))
+        error.args = (_NAME.sub(lambda found: _NAMES[found[0]], doubled),)
+        raise
+
+
 _JUDGES = {"judge", "preference_model", "human_feedback_fn"}
 """Keys of a preference environment's judge; without one the reward model is the judge."""
 
@@ -178,6 +197,7 @@ class AutoTrainProject:
         ValueError: There is no such backend, reward or environment, or an argument is out of its range.
     """
 
+    @_naming_parameters()
     def __init__(
         self,
         params: LLMTrainingParams,
@@ -207,6 +227,7 @@ class AutoTrainProject:
         """
         return self.train(self.build())
 
+    @_naming_parameters()
     def build(self) -> Trainer:
         """Load data and models and make the trainer.
 
@@ -220,7 +241,7 @@ class AutoTrainProject:
         if params.trainer != "ppo":
             make = reward_trainer if params.trainer == "reward" else sft_trainer
             return make(args, self.model_args, train_dataset, eval_dataset)
-        find_start(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)
+        find_start(args.output_dir, args.resume_from_checkpoint, overwrite=None)
         episodes = args.per_device_train_batch_size * args.gradient_accumulation_steps
         num_episodes = episodes * PartialState().num_processes
         train_dataset = fill_update(train_dataset, num_episodes)
@@ -236,6 +257,7 @@ class AutoTrainProject:
             reward_funcs=self.reward_funcs or None,
         )
 
+    @_naming_parameters()
     def train(self, trainer: Trainer) -> Trainer:
         """Train, save the result, and return the trainer that `build` made."""
         if self.params.padding is not None:
@@ -248,7 +270,7 @@ class AutoTrainProject:
 def reward_sources(params: LLMTrainingParams) -> tuple[str | None, list[Callable[..., Any]], dict[str, Any]]:
     """Return the path of PPO's reward model, its reward functions, and the `PPOConfig` settings of the environment.
 
-    The weight of the reward model is 1 unless the weights name it.
+    The weights of the reward model and of `rl_reward_fn` are 1 unless the weights name them.
 
     Raises:
         ValueError: There is no such reward, or the environment does not know a setting.
@@ -264,7 +286,7 @@ def reward_sources(params: LLMTrainingParams) -> tuple[str | None, list[Callable
         environment = make_environment(params.environment, config, reward_weights=weights, reward_fn=function)
         functions, settings, weights = environment.reward_funcs, environment.settings, environment.reward_weights
     if weights is not None:
-        own = {} if model is None else {REWARD_MODEL: 1.0}
+        own = ({} if model is None else {REWARD_MODEL: 1.0}) | ({function_name(function): 1.0} if function else {})
         settings = {**settings, "reward_weights": own | json_object("rl_reward_weights", weights)}
     return model, functions, settings
 

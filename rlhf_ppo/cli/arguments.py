@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
+from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.terminal import visible_logger
 
 
@@ -37,16 +37,25 @@ class PPOArgumentParser(CommandParser, TrlParser):
     """
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
-        """Parse the command line, over the YAML file after `--config`; with `--use_peft` over a preset's for LoRA."""
-        words = [*(sys.argv[1:] if args is None else args)]
-        if words[-1:] == ["--config"]:
-            self.error("--config: name a YAML file, or a preset such as recommended")
-        if "--config" in words:
-            place = words.index("--config") + 1
-            kinds = ["-lora", ""] if "--use_peft" in words else [""]
-            shipped = [file for kind in kinds if (file := PRESETS / f"{words[place]}{kind}.yaml").is_file()]
-            words[place] = str(shipped[0]) if shipped else words[place]
-        return super().parse_args_and_config(words)
+        """Parse the command line, over the YAML file or the preset after `--config`."""
+        first = CommandParser(self.prog, add_help=False)
+        first.add_argument("--config")
+        options, words = first.parse_known_args(None if args is None else [*args])
+        config = [] if options.config is None else ["--config", self._config_file(options.config, words)]
+        return super().parse_args_and_config([*config, *words])
+
+    def _config_file(self, name: str, words: list[str]) -> str:
+        """Return a preset's file, the one for LoRA if only adapters are trained; another name is a path."""
+        for_all, for_lora = (PRESETS / f"{name.removesuffix('-lora')}{kind}.yaml" for kind in ("", "-lora"))
+        if not for_lora.is_file():
+            return str(for_all if for_all.is_file() else name)
+        options = vars(self.parse_known_args(words)[0])
+        policy = options.get("sft_model_path")
+        if options.get("use_peft") or (policy is not None and is_adapter_directory(policy)):
+            return str(for_lora)
+        if name.endswith("-lora"):
+            self.error(f"--config {name} has learning rates for LoRA adapters: add --use_peft, or use {name[:-5]}")
+        return str(for_all)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse; an error explains unknown options."""

@@ -59,17 +59,18 @@ def make_environment(
 
     Args:
         env_type: "text_generation": responses end at `stop_strings`. "multi_objective": the weighted sum of
-            `reward_components`, a dict of rewards by name, or else of the rewards that `reward_weights` names.
+            `reward_components`, a dict of rewards by name, or else of the rewards that `reward_weights` names, and of
+            `reward_fn`.
             "preference_comparison": a `judge`, `preference_model` or `human_feedback_fn` compares each response with
             an `opponent` ("reference", "self", or "dataset" with the `column` to take), see `PreferenceReward`.
         config: A dict, or its JSON text, with the keys of `KEYS[env_type]`. A reward is given as in
             `resolve_reward`, or as a dict with its `type`, `weight` and other settings.
         reward_weights: Weights by name, or their JSON text; may also be in the config. `reward_model` is the weight of
             the reward model.
-        reward_fn: An additional reward; may also be in the config.
+        reward_fn: An additional reward, of weight 1 unless the weights name it; may also be in the config.
 
     Raises:
-        ValueError: The type, a key or a value is unknown or missing.
+        ValueError: The type, a key or a value is unknown or missing, or is given twice.
     """
     if env_type not in KEYS:
         raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{suggestion(env_type, KEYS)}")
@@ -79,14 +80,18 @@ def make_environment(
             f"config has {key}={redacted(given[key], key)!r}, which {env_type} does not know; its keys are "
             f"{list(KEYS[env_type])}{suggestion(key, KEYS[env_type])}"
         )
+    options = {"reward_fn": reward_fn, "reward_weights": reward_weights}
+    for name in (name for name, value in options.items() if None not in (value, given.get(name))):
+        raise ValueError(f"{name} is given beside the environment's config and in it: leave one of them out")
     fn = given.get("reward_fn") if reward_fn is None else reward_fn
-    weights = json_object("reward_weights", reward_weights) or json_object(
-        "reward_weights", given.get("reward_weights")
-    )
+    further = [] if fn is None else [_reward("reward_fn", fn)]
+    further_weights = {function_name(reward): 1.0 for reward in further}
+    weights = json_object("reward_weights", reward_weights or given.get("reward_weights"))
     rewards: list[Callable[..., Any]] = []
     if env_type == "multi_objective":
-        components = given.get("reward_components") or {name: {} for name in weights if name != REWARD_MODEL}
-        if not isinstance(components, Mapping) or not components:
+        named = {name: {} for name in weights if name not in (REWARD_MODEL, *further_weights)}
+        components = given.get("reward_components") or named
+        if not isinstance(components, Mapping) or not (components or further):
             raise ValueError(
                 f"multi_objective: reward_components={redacted(components)!r} must be a dict of rewards, such as "
                 f"""{{"correctness": {{"weight": 1.0}}}}; or give reward_weights by the names of rewards: {_NAMES}"""
@@ -98,8 +103,8 @@ def make_environment(
         weights = own | weights
     if env_type == "preference_comparison":
         rewards = [_preference(given)]
-    if fn is not None:
-        rewards.append(_reward("reward_fn", fn))
+    rewards += further
+    weights = further_weights | weights if weights else {}
     stops = given.get("stop_strings") or given.get("stop_sequences")  # AITraining's default is an empty list
     settings = {"stop_strings": [stops] if isinstance(stops, str) else stops} if stops else {}
     return Environment(rewards, parse_weights("reward_weights", weights) if weights else None, settings)

@@ -127,15 +127,27 @@ class LLMTrainingParams:
     def __post_init__(self) -> None:
         """Check the parameters that require each other."""
         check_ranges(self, ranges_of(LLMTrainingParams))
-        if self.trainer not in TRAINERS:
-            raise ValueError(f"trainer={self.trainer!r} must be one of {list(TRAINERS)}; TRL has other trainers")
-        if self.trainer == "ppo" and self.rl_reward_model_path is None and self.model_ref is None:
-            raise ValueError(
+        for is_made, mistake in (
+            (
+                self.trainer not in TRAINERS,
+                f"trainer={self.trainer!r} must be one of {list(TRAINERS)}; TRL has other trainers",
+            ),
+            (
+                self.trainer == "ppo" and self.rl_reward_model_path is None and self.model_ref is None,
                 "rl_reward_model_path=None and model_ref=None: give --rl-reward-model-path, a model trained with "
-                "--trainer reward, or --model-ref, the model for the KL penalty, with --rl-reward-fn for the reward"
-            )
-        if self.rl_env_config is not None and self.environment is None:
-            raise ValueError("rl_env_config is given without rl_env_type: give --rl-env-type too")
+                "--trainer reward, or --model-ref, the model for the KL penalty, with --rl-reward-fn for the reward",
+            ),
+            (
+                self.rl_multi_objective and self.rl_env_type not in (None, "multi_objective"),
+                f"rl_multi_objective=True contradicts rl_env_type={self.rl_env_type!r}: leave one of them out",
+            ),
+            (
+                self.rl_env_config is not None and self.environment is None,
+                "rl_env_config is given without rl_env_type: give --rl-env-type too",
+            ),
+        ):
+            if is_made:
+                raise ValueError(mistake)
 
     @property
     def environment(self) -> str | None:

@@ -13,7 +13,7 @@ def preset(name: str) -> dict[str, Any]:
     """Return the options of a preset: `PPOConfig(**preset("recommended"), output_dir="run")`.
 
     Args:
-        name: "trl", "nplus" (arXiv 2403.17031), "aitraining", "recommended" or, if LoRA adapters are trained,
-            "recommended-lora".
+        name: "trl", "nplus" (arXiv 2403.17031), "aitraining", "recommended" or "recommended-lora", whose learning
+            rates are too large for full weights: give the trainer a `peft_config` or a `PeftModel`.
     """
     return yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import urllib.parse
 from abc import ABC, abstractmethod
@@ -312,7 +313,7 @@ class ChatJudge:
         concurrency: Most requests at one time.
 
     Raises:
-        ValueError: The question lacks a field.
+        ValueError: The question lacks a field, or OpenAI's key is not set.
     """
 
     model: str
@@ -328,6 +329,8 @@ class ChatJudge:
         self.__name__ = self.model
         if missing := [name for name in ("prompt", "first", "second") if f"{{{name}}}" not in self.question]:
             raise ValueError(f"the judge's question lacks the fields {missing}; write them as {{{missing[0]}}}")
+        if self._is_openai and not os.environ.get(KEY_VARIABLE):
+            raise ValueError(f"{KEY_VARIABLE} is not set: {self._where} needs your key in it")
 
     async def __call__(self, prompts: Sequence[str], pairs: Sequence[Sequence[str]]) -> list[float | None]:
         """Judge pairs of texts.
@@ -383,8 +386,11 @@ class ChatJudge:
         return answer["choices"][0]["message"]["content"] or ""
 
     def _client(self) -> httpx.AsyncClient:
-        is_openai = urllib.parse.urlsplit(self.url).hostname == urllib.parse.urlsplit(OPENAI_URL).hostname
-        return http_client(self.timeout, self.concurrency, KEY_VARIABLE if is_openai else OTHER_KEY_VARIABLE)
+        return http_client(self.timeout, self.concurrency, KEY_VARIABLE if self._is_openai else OTHER_KEY_VARIABLE)
+
+    @property
+    def _is_openai(self) -> bool:
+        return urllib.parse.urlsplit(self.url).hostname == urllib.parse.urlsplit(OPENAI_URL).hostname
 
     @property
     def _address(self) -> str:

@@ -51,13 +51,15 @@ def parse_resume(resume_from_checkpoint: str | bool | None) -> str | bool:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def find_start(output_dir: str | Path, resume_from_checkpoint: str | bool | None, overwrite: bool) -> str | None:
+def find_start(
+    output_dir: str | Path, resume_from_checkpoint: str | bool | None, overwrite: bool | None
+) -> str | None:
     """Return the checkpoint from which a run starts; None for a new run.
 
     Args:
         output_dir: The run's directory.
         resume_from_checkpoint: As `PPOTrainer.train` takes it.
-        overwrite: Whether a new run may replace checkpoints in the directory.
+        overwrite: Whether a new run may replace checkpoints in the directory; None if the command has no such option.
 
     Raises:
         ValueError: The directory holds the checkpoints of another run, or later ones than the run resumes from; or
@@ -74,10 +76,11 @@ def find_start(output_dir: str | Path, resume_from_checkpoint: str | bool | None
         _check_complete(start)
     kept = [] if start is None else found[: _position(start, found)]
     if len(kept) < len(found) and not (overwrite and start is None):
+        deleting = "" if overwrite is None else " (a new run with overwrite_output_dir=True deletes them)"
         raise ValueError(
             f"output_dir={str(output_dir)!r} holds checkpoints that this run does not continue, such as {found[-1]}: "
-            "resume from the newest one with resume_from_checkpoint=True, move them away (a new run with "
-            "overwrite_output_dir=True deletes them), or choose another output_dir"
+            f"resume from the newest one with resume_from_checkpoint=True, move them away{deleting}, or choose "
+            "another output_dir"
         )
     return start
 

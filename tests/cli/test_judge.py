@@ -202,13 +202,18 @@ def test_a_judge_that_prefers_a_place_shows(places, server, capsys):
     assert json.loads(Path("judged/win_rate.json").read_text())["agreement"] == 1 / 4
 
 
-def test_the_script_of_tldr_judges_against_people(places, server):
+def test_the_script_of_tldr_judges_against_people(places, server, capsys):
     """TRL's command line; the judge prefers the longer text."""
     DatasetDict({"validation": ROWS.add_column("completion", ["w4"] * 4)}).save_to_disk("trl-lib/tldr")
     server.replies = [chat(longer)] * 20
     argv = ["judge_tldr.py", "--model_name_or_path", "one", "--judge_model", "gpt-4o-mini", "--num_examples", "3"]
     script = Path(__file__).parents[2] / "examples" / "judge_tldr.py"
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OPENAI_API_KEY", raising=False)
+        patch.setattr("sys.argv", argv)
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(script), run_name="__main__")
+        assert "judge_tldr.py: error: OPENAI_API_KEY is not set" in capsys.readouterr().err
         patch.setattr("sys.argv", [*argv, "--judge_url", f"http://127.0.0.1:{server.server_port}/v1"])
         runpy.run_path(str(script), run_name="__main__")
 

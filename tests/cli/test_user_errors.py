@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trl.trainer.model_config import ModelConfig
 
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.cli.aitraining import LLMCommand
 from rlhf_ppo.cli.main import main
+from rlhf_ppo.compat.params import LLMTrainingParams
 from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
 
@@ -96,7 +102,7 @@ MISTAKES = [
     (f"{PPO} --dataset_name questions.jsonl", "'question'"),
     (f"{RUN} --sft_model_path nowhere/at-all", "sft_model_path='nowhere/at-all'"),
     (f"{RUN} --output_dir used --sft_model_path nowhere", "output_dir='used' holds checkpoints"),
-    (f"{LLM} --project-name used --model nowhere", "holds checkpoints that this run does not continue"),
+    (f"{LLM} --project-name used --model nowhere", "move them away, or choose another project_name"),
     (f"{RUN} --sft_model_path bare", "sft_model_path='bare'"),
     (f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is not a language model: lm_head.weight"),
     (f"{RUN} --reward_model_path base --sft_model_path ./base", "reward_model_path='base' is not a reward model"),
@@ -144,7 +150,24 @@ MISTAKES = [
     (f"reward {TRL} base --dataset_name rows.jsonl --lerning_rate 1", "there is no option --lerning_rate"),
     (f"{LLM} --rl-gama 1", "there is no option --rl-gama (did you mean 'rl_gamma'?)"),
     (f"{LLM} --use-sweep", "there is no option --use-sweep"),
-    (f"{LLM} --rl-gamma 7", "gamma=7.0 must be in [0, 1]"),
+    (f"{LLM} --rl-gamma 7", "rl_gamma=7.0 must be in [0, 1]"),
+    (f"{LLM} --rl-max-new-tokens 100000", "and rl_max_new_tokens=100000 take 100002 positions"),
+    (f"{LLM} --rl-max-new-tokens 63", "set block_size=2, or"),
+    *(
+        (
+            f"{LLM} --rl-multi-objective --rl-env-type {name}",
+            f"contradicts rl_env_type={name!r}: leave one of them out",
+        )
+        for name in ("nonsense", "preference_comparison", "text_generation")
+    ),
+    (
+        f'{LLM} --rl-env-type text_generation --rl-reward-fn length --rl-env-config \'{{"reward_fn": "default"}}\'',
+        "reward_fn is given beside the environment's config and in it: leave one of them out",
+    ),
+    (
+        "judge --dataset_name rows.jsonl --model base --opponent_column completion --judge_model gpt-4o-mini",
+        "OPENAI_API_KEY is not",
+    ),
     (f"{LLM} --rl-reward-fn custom", "--rl-reward-fn custom needs the function"),
     (f"{LLM} --rl-reward-weights '{{'", "rl_reward_weights='{' must be a dict or the JSON text of an object"),
     (f"{LLM} --rl-mini-batch-size 3", "--rl-mini-batch-size 3 does not divide the 8 episodes"),
@@ -160,6 +183,10 @@ MISTAKES = [
     ("trian", "there is no command 'trian': use one of demo"),
 ]
 
+NOT_OF_LLM = {option.name for group in (PPOConfig, ModelConfig) for option in fields(group) if "_" in option.name} - {
+    option.name for group in (LLMTrainingParams, LLMCommand) for option in fields(group)
+}
+
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
 def test_a_mistake_is_one_sentence(
@@ -167,12 +194,15 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(workshop)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(command))
     error = capsys.readouterr().err
     assert ended.value.code == 2 and "Traceback" not in error and "usage:" not in error
     last = error.splitlines()[-1]
     assert last.startswith("rlhf-ppo") and ": error: " in last and message in last, last
+    if command.startswith("llm"):
+        assert not NOT_OF_LLM & {*re.findall(r"\w+", last)}, last
 
 
 def test_an_error_of_the_users_code_has_its_traceback(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from trl import ModelConfig
+from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo import PPOConfig, preset
 from rlhf_ppo.cli.arguments import PPOArgumentParser
@@ -21,8 +21,8 @@ def options_of(args: PPOConfig, names: Any) -> dict[str, Any]:
 
 
 def parsed(*words: str) -> PPOConfig:
-    parser: Any = PPOArgumentParser(PPOConfig)
-    (args,) = parser.parse_args_and_config([*words, "--output_dir", "out", "--use_cpu", "--report_to", "none"])
+    parser: Any = PPOArgumentParser((PPOConfig, ModelConfig), prog="rlhf-ppo train")
+    (args, _) = parser.parse_args_and_config([*words, "--output_dir", "out", "--use_cpu", "--report_to", "none"])
     return args
 
 
@@ -30,22 +30,60 @@ def parsed(*words: str) -> PPOConfig:
 def test_a_preset_sets_its_options_in_python_and_on_the_command_line(name: str) -> None:
     options = preset(name)
     assert options_of(PPOConfig("out", **CPU, **options), options) == options
-    args = parsed("--config", name, "--kl_coef", "0.4")
+    args = parsed("--config", name, "--kl_coef", "0.4", *(["--use_peft"] if name.endswith("lora") else []))
     assert options_of(args, {*options, "kl_coef"}) == options | {"kl_coef": 0.4}
 
 
-def test_recommended_learns_faster_where_adapters_are_trained() -> None:
-    (args, models) = cast(Any, PPOArgumentParser)((PPOConfig, ModelConfig)).parse_args_and_config(
-        ["--config", "recommended", "--use_peft", "--output_dir", "out", "--use_cpu", "--report_to", "none"]
+@pytest.mark.parametrize("config", [["--config", "recommended"], ["--config=recommended"]])
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "recommended"),
+        (["--use_peft", "False"], "recommended"),
+        (["--use_peft=false"], "recommended"),
+        (["--run_name", "use_peft"], "recommended"),
+        (["--use_peft"], "recommended-lora"),
+        (["--use-peft"], "recommended-lora"),
+        (["--use_peft=true"], "recommended-lora"),
+        (["--sft_model_path", "adapter"], "recommended-lora"),
+        (["--use_peft", "--learning_rate", "1e-5"], "recommended-lora"),
+    ],
+)
+def test_recommended_is_chosen_by_what_is_trained(
+    config: list[str], words: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    wanted = preset(name) | ({"learning_rate": 1e-5} if "--learning_rate" in words else {})
+    for line in ([*config, *words], [*words, *config]):
+        assert options_of(parsed(*line), wanted) == wanted
+
+
+@pytest.mark.parametrize("words", [["--config", "recommended-lora"], ["--config=recommended-lora", "--use_peft=no"]])
+def test_rates_for_lora_without_lora_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed(*words)
+    assert capsys.readouterr().err == (
+        "rlhf-ppo train: error: --config recommended-lora has learning rates for LoRA adapters: add --use_peft, or "
+        "use recommended\n"
     )
-    assert models.use_peft and options_of(args, preset("recommended-lora")) == preset("recommended-lora")
-    assert args.learning_rate > 10 * preset("recommended")["learning_rate"]
 
 
 def test_a_path_is_a_file_and_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("learning_rate: 2e-6\nkl_coef: 0.1\n")
-    args = parsed("--kl_coef", "0.05", "--config", str(tmp_path / "own.yaml"))
-    assert (args.learning_rate, args.kl_coef) == (2e-6, 0.05)
+    for config in (["--config", str(tmp_path / "own.yaml")], [f"--config={tmp_path / 'own.yaml'}"]):
+        args = parsed("--kl_coef", "0.05", *config)
+        assert (args.learning_rate, args.kl_coef) == (2e-6, 0.05)
+
+
+def test_a_file_may_say_that_adapters_are_trained(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("use_peft: true\nlearning_rate: 2e-4\n")
+    parser: Any = PPOArgumentParser((PPOConfig, ModelConfig))
+    words = ["--output_dir", "out", "--use_cpu", f"--config={tmp_path / 'own.yaml'}"]
+    for more, expected in (([], True), (["--use_peft", "False"], False)):
+        args, models = parser.parse_args_and_config([*words, *more])
+        assert (models.use_peft, args.learning_rate) == (expected, 2e-4)
 
 
 def test_trl_is_a_script_of_trl_without_options() -> None:

@@ -155,6 +155,12 @@ def assert_saved_policy_is_the_trained_one(trainer: Any, folder: Path) -> None:
 # ---- Options ----
 
 
+def test_fewer_than_ten_rows_are_all_trained_on(run, local):
+    prompts(9).to_json("prompts.jsonl")
+    trainer = run(local)
+    assert (len(trainer.train_dataset), trainer.eval_dataset) == (9, None)
+
+
 def test_the_value_model_is_trained_in_32_bits_whatever_the_others_are_loaded_in(run, local):
     trainer = run(f"{local} --dtype bfloat16 --use_peft")
 

@@ -78,7 +78,8 @@ def test_runs_are_grouped_by_what_their_reward_does_wherever_its_file_is(tmp_pat
     assert settings[0] == settings[1] != settings[2]
 
 
-def test_a_preference_is_its_judge() -> None:
+def test_a_preference_is_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-key")
     one, other = (ChatJudge(name) for name in ("one", "other"))
     paid = {*function_identities(PreferenceReward(one))}
     assert paid & {*judge_identities(one)} and not paid & {*judge_identities(other)}
