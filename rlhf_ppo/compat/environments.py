@@ -75,14 +75,18 @@ def make_environment(
     if env_type not in KEYS:
         raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{suggestion(env_type, KEYS)}")
     given = json_object("config", config)
-    for key in given.keys() - {*KEYS[env_type]}:
-        raise ValueError(
-            f"config has {key}={redacted(given[key], key)!r}, which {env_type} does not know; its keys are "
-            f"{list(KEYS[env_type])}{suggestion(key, KEYS[env_type])}"
-        )
-    options = {"reward_fn": reward_fn, "reward_weights": reward_weights}
-    for name in (name for name, value in options.items() if None not in (value, given.get(name))):
-        raise ValueError(f"{name} is given beside the environment's config and in it: leave one of them out")
+    mistakes = [
+        f"config has {key}={redacted(given[key], key)!r}, which {env_type} does not know; its keys are "
+        f"{list(KEYS[env_type])}{suggestion(key, KEYS[env_type])}"
+        for key in given.keys() - {*KEYS[env_type]}
+    ]
+    mistakes += [
+        f"{name} is given beside the environment's config and in it: leave one of them out"
+        for name, value in (("reward_fn", reward_fn), ("reward_weights", reward_weights))
+        if value is not None and given.get(name) is not None
+    ]
+    if mistakes:
+        raise ValueError(mistakes[0])
     fn = given.get("reward_fn") if reward_fn is None else reward_fn
     further = [] if fn is None else [_reward("reward_fn", fn)]
     further_weights = {function_name(reward): 1.0 for reward in further}

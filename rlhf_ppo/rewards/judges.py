@@ -327,10 +327,15 @@ class ChatJudge:
 
     def __post_init__(self) -> None:
         self.__name__ = self.model
-        if missing := [name for name in ("prompt", "first", "second") if f"{{{name}}}" not in self.question]:
-            raise ValueError(f"the judge's question lacks the fields {missing}; write them as {{{missing[0]}}}")
+        mistakes = [
+            f"the judge's question lacks the field {name}; write it as {{{name}}}"
+            for name in ("prompt", "first", "second")
+            if f"{{{name}}}" not in self.question
+        ]
         if self._is_openai and not os.environ.get(KEY_VARIABLE):
-            raise ValueError(f"{KEY_VARIABLE} is not set: {self._where} needs your key in it")
+            mistakes.append(f"{KEY_VARIABLE} is not set: {self._where} needs your key in it")
+        if mistakes:
+            raise ValueError(mistakes[0])
 
     async def __call__(self, prompts: Sequence[str], pairs: Sequence[Sequence[str]]) -> list[float | None]:
         """Judge pairs of texts.
