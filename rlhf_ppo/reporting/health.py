@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.reporting.console import beside_bars, use_console
-from rlhf_ppo.reporting.judgements import AT_CHANCE, read_accuracy
+from rlhf_ppo.reporting.judgements import AT_CHANCE, TOO_FEW_PAIRS, read_accuracy
 from rlhf_ppo.reporting.model_card import model_origin
 from rlhf_ppo.terminal import visible_logger
 
@@ -35,7 +35,8 @@ class RunContext:
     Attributes:
         num_episodes: Episodes of an update.
         explained_variance_logs: Number of consecutive logs in which the explained variance must be near 0 or below.
-        reward_accuracy: Accuracy of a reward model at chance on held-out pairs, in words; None: no model is at chance.
+        reward_accuracy: State and accuracy, in words, of a reward model that may be at chance on held-out pairs;
+            None: there is none.
     """
 
     num_episodes: int = 64
@@ -146,7 +147,7 @@ def _explained_variance(logs: Sequence[Log], run: RunContext) -> str | None:
 
 
 def _reward_accuracy(logs: Sequence[Log], run: RunContext) -> str | None:
-    return run.reward_accuracy and f"the reward model is at chance, {run.reward_accuracy}"
+    return run.reward_accuracy and f"the reward model is {run.reward_accuracy}"
 
 
 def _critic(logs: Sequence[Log], run: RunContext) -> str | None:
@@ -218,9 +219,9 @@ CHECKS = (
     Check(
         "reward_accuracy",
         _reward_accuracy,
-        "the reward model does not know the better response",
+        "held-out pairs do not show that the reward model knows the better response",
         "the reward model has learned little: too few pairs, too few epochs, or labels that contradict each other",
-        ("raise num_train_epochs of `rlhf-ppo reward`", "take another reward_model_path"),
+        ("raise num_train_epochs of `rlhf-ppo reward`", "train another reward_model_path on more pairs"),
     ),
     Check(
         "explained_variance",
@@ -311,7 +312,7 @@ def add_console_and_health(trainer: Trainer, args: PPOConfig, sizes: Sizes, rewa
         run = RunContext(
             sizes.batch_size,
             min(RunContext.explained_variance_logs, max(10, int(num_logs / 2))),  # a short run can be warned too
-            next((str(accuracy) for accuracy in measured if accuracy.state == AT_CHANCE), None),
+            next((f"{each.state}, {each}" for each in measured if each.state in (AT_CHANCE, TOO_FEW_PAIRS)), None),
         )
         trainer.callback_handler.callbacks.insert(0, HealthCallback(run))
 

@@ -195,8 +195,8 @@ AT_LEAST = 0.6
 """Accuracy below which a reward model is weak."""
 GOOD = 0.7
 """Accuracy of a good reward model."""
-AT_CHANCE = "at chance"
-"""State of a reward model of which enough pairs show that it guesses."""
+AT_CHANCE, TOO_FEW_PAIRS = "at chance", "tested on too few pairs"
+"""States of a reward model that enough pairs show to guess, and of one that may guess."""
 
 
 @dataclass(frozen=True)
@@ -222,17 +222,17 @@ class RewardAccuracy:
     def state(self) -> str | None:
         """`at chance` if the interval includes 50%, `weak` below 60%, or None for a useful model.
 
-        If the interval includes 70% too, a good model's accuracy, the model was `tested on too few pairs`.
+        If it includes 70% too, a good model's accuracy, or there are fewer than `FEW` pairs: `TOO_FEW_PAIRS`.
         """
         low, high = self.interval
         if low <= 0.5:
-            return AT_CHANCE if high < GOOD else "tested on too few pairs"
+            return AT_CHANCE if high < GOOD and self.num_pairs >= FEW else TOO_FEW_PAIRS
         return "weak" if self.accuracy < AT_LEAST else None
 
     @property
     def advice(self) -> str:
         """The advice for the state."""
-        too_few = self.state == "tested on too few pairs"
+        too_few = self.state == TOO_FEW_PAIRS
         return "give more pairs, of which a tenth is held out" if too_few else "train it longer, or on more pairs"
 
     def __str__(self) -> str:

@@ -41,7 +41,6 @@ PANELS: Mapping[str, str] = {
     "loss": "policy loss plus weighted value loss",
     "grad_norm": "gradient norm before clipping",
     "lr": "learning rate of the update",
-    "learning_rate": "the same, Trainer's key",
     "eps": "episodes per second",
     "eval_score": "mean score of held-out prompts",
     "eval_kl": "KL to the reference, held-out prompts",
@@ -55,6 +54,8 @@ PANELS: Mapping[str, str] = {
 
 _AXES = {"episode": "episodes", "step": "updates"}
 _COUNTERS = {*_AXES, "epoch", "total_flos", "num_input_tokens_seen"}
+NOT_DRAWN = frozenset({*_COUNTERS, "learning_rate"})
+"""Keys of a log that get no curve unless they are named: counters, and Trainer's key of `lr`."""
 
 _COLUMNS = 4
 
@@ -144,7 +145,7 @@ def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | No
     entries = (entry for logs in groups.values() for log in logs for entry in log if x in entry)
     logged = [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
     if metrics is None:
-        others = (key for key in logged if key not in PANELS and not key.startswith("health/"))
+        others = (key for key in logged if key not in {*PANELS, *NOT_DRAWN} and not key.startswith("health/"))
         metrics = [key for key in PANELS if key in logged]
         metrics += sorted(others, key=lambda key: (not re.fullmatch("rewards/.*/mean", key), key))
     missing = [key for key in metrics if key not in logged]

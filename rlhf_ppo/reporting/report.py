@@ -29,7 +29,7 @@ from rlhf_ppo.data.files import write_text
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile
-from rlhf_ppo.reporting.plots import PANELS, mean_curve
+from rlhf_ppo.reporting.plots import NOT_DRAWN, PANELS, mean_curve
 from rlhf_ppo.reporting.run_log import (
     Log,
     RecordedRun,
@@ -140,8 +140,6 @@ _NOT_CHOSEN = frozenset(
 )
 """Arguments that TrainingArguments sets itself, or that only name places."""
 
-_NO_METRICS = frozenset({"step", "episode", "epoch", "total_flos", "num_input_tokens_seen"})
-
 
 def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> dict[str, Any]:
     """Collect the data of the page as JSON values.
@@ -246,7 +244,7 @@ def drawn_points(means: NDArray[np.float64], deviations: NDArray[np.float64]) ->
 def _metrics(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
     logged = dict.fromkeys(key for logs in groups for log in logs for entry in log for key in entry)
     keys = [key for key in PANELS if key in logged]
-    keys += sorted(key for key in logged if key not in PANELS and key not in _NO_METRICS)
+    keys += sorted(key for key in logged if key not in PANELS and key not in NOT_DRAWN)
     episodes = [
         {entry["step"]: entry["episode"] for log in logs for entry in log if "step" in entry and "episode" in entry}
         for logs in groups

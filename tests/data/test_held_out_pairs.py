@@ -30,7 +30,10 @@ def test_a_stream_keeps_all_its_pairs() -> None:
 @pytest.mark.parametrize(
     ("accuracy", "num_pairs", "state"),
     [
-        *((share, count, "tested on too few pairs") for share, count in ((1.0, 3), (0.681, 19))),
+        *(
+            (share, count, "tested on too few pairs")
+            for share, count in ((1.0, 3), (0.681, 19), (0.5, 4), (0.0, 3), (0.3, 29))
+        ),
         *((0.54, 200, "at chance"), (0.56, 1000, "weak"), (0.6, 100, None), (0.9, 19, None)),
     ],
 )

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
 def test_a_check_warns_beyond_its_limit_only(name: str) -> None:
     beyond, within, words = CASES[name]
     check = BY_NAME[name]
-    run = dataclasses.replace(RUN, reward_accuracy="right on 51%") if name == "reward_accuracy" else RUN
+    run = dataclasses.replace(RUN, reward_accuracy="at chance, right on 51%") if name == "reward_accuracy" else RUN
 
     assert words in (check.find(beyond, run) or "")
     assert {other for other, each in BY_NAME.items() if each.find(within, RUN)} <= {"kl"}
@@ -104,9 +104,9 @@ def test_a_reward_model_is_at_chance_only_if_enough_pairs_say_so(make_trainer: M
     trainer, scorer = make_trainer(), tiny_scorer()
     scorer.config._name_or_path = str(tmp_path)
     for accuracy, num_pairs, words in (
-        (0.51, 400, "right on 51.0% of 400 held-out pairs (95% interval 46.1 to 55.9%)"),
-        (0.3, 400, "right on 30.0% of 400 held-out pairs (95% interval 25.7 to 34.7%)"),
-        (0.5, 10, None),  # from 24 to 76%
+        (0.51, 400, "at chance, right on 51.0% of 400 held-out pairs (95% interval 46.1 to 55.9%)"),
+        (0.3, 400, "at chance, right on 30.0% of 400 held-out pairs (95% interval 25.7 to 34.7%)"),
+        (0.5, 4, "tested on too few pairs, right on 50.0% of 4 held-out pairs (95% interval 15.0 to 85.0%)"),
         (0.57, 2000, None),
     ):
         RewardAccuracy.of(accuracy, num_pairs).save(tmp_path)

@@ -31,7 +31,7 @@ def log_of(seed: int) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = [
         {
             "step": step, "episode": 8 * step, "epoch": step / 9, "loss": 0.1, "objective/scores": seed + step / 3,
-            "objective/kl": 0.1 * step * (seed + 1), "time/generate": float("nan") if step == 2 else 0.5,
+            "lr": 0.1, "learning_rate": 0.1, "objective/kl": 0.1 * step * (seed + 1), "time/generate": float("nan") if step == 2 else 0.5,
             "rewards/" + HOSTILE + "/mean": 1.0, "health/entropy": float(step == 4), "health/kl": 0.0,
             "policy/entropy_avg": (seed + 1) / 100 if step >= 2 else 2.0,
         }
@@ -108,6 +108,7 @@ def test_the_page_has_the_log_and_the_files_of_the_runs(runs: list[Path], tmp_pa
     data = Page(write_report(runs, tmp_path / "new" / "report.html")).data
     assert [(group["label"], group["runs"]) for group in data["groups"]] == [("ours", [0, 1]), ("other", [2])]
     metrics = {metric["key"]: metric["curves"] for metric in data["metrics"]}
+    assert "lr" in metrics and "learning_rate" not in metrics  # the same curve
     ours, other = metrics["objective/scores"]
     assert ours["step"] == [1, 2, 3, 4] and ours["episode"] == [8, 16, 24, 32]
     assert ours["mean"] == pytest.approx([0.5 + step / 3 for step in UPDATES])

@@ -18,7 +18,7 @@
   });
 
   const frontier = {
-    key: FRONTIER, isPath: true, says: "how far the policy went for its score: ○ start, ● end",
+    key: FRONTIER, isPath: true, says: "how far the policy went for its score: ○ start, ● end; small dots are updates, their line is smoothed by at least 0.6",
     lines: () => data.frontier.map((points, group) => ({ group, points: points.map(({ step, kl, score }) => ({ step, x: kl, y: score, std: 0 })) })),
   };
 
