@@ -31,8 +31,9 @@ def log_of(seed: int) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = [
         {
             "step": step, "episode": 8 * step, "epoch": step / 9, "loss": 0.1, "objective/scores": seed + step / 3,
-            "lr": 0.1, "learning_rate": 0.1, "objective/kl": 0.1 * step * (seed + 1), "time/generate": float("nan") if step == 2 else 0.5,
-            "rewards/" + HOSTILE + "/mean": 1.0, "health/entropy": float(step == 4), "health/kl": 0.0,
+            "lr": 0.1, "learning_rate": 0.1, "objective/kl": 0.1 * step * (seed + 1),
+            "time/generate": float("nan") if step == 2 else 0.5, "rewards/" + HOSTILE + "/mean": 1.0,
+            "health/entropy": float(step == 4), "health/kl": 0.0,
             "policy/entropy_avg": (seed + 1) / 100 if step >= 2 else 2.0,
         }
         for step in UPDATES
