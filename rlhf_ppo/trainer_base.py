@@ -213,7 +213,8 @@ class TrainerBase(Steps, Trainer):
     @contextmanager
     def _open_run(self, resume: str | bool | None) -> Iterator[str | None]:
         """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        with self._signals.listening(), saving.opened(self._run, self.train_dataset, resume) as checkpoint:
+        models, data = self._models, self.train_dataset
+        with self._signals.listening(), saving.opened(self._run, models, data, resume) as checkpoint:
             self._guard.last_checkpoint = checkpoint
             self._run.logged.forget()  # what a failed update has left
             yield checkpoint
@@ -664,7 +665,7 @@ class TrainerBase(Steps, Trainer):
         self._guard.check_weights()
         progress, self._is_saving = self._progress, True
         progress.losses = run.gather(self._tr_loss.reshape(1)).tolist()
-        progress.last_logged_step = self._globalstep_last_logged
+        progress.last_logged_step, progress.kinds = self._globalstep_last_logged, saving.kinds_of(self._models)
         progress.pending_metrics = self._window.updates
         self.store_flos()
         with saving.writing_checkpoint(run, progress, self._stateful) as (directory, final):

@@ -45,14 +45,21 @@ from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
 from rlhf_ppo.models.heads import is_head_of_policy
-from rlhf_ppo.models.loading import load_classifier, load_pretrained, load_value_model, why_not_loaded
+from rlhf_ppo.models.loading import (
+    check_base_elsewhere,
+    load_classifier,
+    load_pretrained,
+    load_value_model,
+    remove_saved_models,
+    why_not_loaded,
+)
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.model_card import CARD, if_on_hub, model_origin, with_local_names
-from rlhf_ppo.reporting.run_log import RunSettings, where_results_are
+from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, where_results_are
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
@@ -187,7 +194,14 @@ def ppo_trainer(
     prepare_trackers(args)
     settings, peft_config = loading_settings(script_args.trust_remote_code, model_args), lora_config(model_args)
     ref_argument = "sft_model_path" if ref_model is None else "ref_model"
-    is_whole = peft_config is None and not is_adapter_directory(args.sft_model_path)
+    starts_from_adapter = is_adapter_directory(args.sft_model_path)
+    if starts_from_adapter and peft_config is not None:
+        peft_config = None
+        print_text(
+            f"{args.sft_model_path} is an adapter: it is trained further as it is, and the options of a new adapter "
+            "have no effect."
+        )
+    is_whole = peft_config is None and not starts_from_adapter
     if ref_model is None and is_whole and asks_for_reference(args):
         ref_model = args.sft_model_path  # loaded again: a policy that ZeRO-3 has sharded cannot be copied
     texts = script_args.ptx_dataset
@@ -292,8 +306,15 @@ def _load_reward_model(path: str, settings: Mapping[str, Any]) -> Any:
 # ---- TRL's trainers ----
 
 
-class _NamesLocalParts(Trainer):
-    """A trainer of TRL's whose card names a local model and file, without links to the hub."""
+class _SavesWhole(Trainer):
+    """A trainer of TRL's that replaces what a directory held; its card names local models, without hub links."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        directory = output_dir or str(self.args.output_dir)
+        check_base_elsewhere([cast(Any, self.model)], directory)
+        remove_saved_models(directory)
+        Path(directory, SETTINGS_NAME).unlink(missing_ok=True)  # of a policy that was there
+        super()._save(output_dir, state_dict)
 
     def create_model_card(
         self, model_name: str | None = None, *, dataset_name: str | None = None, **more: Any
@@ -307,11 +328,11 @@ class _NamesLocalParts(Trainer):
             write_text(folder / CARD, with_local_names(card, name, base, dataset_name))
 
 
-class _RewardTrainer(_NamesLocalParts, RewardTrainer):
+class _RewardTrainer(_SavesWhole, RewardTrainer):
     pass
 
 
-class _SFTTrainer(_NamesLocalParts, SFTTrainer):
+class _SFTTrainer(_SavesWhole, SFTTrainer):
     pass
 
 
@@ -455,6 +476,7 @@ def _trl_trainer(
     set_seed(args.seed)  # determines a new head or adapter
     peft_config = lora_config(model_args)
     trainer = trainer_class(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    check_base_elsewhere([trainer.model], str(args.output_dir))
     drop_ignored_generation_settings(trainer.model)
     use_console(trainer, "line")
     trainer.add_callback(_LogsShortRuns())

@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,9 @@ PROMPT_LEARNING = "prompt learning adds virtual tokens to the sequence itself; u
 
 LOADED = "_hf_peft_config_loaded"
 """Attribute of a model, no `PeftModel`, into which transformers itself has loaded an adapter: True."""
+
+MERGED = "_has_merged_adapter"
+"""Attribute of a model whose weights hold an adapter that was merged in memory: no directory holds them. True."""
 
 _LORA_WEIGHT = re.compile(r"\.lora_(embedding_)?[AB]\.")
 _LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
@@ -131,22 +136,31 @@ def merged_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def adapter_directory(policy: nn.Module, directory: str) -> str:
-    """Return the directory in which PEFT saves the active adapter: `directory`, or a folder of the adapter's name.
+def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Any] | None = None) -> None:
+    """Write the active adapter into a directory itself, where it is loaded from whatever its name.
 
     Args:
-        policy: A `PeftModel`.
-        directory: The directory given to `save_pretrained`.
+        model: A `PeftModel`.
+        directory: The directory; PEFT would write an adapter not named "default" into a folder in it.
+        state_dict: The model's weights, gathered by an engine; None takes them from the model.
     """
-    name = active_adapter(policy)
-    return directory if name == "default" else os.path.join(directory, name)
+    name = active_adapter(model)
+    options: dict[str, Any] = {"selected_adapters": [name], "state_dict": state_dict}
+    if name == "default":
+        with_adapters(model).save_pretrained(directory, **options)
+        return
+    os.makedirs(directory, exist_ok=True)
+    with TemporaryDirectory(dir=directory) as temporary:
+        with_adapters(model).save_pretrained(temporary, **options)
+        for path in Path(temporary, name).iterdir():
+            os.replace(path, Path(directory, path.name))
 
 
 def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serves_others: bool) -> nn.Module:
-    """Add a new adapter to the policy; merge the one that it has into its base first, as TRL does.
+    """Add a new adapter to the policy.
 
     Args:
-        policy: A causal language model, or a `PeftModel` around one.
+        policy: A causal language model.
         peft_config: A `peft.PeftConfig`.
         name: The adapter's name; PEFT's `"default"` when None.
         base_serves_others: The policy without the adapter is also the reference, or the base of other models.
@@ -155,11 +169,10 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
         The policy as a `PeftModel`.
 
     Raises:
-        ValueError: The method is unsuitable, or the base would change.
+        ValueError: The policy has an adapter, the method is unsuitable, or the base would change.
     """
     from peft import get_peft_model
 
-    policy = cast(Any, policy).merge_and_unload() if is_peft_model(policy) else policy
     _check_config(policy, peft_config, "model", "peft_config")
     if base_serves_others:
         _check_base_stays(peft_config)
@@ -268,15 +281,15 @@ def _name_in(model: nn.Module, part: nn.Module) -> str:
 
 
 def load_adapter_weights(model: nn.Module, directory: str) -> None:
-    """Read the active adapter's weights, as `save_pretrained` wrote them, into a `PeftModel`.
+    """Read the active adapter's weights, as `save_adapter` wrote them, into a `PeftModel`.
 
     Args:
         model: The `PeftModel`.
-        directory: The directory that was given to `save_pretrained`.
+        directory: The directory that was given to `save_adapter`.
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    weights = load_peft_weights(adapter_directory(model, directory), device="cpu")
+    weights = load_peft_weights(directory, device="cpu")
     set_peft_model_state_dict(model, weights, adapter_name=active_adapter(model))
 
 
@@ -298,11 +311,16 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
 
 
 def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) -> None:
-    is_head = isinstance(model, ValueHead)
-    if is_peft_model(model) or is_head:
-        what = "a head on the policy, without layers to adapt," if is_head else "already a PeftModel"
-        merge = "" if is_head else f"to train another adapter, call {role}.merge_and_unload() first, or "
-        raise ValueError(f"{role} is {what} and {argument} is given too; {merge}leave {argument} out")
+    fault, leave = None, f"leave {argument} out"
+    if isinstance(model, ValueHead):
+        fault = f"is a head on the policy, without layers to adapt, and {argument} is given too: {leave}"
+    elif is_peft_model(model) or getattr(model, MERGED, False):
+        fault = (
+            f"starts from an adapter, and {argument} asks for another one over the merged weights, which no directory "
+            f"holds: {leave} to train on from it, or call merge_and_unload(), save the model and pass its directory"
+        )
+    if fault is not None:
+        raise ValueError(f"{role} {fault}")
     if peft_config.is_prompt_learning:
         raise ValueError(f"{argument} is a {type(peft_config).__name__}: {PROMPT_LEARNING}")
     if argument == "peft_config" and peft_config.task_type not in (None, "CAUSAL_LM"):

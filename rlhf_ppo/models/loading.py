@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,7 @@ from transformers import (
 
 from rlhf_ppo.models.adapters import (
     LOADED,
+    MERGED,
     adapter_config,
     base_of_adapter,
     is_adapter_directory,
@@ -71,7 +74,8 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
     """
     loaded = load_pretrained(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
     base = transformers_model(loaded)
-    if base.config.is_encoder_decoder or base.get_output_embeddings() is None:
+    is_wrapper = not hasattr(base, "get_output_embeddings")  # TRL's with a value head
+    if is_wrapper or base.config.is_encoder_decoder or base.get_output_embeddings() is None:
         raise ValueError(
             f"{argument} is a {type(base).__name__}, not a decoder-only language model; load it with "
             "AutoModelForCausalLM.from_pretrained"
@@ -189,11 +193,20 @@ def make_value_model(original: nn.Module) -> nn.Module:
 
     Returns:
         A float32 model with a per-token scalar head, without adapters.
+
+    Raises:
+        ValueError: The original is quantized: its weights are codes.
     """
+    if _is_quantized(original):
+        raise ValueError(
+            f"value_model=None would be a copy of the quantized {type(transformers_model(original)).__name__}, which "
+            "cannot be trained: set share_base_model=True or value_model='policy', or pass a value model"
+        )
     if reads_last_token(original):
         return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
     source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
     value_model: Any = new_value_model(source)
+    setattr(value_model, MERGED, getattr(source, MERGED, False))
     copy_weights(backbone(source), backbone(value_model))
     with gathered([value_model.score.weight], modify=True):
         nn.init.zeros_(value_model.score.weight)
@@ -377,6 +390,55 @@ def _without_adapters(model: nn.Module) -> nn.Module:
         merged = merged_in_place(model)
     else:
         return model
+    setattr(merged, MERGED, True)
     for parameter in merged.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return merged
+
+
+# ---- What a directory holds ----
+
+CRITIC_DIR = "critic"
+"""Directory of the value model beside the policy, with `save_critic`."""
+
+_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*"),
+    *("adapter_config.json", "adapter_model.*", "value_head.safetensors"),
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template.*", "additional_chat_templates/*", "*processor_config.json"),
+)
+"""Files by which a directory is a model, an adapter, a head, and has a tokenizer, a template or a processor."""
+
+
+def remove_saved_models(directory: str | os.PathLike[str]) -> None:
+    """Remove what an earlier save has left in a directory and its `critic`: it would be loaded beside the new files.
+
+    Args:
+        directory: Where a model is saved next. Files of other kinds stay.
+    """
+    critic = Path(directory, CRITIC_DIR)
+    for folder, names in ((Path(directory), _FILES), (critic, (*_FILES, "README.md"))):
+        for path in [path for name in names for path in folder.glob(name)]:
+            path.unlink()
+    with suppress(OSError):  # it is not there, or holds other files
+        critic.rmdir()
+
+
+def check_base_elsewhere(models: Iterable[nn.Module], directory: str) -> None:
+    """Check that saving an adapter does not replace the base to which it belongs.
+
+    Args:
+        models: The models that are saved, with adapters or without.
+        directory: Where they are saved.
+
+    Raises:
+        ValueError: The base of an adapter is there, or in the directory's `critic`.
+    """
+    replaced = [os.path.realpath(path) for path in (directory, os.path.join(directory, CRITIC_DIR))]
+    for model in filter(is_peft_model, models):
+        base = transformers_model(model).name_or_path
+        if base and os.path.realpath(base) in replaced:
+            raise ValueError(
+                f"output_dir={directory!r}: saving there would replace {base!r}, the base of the trained adapter; "
+                "choose another output_dir"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -64,7 +65,7 @@ class FrozenPolicy(Frozen):
 logger = get_logger(__name__)
 
 INITIAL_ADAPTER = "ref"
-"""Name of the frozen copy of an adapter that was trained before the run."""
+"""Name of the frozen copy of an adapter that was trained before the run; "ref2" for the model's second trainer."""
 
 _ONE_AT_A_TIME = ("ADALORA", "ADAPTION_PROMPT")
 """Kinds of adapters of which a model holds only one, or that share state outside of PyTorch's parameters."""
@@ -143,8 +144,8 @@ def make_reference(
         policy for the kinds of adapters that a model holds one of); else a frozen copy.
 
     Raises:
-        ValueError: `ref_adapter_name` is given without such an adapter, or together with `ref_model`; the adapter
-            cannot be copied; or the reference would be trained along.
+        ValueError: `ref_adapter_name` is given without such an adapter, or together with `ref_model`; or the reference
+            would be trained along.
     """
     model = adapter = None
     if ref_adapter_name is not None:
@@ -156,8 +157,7 @@ def make_reference(
     elif not is_peft_model(policy):
         model = copy_model(policy)
     elif not adapter_is_new and can_hold_two(policy):
-        _copy_active_adapter(policy, INITIAL_ADAPTER)
-        adapter = INITIAL_ADAPTER
+        adapter = _copy_active_adapter(policy)
     elif not adapter_is_new:
         model = _whole_copy(policy)
     return Reference(None if model is None else FrozenPolicy(model, temperature), adapter)
@@ -201,18 +201,20 @@ def _whole_copy(policy: nn.Module) -> nn.Module:
     return copy.deepcopy(policy)
 
 
-def _copy_active_adapter(policy: PeftModel, name: str) -> None:
+def _copy_active_adapter(policy: PeftModel) -> str:
+    """Add a frozen copy of the active adapter under a new name, and return the name."""
     from peft import set_peft_model_state_dict
 
-    active = active_adapter(policy)
-    if name in policy.peft_config:
-        raise ValueError(
-            f"the policy already has an adapter {name!r}: name the reference with ref_adapter_name, or rename it"
-        )
+    active, name = active_adapter(policy), INITIAL_ADAPTER
+    for number in itertools.count(2):
+        if name not in policy.peft_config:
+            break
+        name = f"{INITIAL_ADAPTER}{number}"
     config = copy.deepcopy(policy.peft_config[active])
     policy.add_adapter(name, config, autocast_adapter_dtype=not low_precision_parameters(policy))
     set_peft_model_state_dict(policy, adapter_state(policy), adapter_name=name)
     policy.set_adapter(active)
+    return name
 
 
 def _use_adapter(policy: PeftModel, name: str | None) -> AbstractContextManager[None]:

@@ -204,6 +204,7 @@ class Progress:
         num_generations: Responses to each prompt of an update.
         optimization: Settings of optimizer and scheduler, by name.
         arguments: The other arguments, as JSON values and without secrets.
+        kinds: What trains of `model` and `value_model`: all weights, a kind of adapter, or a head.
     """
 
     episode: int = 0
@@ -218,6 +219,7 @@ class Progress:
     num_generations: int = 1
     optimization: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
 
     def loss_of(self, rank: int, num_processes: int) -> float:
         """Return a rank's sum of losses; after a change of the number of processes, the mean over the ranks."""

@@ -20,7 +20,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController, check_coefficient
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_critic_alone, check_optimization, check_output_dir, check_ptx, parse_weights
-from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import NoPrompts, num_rows
 from rlhf_ppo.data.rollout import PositionLimit, smallest
@@ -285,6 +285,7 @@ def prepare(
         needs_reference=needs_reference(args, functions, kl_controller),
         accelerator=early_accelerator(trainer, args),
     )
+    loading.check_base_elsewhere((models.policy, models.value_model), output_directory(args))
     tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
     processor = loading.load_processor(processing_class, models.policy, tokenizer)

@@ -24,11 +24,11 @@ from transformers.trainer_callback import ExportableState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.generation.sampling import SpecialTokens, changed
-from rlhf_ppo.models.adapters import load_adapter_weights
+from rlhf_ppo.models.adapters import adapter_kind, load_adapter_weights, save_adapter
 from rlhf_ppo.models.heads import ValueHead
-from rlhf_ppo.models.loading import CHECKPOINT_DTYPE
+from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_base_elsewhere, remove_saved_models
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import active_adapter, is_peft_model, transformers_model
+from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.run import checkpoints as directories
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress, comparable_arguments, describe_changes
 from rlhf_ppo.run.datasets import check_ranks_alike
@@ -41,9 +41,6 @@ logger = get_logger(__name__)
 
 VALUE_MODEL_DIR = "value_model"
 """Directory of the value model in a checkpoint."""
-
-CRITIC_DIR = "critic"
-"""Directory of the value model beside the policy, with `save_critic`."""
 
 
 # ---- Models ----
@@ -70,11 +67,13 @@ def save_models(
         parts.append(("value_model", models.value_model, os.path.join(directory, value_directory)))
     for prefix, part, part_directory in parts:
         part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
-        adapters = {"selected_adapters": [active_adapter(part)]} if is_peft_model(part) else {}
-        cast_to = dtype if part is models.policy and not adapters else None
+        if is_peft_model(part):
+            save_adapter(part, part_directory, part_state)
+            continue
+        cast_to = dtype if part is models.policy else None
         if cast_to is not None:
             part_state = _in_type(part.state_dict() if part_state is None else part_state, cast_to)
-        cast(Any, part).save_pretrained(part_directory, state_dict=part_state, **adapters)
+        cast(Any, part).save_pretrained(part_directory, state_dict=part_state)
         if cast_to is not None:
             config = copy.deepcopy(cast(Any, part).config)
             config.dtype = cast_to
@@ -93,7 +92,7 @@ def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, 
 def save_all(
     run: RunState, models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, is_checkpoint: bool
 ) -> None:
-    """Write the models, the tokenizer and the arguments; see `save_models`.
+    """Write the models, the tokenizer and the arguments in place of earlier ones; see `save_models`.
 
     Args:
         run: The run.
@@ -106,6 +105,8 @@ def save_all(
     critic = CRITIC_DIR if run.args.save_critic or is_head else None
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
     dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
+    check_base_elsewhere((models.policy, models.value_model), directory)
+    remove_saved_models(directory)
     with stopping_as_trained(models.policy, run.tokens):
         save_models(models, directory, state_dict, value_directory, dtype)
     (run.processor or run.tokenizer).save_pretrained(directory)
@@ -165,11 +166,24 @@ def check_loaded(models: PolicyAndValue, result: Any) -> None:
         ValueError: Weights are missing or unknown: the checkpoint is of another model.
     """
     tied = {name for part in (models.policy, models.value_model) for name in _tied_names(part)}
-    if wrong := [*(set(result.missing_keys) - tied), *result.unexpected_keys]:
+    _check_same_model([*(set(result.missing_keys) - tied), *result.unexpected_keys])
+
+
+def _check_same_model(differences: Sequence[str]) -> None:
+    if differences:
         raise ValueError(
-            f"the checkpoint is of another model, which differs in {sorted(wrong)[:3]}; pass the model that the run "
-            "was started with"
+            f"the checkpoint is of another model, which differs in {sorted(differences)[:3]}; pass the model that the "
+            "run was started with"
         )
+
+
+def kinds_of(models: PolicyAndValue) -> dict[str, str]:
+    """Return what trains of both models, by their arguments; see `Progress.kinds`."""
+    kinds = {}
+    for argument, part in (("model", models.policy), ("value_model", models.value_model)):
+        whole = "a head on the policy" if isinstance(part, ValueHead) else "all weights"
+        kinds[argument] = f"a {adapter_kind(part)} adapter" if is_peft_model(part) else whole
+    return kinds
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -286,11 +300,14 @@ def failing_together(accelerator: Accelerator) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+def opened(
+    run: RunState, models: PolicyAndValue, train_dataset: Any, resume_from_checkpoint: str | bool | None
+) -> Iterator[str | None]:
     """Check that the ranks are alike, and lock the run's directory; yield the checkpoint to resume from, or None.
 
     Args:
         run: The run.
+        models: Both models, which are loaded later.
         train_dataset: The prepared training set.
         resume_from_checkpoint: As `PPOTrainer.train` takes it.
     """
@@ -306,6 +323,9 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 start = directories.find_start(directory, wanted, args.overwrite_output_dir)
                 if start is not None:
                     check_engine(start, accelerator)
+                    before, now = Progress.load(start).kinds, kinds_of(models)
+                    differing = [name for name in before if before[name] != now[name]]
+                    _check_same_model([f"{name}: {before[name]}, now {now[name]}" for name in differing])
                 elif args.overwrite_output_dir:
                     directories.delete_checkpoints(directory)
         yield broadcast_object_list([start])[0]

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+from rlhf_ppo.models.adapters import add_value_adapter
 from rlhf_ppo.models.heads import last_token_score, token_values
 from rlhf_ppo.models.loading import (
     check_value_model,
@@ -117,6 +118,26 @@ def test_a_value_model_of_a_merged_adapter_trains_as_a_whole(tmp_path: Path, tas
     adapted(kind.from_pretrained(tmp_path / "base", num_labels=1), task).save_pretrained(tmp_path / "adapter")
     loaded = load_value_model(tmp_path / "adapter", "value_model")
     assert all(parameter.requires_grad for parameter in loaded.parameters())
+    with pytest.raises(ValueError, match="value_model starts from an adapter, and value_peft_config asks for another"):
+        add_value_adapter(loaded, LoraConfig())
+
+
+def test_a_wrapper_with_a_value_head_is_no_policy() -> None:
+    wrapper = torch.nn.Module()
+    wrapper.pretrained_model = tiny_policy()
+    with pytest.raises(ValueError, match="model is a Module, not a decoder-only language model; load it with AutoMod"):
+        load_policy(wrapper, "model")
+
+
+@pytest.mark.parametrize("original", [tiny_policy, tiny_scorer])
+def test_no_value_model_is_made_of_quantized_weights(original: Any) -> None:
+    """They are codes: int8 weights up to 127 in place of fractions."""
+    quantized = original()
+    quantized.is_quantized = True
+    with pytest.raises(
+        ValueError, match=r"a copy of the quantized Llama\w+, .* share_base_model=True or value_model='po"
+    ):
+        make_value_model(quantized)
 
 
 def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:

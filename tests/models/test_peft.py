@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.models.reference import Reference
-from tests.conftest import tiny_policy
+from tests.conftest import tiny_policy, tiny_scorer
 from tests.runs import QUICK, die_and_resume
 
 peft = pytest.importorskip("peft")
@@ -142,15 +142,15 @@ def two_adapters() -> Any:
     return policy
 
 
-def test_a_named_adapter_is_saved_in_a_folder_of_its_name(make_trainer: MakeTrainer, tmp_path: Path):
+def test_a_named_adapter_is_saved_where_it_is_looked_for(make_trainer: MakeTrainer, tmp_path: Path):
     trainer = make_trainer(model=two_adapters(), model_adapter_name="policy", ref_adapter_name="sft", **QUICK)
     trainer.train()
 
     trainer.save_model(str(tmp_path))
 
-    saved = peft.PeftModel.from_pretrained(tiny_policy(), tmp_path / "policy")
+    saved = peft.PeftModel.from_pretrained(tiny_policy(), tmp_path)
     assert torch.equal(logits(saved), logits(trainer.policy_model))
-    assert not (tmp_path / "sft").exists()
+    assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "run"]
 
 
 # ---- A value model with an adapter ----
@@ -210,14 +210,26 @@ def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer,
     assert torch.equal(logits(resumed.policy_model), logits(whole.policy_model))
 
 
-def test_a_policy_with_an_adapter_gets_the_new_one_over_the_merged_base_as_in_trl(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, model=trained_adapter(), peft_config=lora(r=2))
-    merged = trained_adapter().merge_and_unload()
-    assert torch.equal(logits(trainer.policy_model), logits(merged)) and trainer.stop_token_id == 1
-    assert trainer.policy_model.active_peft_config.r == 2
+def test_each_trainer_of_a_model_compares_with_the_adapter_as_it_was_at_its_start(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    policy = trained_adapter()
+    for number in range(2):
+        start = logits(policy)
+        trainer = make_trainer(model=policy, learning_rate=0.01, output_dir=str(tmp_path / str(number)), **QUICK)
+        trainer.train()
+        assert first(trainer, "objective/kl") == 0.0 and not torch.equal(logits(policy), start)
+        with trainer.reference.generating(trainer.model, trainer.policy_model) as reference:
+            assert torch.equal(logits(reference.policy), start)
 
 
 # ---- What cannot work ----
+
+VALUE_ADAPTER: dict[str, Any] = {"value_model": None, "value_peft_config": lora()}
+
+
+def adapted_scorer() -> Any:
+    return peft.get_peft_model(tiny_scorer(), lora(task_type="SEQ_CLS"))
 
 
 @pytest.mark.parametrize(
@@ -228,8 +240,14 @@ def test_a_policy_with_an_adapter_gets_the_new_one_over_the_merged_base_as_in_tr
         (lambda: {"peft_config": lora(init_lora_weights="pissa")}, "pass ref_model"),
         (lambda: {"model": tiny_policy(attention_bias=True), "peft_config": lora(bias="all")}, "pass ref_model"),
         (lambda: {"model": tiny_policy().requires_grad_(False)}, "model has no trainable parameter"),
+        (
+            lambda: {"model": trained_adapter(), "peft_config": lora()},
+            r"^model starts from an adapter.* merge_and_unl",
+        ),
+        (lambda: {"model": trained_adapter(), **VALUE_ADAPTER}, "value_model starts from an adapter"),
+        (lambda: {"reward_model": adapted_scorer(), **VALUE_ADAPTER}, "value_model starts from an adapter"),
     ],
-    ids=["no such", "no reference", "changed base", "biases", "frozen"],
+    ids=["no such", "no reference", "changed base", "biases", "frozen", "second", "value from policy", "from reward"],
 )
 def test_what_cannot_work(make_trainer: MakeTrainer, arguments: Any, message: str):
     with pytest.raises(ValueError, match=message):

@@ -77,12 +77,19 @@ def test_a_save_that_died_leaves_the_checkpoint_before_as_the_newest(
     assert [path.name for path in run.glob("*checkpoint*")] == ["checkpoint-2"] and not (run / "_unfinished").exists()
 
 
-@pytest.mark.parametrize("given", [{"peft_config": lora}, {"model": lambda: tiny_policy(num_hidden_layers=1)}])
+@pytest.mark.parametrize(
+    ("name", "value", "difference"),
+    [
+        ("peft_config", lora, r"'model: all weights, now a LORA adapter'"),
+        ("value_model", lambda: "policy", r"'value_model: all weights, now a head on the policy'"),
+        ("model", lambda: tiny_policy(num_hidden_layers=1), r"model\.layers\.1\."),
+    ],
+)
 def test_a_checkpoint_of_another_model_is_refused(
-    given: dict[str, Callable[[], Any]], run: Path, make_trainer: MakeTrainer
+    name: str, value: Callable[[], Any], difference: str, run: Path, make_trainer: MakeTrainer
 ) -> None:
-    trainer = make_trainer(**SAVING, **{name: value() for name, value in given.items()})
-    with pytest.raises(ValueError):
+    trainer = make_trainer(**SAVING, **{name: value()})
+    with pytest.raises(ValueError, match=rf"the checkpoint is of another model, which differs in \[.*{difference}"):
         trainer.train(resume_from_checkpoint=True)
 
 

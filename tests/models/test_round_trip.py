@@ -1,0 +1,119 @@
+"""What is saved is what was trained: each kind of policy and value model, reloaded in a new process as the docs say.
+
+All kinds are saved into one directory, one after the other: nothing of an earlier kind remains.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import save_models, tiny_policy
+from tests.models.test_one_base import mean_id
+from tests.models.test_peft import lora
+from tests.runs import QUICK
+
+peft = pytest.importorskip("peft")
+
+MakeTrainer = Callable[..., Any]
+
+RUN = QUICK | {"learning_rate": 0.05, "reward_funcs": mean_id}
+IDS = torch.arange(3, 15)[None]
+MASK = torch.ones_like(IDS, dtype=torch.bool)
+ONE_BODY: dict[str, Any] = {"value_model": "policy"}
+CRITIC: dict[str, Any] = {"value_model": None, "save_critic": True}
+ONE_BASE = CRITIC | {"share_base_model": True}
+
+
+def language_lora(**overrides: Any) -> Any:
+    return lora(task_type="CAUSAL_LM", **overrides)
+
+
+def two_adapters(folder: Path) -> Any:
+    policy = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter")
+    policy.add_adapter("policy", language_lora(init_lora_weights=False))
+    return policy
+
+
+KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "full": lambda _: CRITIC,
+    "LoRA": lambda _: {"peft_config": language_lora()},
+    "one body": lambda _: ONE_BODY,
+    "an adapter trained further": lambda folder: {"model": str(folder / "adapter"), **CRITIC},
+    "one body under LoRA": lambda _: {"peft_config": language_lora(), **ONE_BODY},
+    "full beside a critic's adapter": lambda _: {"value_peft_config": lora(), **CRITIC},
+    "one base": lambda _: {"peft_config": language_lora(), **ONE_BASE},
+    "one base under an adapter trained further": lambda folder: {"model": str(folder / "adapter"), **ONE_BASE},
+    "full without a critic": lambda _: {},
+    "a named adapter of two": lambda folder: {"model": two_adapters(folder), "model_adapter_name": "policy", **CRITIC},
+    "DoRA": lambda _: {"peft_config": language_lora(use_dora=True), **ONE_BASE},
+    "full again": lambda _: CRITIC,
+}
+
+
+def results(trainer: Any) -> tuple[Tensor, Tensor]:
+    """Logits and values of one row."""
+    with torch.no_grad():
+        values = trainer.model.eval()(IDS, MASK, MASK[:, 6:]).values
+        return trainer.policy_model.eval()(IDS).logits, values
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != "README.md"}
+
+
+def test_the_saved_models_are_the_trained_ones_whatever_the_directory_held(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    save_models(tmp_path, base=tiny_policy())
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), language_lora(r=3))
+    for name, weight in adapted.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = {}
+    for number, (kind, arguments) in enumerate(KINDS.items()):
+        run = RUN | {"model": str(tmp_path / "base")} | arguments(tmp_path)
+        trainer = make_trainer(output_dir=str(tmp_path / f"run{number}"), **run)
+        start = results(trainer)[0]
+        trainer.train()
+        trained = results(trainer)
+        assert (trained[0] - start).abs().max() > 0.1, kind
+        expected[kind] = trained
+        trainer.save_model(str(tmp_path / "out"))
+        trainer.save_model(str(tmp_path / f"fresh{number}"))
+        assert files_of(tmp_path / "out") == files_of(tmp_path / f"fresh{number}"), kind
+        shutil.copytree(tmp_path / "out", tmp_path / "kept" / kind)
+    torch.save(expected, tmp_path / "expected.pt")
+    code = "import sys; from tests.models.test_round_trip import reload; reload(sys.argv[1])"
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def reload(folder: str) -> None:
+    """Compare each saved policy and critic with the trained ones; in a new process."""
+    from rlhf_ppo import PPOConfig, PPOTrainer
+
+    for kind, (logits, values) in torch.load(Path(folder, "expected.pt")).items():
+        saved = Path(folder, "kept", kind)
+        is_adapter = (saved / "adapter_model.safetensors").is_file()
+        load: Any = peft.AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
+        with torch.no_grad():
+            assert torch.equal(load.from_pretrained(saved).eval()(IDS).logits, logits), kind
+        critic = saved / "critic"
+        args = PPOConfig(str(Path(folder, "again")), response_length=4, max_steps=1, report_to="none")
+        trainer = PPOTrainer(args, None, str(saved), value_model=critic if critic.is_dir() else None)
+        again, its_values = results(trainer)
+        assert torch.equal(again, logits), kind
+        if critic.is_dir():  # an adapter is merged, which rounds
+            torch.testing.assert_close(its_values, values, atol=1e-5, rtol=0, msg=lambda text, kind=kind: kind + text)
+        assert torch.unique(values).numel() > 3, kind
