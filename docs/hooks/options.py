@@ -1,11 +1,14 @@
-"""Tables of the options on the page that names their groups: `<!-- options: Rollout -->`.
+"""Tables of options and of public objects: `python docs/hooks/options.py` writes them into the pages.
 
-A group is the fields of a class of `rlhf_ppo/config`, or those below a comment `# --- Rollout ---` in it.
-`<!-- refused: rejected -->` shows a table of `hints.yaml` there.
+A table of options stands between `<!-- options: Rollout -->` and `<!-- end -->`. A group is the fields of a class of
+`rlhf_ppo/config`, or those below a comment `# --- Rollout ---` in it. `<!-- refused: rejected -->` begins a table of
+`hints.yaml`. A table of objects stands before each comment `<!-- mkdocs ... -->`, from which the built page is made.
 """
 
 import ast
 import html
+import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +16,62 @@ from typing import Any
 
 import yaml
 
-CONFIG = Path(__file__).parents[2] / "rlhf_ppo" / "config"
-OPTIONS = re.compile(r"^<!-- options: (.+) -->$", re.MULTILINE)
-REFUSED = re.compile(r"^<!-- refused: (\w+) -->$", re.MULTILINE)
+DOCS = Path(__file__).parents[1]
+CONFIG = DOCS.parent / "rlhf_ppo" / "config"
+OPTIONS = re.compile(r"^<!-- options: ([^\n]+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+REFUSED = re.compile(r"^<!-- refused: (\w+) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+OBJECTS = re.compile(
+    r"(?:^<!-- objects -->$.*?^<!-- end -->\n\n)?^<!-- mkdocs\n::: ([\w.]+)\n(.*?)^-->$", re.MULTILINE | re.DOTALL
+)
 TITLE = re.compile(r"    # --- (.+) ---")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put the tables where they are named; called by mkdocs for each page."""
-    if "<!-- options: " not in markdown:
-        return markdown
+    """Let mkdocstrings read what is a comment elsewhere; called by mkdocs for each page."""
+    return re.sub(r"^<!-- mkdocs\n(.*?)^-->$", r"\1", markdown, flags=re.MULTILINE | re.DOTALL)
+
+
+def with_tables(markdown: str) -> str:
+    """Return a page with its tables as the code is now."""
     found = groups()
-    markdown = OPTIONS.sub(lambda match: _options(found[match[1]], {n for g in found.values() for n in g}), markdown)
-    return REFUSED.sub(lambda match: _refused(match[1]), markdown)
+    names = {name for group in found.values() for name in group}
+    markdown = OPTIONS.sub(lambda match: _between(f"options: {match[1]}", _options(found[match[1]], names)), markdown)
+    markdown = REFUSED.sub(lambda match: _between(f"refused: {match[1]}", _refused(match[1])), markdown)
+    return OBJECTS.sub(
+        lambda match: (
+            f"{_between('objects', _objects(match[1], yaml.safe_load(match[2])['options']))}\n\n"
+            f"<!-- mkdocs\n::: {match[1]}\n{match[2]}-->"
+        ),
+        markdown,
+    )
+
+
+def _between(title: str, table: str) -> str:
+    return f"<!-- {title} -->\n\n{table}\n\n<!-- end -->"
+
+
+def _objects(path: str, settings: dict[str, Any]) -> str:
+    """Return a row for each object of a module or class that the built page shows, or for the object itself."""
+    place = pkgutil.resolve_name(path)
+    hidden = [pattern[1:] for pattern in settings.get("filters", ()) if pattern != "!.*"] + ["^_"]
+    own = [name for name, value in vars(place).items() if getattr(value, "__module__", "") == path]
+    members = settings.get("members") or [name for name in own if not any(re.search(each, name) for each in hidden)]
+    shown = {name: getattr(place, name) for name in members} or {path.rpartition(".")[2]: place}
+    rows = ["| Name | Does |", "|---|---|"]
+    for name, value in shown.items():
+        if not value.__module__.startswith("rlhf_ppo"):
+            rows.append(f"| `{name}` | As in `transformers.Trainer`. |")
+            continue
+        does = " ".join(str(inspect.getdoc(value)).partition("\n\n")[0].split())
+        does = re.sub(r"(?<!\\)\|", r"\\|", marked(does, set()))
+        rows.append(f"| `{name}{_arguments(value)}` | {does} |")
+    return "\n".join(rows)
+
+
+def _arguments(value: Any) -> str:
+    if inspect.isclass(value):
+        return ""
+    return f"({', '.join(name for name in inspect.signature(value).parameters if name != 'self' and name[0] != '_')})"
 
 
 def groups() -> dict[str, dict[str, tuple[str, str]]]:
@@ -86,3 +132,8 @@ def marked(text: str, names: set[str]) -> str:
             for i, word in enumerate(words)
         )
     return "".join(parts)
+
+
+if __name__ == "__main__":
+    for page in (DOCS / "config.md", DOCS / "reference.md"):
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

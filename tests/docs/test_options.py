@@ -1,10 +1,11 @@
-"""The page of options has a row for each option of `PPOConfig`, with its default and its help text."""
+"""The pages of options and objects are current: a row for each option of `PPOConfig`, with its default and help."""
 
 import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 from transformers import TrainingArguments
 
 from rlhf_ppo import PPOConfig
@@ -15,7 +16,15 @@ spec = importlib.util.spec_from_file_location("options_hook", DOCS / "hooks" / "
 assert spec is not None and spec.loader is not None
 options = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(options)
-PAGE = options.on_page_markdown((DOCS / "config.md").read_text())
+PAGE = (DOCS / "config.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["config.md", "reference.md"])
+def test_the_tables_in_the_files_are_current_and_the_built_page_has_the_directives(page: str) -> None:
+    text = (DOCS / page).read_text()
+    assert options.with_tables(text) == text, "run python docs/hooks/options.py"
+    built = options.on_page_markdown(text)
+    assert built.count("\n::: rlhf_ppo.") == text.count("<!-- mkdocs\n") > 0 and "<!-- mkdocs" not in built
 
 
 def test_every_option_has_one_row() -> None:
