@@ -26,7 +26,7 @@ from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import stated_limit
-from rlhf_ppo.models.loading import load_pretrained
+from rlhf_ppo.models.loading import load_policy, load_pretrained
 from rlhf_ppo.reporting.evaluation import print_table
 from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, win_rate_beside
 from rlhf_ppo.reporting.model_card import show_judgements
@@ -253,13 +253,9 @@ def _answers(
 
 
 def _respond(args: JudgeArguments, rows: Any, tokenizer: Any, argument: str) -> list[Answer]:
-    model: Any = load_pretrained(
-        AutoModelForCausalLM,
-        getattr(args, argument),
-        argument,
-        dtype="auto",
-        trust_remote_code=args.trust_remote_code,
-    )
+    path, trusts = getattr(args, argument), args.trust_remote_code
+    loaded = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=trusts)
+    model: Any = load_policy(loaded, argument)
     how = Answering(
         args.max_new_tokens,
         args.temperature,

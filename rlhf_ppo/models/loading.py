@@ -42,6 +42,7 @@ from rlhf_ppo.models.unwrapping import (
     backbone,
     copy_model,
     copy_weights,
+    fix_outputs,
     gathered,
     is_peft_model,
     transformers_model,
@@ -80,6 +81,7 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
             f"{argument} is a {type(base).__name__}, not a decoder-only language model; load it with "
             "AutoModelForCausalLM.from_pretrained"
         )
+    fix_outputs(loaded)
     return loaded
 
 
@@ -164,6 +166,7 @@ def load_classifier(
                 "with base_model_prefix and score (TRL's interface)"
             )
         model = TRLModel(model)
+    fix_outputs(model)
     return _without_adapters(model) if argument == "value_model" and getattr(model, LOADED, False) else model
 
 

@@ -102,6 +102,54 @@ def configuration_kept(model: nn.Module, name: str) -> Iterator[None]:
             delattr(config, name)
 
 
+_FLAGS: dict[str, bool | None] = {
+    "return_dict": True,
+    **dict.fromkeys(("output_router_logits", "_output_attentions", "output_hidden_states"), False),
+}
+"""Entries of configurations that change what a forward pass returns, and the values that this package needs."""
+
+_ORIGINAL_FLAGS = "original_flags"
+
+
+def fix_outputs(model: nn.Module) -> None:
+    """Make forward passes return what this package reads, whatever the configuration says; see `original_outputs`.
+
+    Args:
+        model: A transformers model, or a `PeftModel` around one; its configurations are changed in place.
+    """
+    base = transformers_model(model)
+    original: dict[tuple[str, str], Any] = vars(base).setdefault(_ORIGINAL_FLAGS, {})
+    for part, config in _configurations(base):
+        for name, value in _FLAGS.items():
+            if getattr(config, name, value) not in (value, None):
+                original[part, name] = getattr(config, name)
+                setattr(config, name, value)
+    generation_config = getattr(base, "generation_config", None)
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name, None):  # copied from the configuration
+            setattr(generation_config, name, None)
+
+
+@contextmanager
+def original_outputs(model: nn.Module) -> Iterator[None]:
+    """Restore inside a context, in which the model is saved, what `fix_outputs` has changed in the configurations."""
+    original: dict[tuple[str, str], Any] = getattr(transformers_model(model), _ORIGINAL_FLAGS, {})
+    configs = dict(_configurations(transformers_model(model))) if original else {}
+    for (part, name), value in original.items():
+        setattr(configs[part], name, value)
+    try:
+        yield
+    finally:
+        for part, name in original:
+            setattr(configs[part], name, _FLAGS[name])
+
+
+def _configurations(base: Any) -> list[tuple[str, Any]]:
+    """Return a model's configuration, and those of its parts, by name."""
+    parts = [(name, getattr(base.config, name, None)) for name in base.config.sub_configs]
+    return [("", base.config), *((name, part) for name, part in parts if part is not None)]
+
+
 def no_split_modules(*models: nn.Module) -> list[str]:
     """Name the classes of the blocks that FSDP wraps one by one."""
     found = {type(part).__name__.removeprefix("FSDP") for model in models for part in model.modules()}

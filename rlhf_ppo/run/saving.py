@@ -28,7 +28,7 @@ from rlhf_ppo.models.adapters import adapter_kind, load_adapter_weights, save_ad
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_base_elsewhere, remove_saved_models
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
+from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, transformers_model
 from rlhf_ppo.run import checkpoints as directories
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress, comparable_arguments, describe_changes
 from rlhf_ppo.run.datasets import check_ranks_alike
@@ -73,11 +73,12 @@ def save_models(
         cast_to = dtype if part is models.policy else None
         if cast_to is not None:
             part_state = _in_type(part.state_dict() if part_state is None else part_state, cast_to)
-        cast(Any, part).save_pretrained(part_directory, state_dict=part_state)
-        if cast_to is not None:
-            config = copy.deepcopy(cast(Any, part).config)
-            config.dtype = cast_to
-            config.save_pretrained(part_directory)
+        with nullcontext() if isinstance(part, ValueHead) else original_outputs(part):
+            cast(Any, part).save_pretrained(part_directory, state_dict=part_state)
+            if cast_to is not None:
+                config = copy.deepcopy(cast(Any, part).config)
+                config.dtype = cast_to
+                config.save_pretrained(part_directory)
 
 
 def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
