@@ -12,6 +12,7 @@ from typing import Any
 from datasets import Dataset
 from pyarrow import types
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from trl.scripts.utils import ScriptArguments, TrlParser
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
@@ -220,11 +221,19 @@ logger = visible_logger(__name__)
 
 
 def prepare_trackers(args: TrainingArguments) -> None:
-    """Let W&B record offline into `./wandb` if nobody is logged in, instead of asking for a login; warn once.
+    """Check that trackers are installed; let W&B record offline into `./wandb` if nobody is logged in, and warn once.
 
     Args:
         args: Gives `report_to`.
+
+    Raises:
+        ValueError: A tracker is not installed, or transformers does not know it.
     """
+    for name, tracker in zip(args.report_to, get_reporting_integration_callbacks(args.report_to), strict=True):
+        try:
+            tracker()
+        except (RuntimeError, ImportError) as error:
+            raise ValueError(f"report_to={name!r}: {error}") from error
     if "wandb" in (args.report_to or []) and not is_logged_in_to_wandb():
         import wandb
 

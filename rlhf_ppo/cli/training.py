@@ -471,6 +471,7 @@ def _trl_trainer(
             problem = "a reward model, not a language model: name the model that it was trained from"
     if problem:
         raise ValueError(f"model_name_or_path={path!r} is {problem}")
+    prepare_trackers(args)
     args.model_init_kwargs = loading_settings(args.trust_remote_code, model_args) | (args.model_init_kwargs or {})
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     set_seed(args.seed)  # determines a new head or adapter
@@ -563,7 +564,6 @@ def train_and_save(
     args: Any = trainer.args
     is_policy = isinstance(trainer, PPOTrainer)
     dataset_name = redacted(dataset_name)  # for model cards
-    prepare_trackers(args)
     if is_policy:
         trainer.dataset_name = dataset_name
     trainer.train(resume_from_checkpoint=parse_resume(args.resume_from_checkpoint))

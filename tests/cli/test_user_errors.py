@@ -79,6 +79,9 @@ MISTAKES = [
     (f"{RUN} --learnin_rate 1", "there is no option --learnin_rate (did you mean 'learning_rate'?)"),
     (f"{RUN} --lora_r 8", "lora_r=8 has no effect without use_peft: add --use_peft"),
     (f"reward {TRL} base --dataset_name rows.jsonl --lora_alpha 8", "lora_alpha=8 has no effect without use_peft"),
+    (f"{RUN} --report_to comet_ml", "report_to='comet_ml': CometCallback requires comet-ml"),
+    (f"sft {TRL} base --dataset_name rows.jsonl --report_to comet_ml", "report_to='comet_ml': CometCallback requires"),
+    (f"{RUN} --report_to nowhere", "nowhere is not supported, only"),
     (f"{RUN} --fp16", "fp16=True has no effect on a CPU"),
     (
         f"train --sft_model_path base --response_length 4 {QUICK} --dataset_name rows.jsonl",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,14 @@ def test_trl_is_a_script_of_trl_without_options() -> None:
 
 
 def test_aitraining_is_its_command_line_without_options() -> None:
-    params = LLMTrainingParams(trainer="ppo", rl_reward_model_path="reward")
-    assert ppo_arguments(params) | preset("aitraining") == ppo_arguments(params)
+    arguments = ppo_arguments(LLMTrainingParams(trainer="ppo", rl_reward_model_path="reward", log="none"))
+    assert arguments["bf16"] is preset("aitraining")["bf16"] is False  # which both are on a CPU
+    command = PPOConfig(**{**arguments, **CPU})
+    in_python = PPOConfig("out", **{**CPU, **preset("aitraining")})
+    differing = {option.name for option in fields(PPOConfig)} - {"output_dir", "exp_name", "run_name", "logging_dir"}
+    differing = {name for name in differing if getattr(command, name) != getattr(in_python, name)}
+    paths, outputs = {"sft_model_path", "reward_model_path"}, {"logging_steps", "save_strategy", "save_total_limit"}
+    assert differing == paths | outputs | {"per_device_eval_batch_size"}
 
 
 @pytest.mark.parametrize(
