@@ -293,11 +293,6 @@ def reward_sources(params: LLMTrainingParams) -> tuple[str | None, list[Callable
 
 def _resolved(spec: str) -> Callable[..., Any]:
     """Return a reward function; AITraining's signature, one row at a time, is accepted too."""
-    if spec == "custom":
-        raise ValueError(
-            "--rl-reward-fn custom needs the function: write package.module.function or path/file.py:function, with "
-            "the arguments prompt, generated and full_text, or GRPOTrainer's"
-        )
     function = resolve_reward(spec)
     return Custom(function) if "generated" in inspect.signature(function).parameters else function
 

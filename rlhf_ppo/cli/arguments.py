@@ -229,7 +229,8 @@ def prepare_trackers(args: TrainingArguments) -> None:
     Raises:
         ValueError: A tracker is not installed, or transformers does not know it.
     """
-    for name, tracker in zip(args.report_to, get_reporting_integration_callbacks(args.report_to), strict=True):
+    names: Any = args.report_to  # a list, after `__post_init__`
+    for name, tracker in zip(names, get_reporting_integration_callbacks(names), strict=True):
         try:
             tracker()
         except (RuntimeError, ImportError) as error:

@@ -138,6 +138,11 @@ class LLMTrainingParams:
                 "--trainer reward, or --model-ref, the model for the KL penalty, with --rl-reward-fn for the reward",
             ),
             (
+                self.rl_reward_fn == "custom",
+                "--rl-reward-fn custom needs the function: write package.module.function or path/file.py:function, "
+                "with the arguments prompt, generated and full_text, or GRPOTrainer's",
+            ),
+            (
                 self.rl_multi_objective and self.rl_env_type not in (None, "multi_objective"),
                 f"rl_multi_objective=True contradicts rl_env_type={self.rl_env_type!r}: leave one of them out",
             ),
