@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +39,7 @@ class RowImages:
         fields: The processor's tensors, on the host; those of tokens are `(C,)`.
         ids: The prompt's token ids.
         pictures: The images.
-        of_response: Token type of what follows the prompt.
+        of_response: Token type of what follows the prompt, and of all tokens of a row without the field.
         spare: A row with an image, for passes of several processes in which no row has one.
     """
 
@@ -85,10 +87,10 @@ def model_inputs(rows: Sequence[RowImages], attention_mask: Tensor) -> dict[str,
     device, made = attention_mask.device, dict[str, Tensor]()
     for name in dict.fromkeys(name for row in rows for name in row.fields):
         if name.endswith(_TOKEN_TYPES):
-            types = torch.full(attention_mask.shape, rows[0].of_response)
+            types = torch.tensor([[row.of_response] for row in rows]).repeat(1, attention_mask.shape[1])
             for of_tokens, start, row in zip(types, attention_mask.argmax(dim=1).tolist(), rows, strict=True):
-                of_tokens[: start + len(row.ids)] = 0
                 if name in row.fields:
+                    of_tokens[:start] = 0
                     of_tokens[start : start + len(row.ids)] = row.fields[name]
             made[name] = types.to(device)
         else:
@@ -107,11 +109,25 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 def images_of(row: Mapping[str, Any]) -> list[Any] | None:
     """Return the images in a row's columns, as TRL reads them; None without a column."""
-    if "images" in row:
-        return list(row["images"] or ())
-    if "image" in row:
-        return [] if row["image"] is None else [row["image"]]
+    for column in IMAGE_COLUMNS:
+        if column in row:
+            images = row[column]
+            return [] if images is None else [*images] if isinstance(images, list | tuple) else [images]
     return None
+
+
+def opened(image: Any) -> Any:
+    """Return an image as transformers takes it: also of bytes, of a `file://` address, and as `datasets` stores it.
+
+    Args:
+        image: A Pillow image, bytes, a path or address, or a dict with `bytes` or `path`.
+    """
+    if isinstance(image, bytes):
+        image = {"bytes": image}
+    if isinstance(image, Mapping):
+        return datasets.Image().decode_example({"path": image.get("path"), "bytes": image.get("bytes")})
+    is_file = isinstance(image, str) and image.startswith("file://")
+    return urllib.request.url2pathname(urllib.parse.urlsplit(image).path) if is_file else image
 
 
 def image_blocks(prompt: Any) -> list[Mapping[str, Any]]:
@@ -147,7 +163,8 @@ def shows_images(dataset: Any, thorough: bool = True) -> bool:
 
     Args:
         dataset: A data set, a dict of them, or None.
-        thorough: Also read the first row of a stream, and each row whose contents may be blocks.
+        thorough: Also read the first row of a stream, and each row whose contents may be blocks; a column of images
+            that is empty in all rows counts.
     """
     if isinstance(dataset, Mapping):
         return any(shows_images(each, thorough) for each in dataset.values())
@@ -159,7 +176,10 @@ def shows_images(dataset: Any, thorough: bool = True) -> bool:
         prompt = first.get("prompt")
     except Exception:  # an image that cannot be read, whose row is named when it is encoded
         return True
-    found = bool(image_blocks(prompt)) or any(column in first for column in IMAGE_COLUMNS)
+    columns = [column for column in IMAGE_COLUMNS if column in first]
+    found = bool(image_blocks(prompt)) or bool(columns)
+    if columns and not thorough:
+        return bool(image_blocks(prompt)) or _has_values(dataset, columns)
     if found or is_stream or not thorough:
         return found
     if isinstance(dataset, datasets.Dataset):  # Arrow has one type for all contents
@@ -169,11 +189,27 @@ def shows_images(dataset: Any, thorough: bool = True) -> bool:
     return any(image_blocks(dataset[row].get("prompt")) for row in range(len(dataset)))
 
 
+def _has_values(dataset: Any, columns: Sequence[str]) -> bool:
+    """Return whether a row has an image in these columns; a `datasets.Dataset` does not decode them."""
+    if not isinstance(dataset, datasets.Dataset):
+        return any(images_of(dataset[row]) for row in range(len(dataset)))
+    rows: Any = dataset.select_columns([*columns]).with_format("arrow")
+    return any(images_of(row) for table in rows.iter(1000) for row in table.to_pylist())
+
+
 def as_blocks(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None) -> list[dict[str, Any]]:
     """Return a conversation whose contents are lists of blocks, with the images in their places, as TRL does."""
     from trl.data_utils import prepare_multimodal_messages  # slow to import
 
-    return prepare_multimodal_messages([*map(dict, messages)], [*images] if images else None)
+    shown = prepare_multimodal_messages([*map(dict, messages)], [*images] if images else None)
+    for message in shown:
+        if isinstance(message.get("content"), list):
+            blocks = message["content"]
+            message["content"] = [
+                {**block, "image": opened(block["image"])} if block.get("image") is not None else block
+                for block in blocks
+            ]
+    return shown
 
 
 def without_placeholders(text: str, processor: Any) -> str:
@@ -248,5 +284,15 @@ class ImageChats:
         """Return the tokens and images of a processor's output for one row."""
         own = {name: value for name, value in fields.items() if name not in ("input_ids", "attention_mask", "labels")}
         tensors = {name: value[0] if name.endswith(_TOKEN_TYPES) else value for name, value in own.items()}
+        return RowImages(tensors, fields["input_ids"][0].tolist(), pictures, self._of_response, self.spare)
+
+    def of_ids(self, ids: Sequence[int]) -> RowImages:
+        """Return a row of a text, without images."""
+        # Without the field PaliGemma would read answers in both directions too.
+        types = {_TOKEN_TYPES: torch.zeros(len(ids), dtype=torch.long)} if self._of_response else {}
+        return RowImages(types, ids, of_response=self._of_response, spare=self.spare)
+
+    @property
+    def _of_response(self) -> int:
         is_prefix = type(self.processor).__name__.startswith("PaliGemma")  # its prompt reads itself in both directions
-        return RowImages(tensors, fields["input_ids"][0].tolist(), pictures, int(is_prefix), self.spare)
+        return int(is_prefix)

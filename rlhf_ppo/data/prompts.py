@@ -461,11 +461,8 @@ class ImageCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate rows with `input_ids`."""
-        spare = None if self.encode.chats is None else self.encode.chats.spare
-        made = [
-            self.encode.with_images(row) or (RowImages({}, real_tokens(row), spare=spare), row.get("prompt"))
-            for row in rows
-        ]
+        chats = cast(ImageChats, self.encode.chats)
+        made = [self.encode.with_images(row) or (chats.of_ids(real_tokens(row)), row.get("prompt")) for row in rows]
         images, prompts = zip(*made, strict=True)
         return {**self.collate(rows), "prompt": [*prompts], IMAGES_COLUMN: [*images]}
 

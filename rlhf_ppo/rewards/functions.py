@@ -41,6 +41,18 @@ LogExtra = Callable[[str, list[Any]], None]
 _NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention_mask", EPISODE_COLUMN, IMAGES_COLUMN)
 
 
+_OTHER_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "policy_answers")
+
+
+def check_columns(columns: Iterable[str], name: str = "the data set") -> None:
+    """Raise a `ValueError` if a column has the name of another argument of reward functions."""
+    if taken := [column for column in columns if column in _OTHER_ARGUMENTS]:
+        raise ValueError(
+            f"{name} has the column {taken[0]!r}, but reward functions get another argument of that name: rename or "
+            "drop the column"
+        )
+
+
 class RewardFunction:
     """Scores responses with a function `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 
@@ -126,9 +138,10 @@ class RewardFunction:
         """Return the keyword arguments for the function.
 
         Raises:
-            TypeError: A column of the data set has the name of another argument.
+            ValueError: A column of the data set has the name of another argument.
         """
-        texts = batch.response_texts(self.tokenizer)
+        check_columns(batch.columns)
+        answers = answers_of(batch, self.tokenizer)
         prompts = batch.columns.get("prompt")
         if prompts is None:
             prompts = batch.prompt_texts(self.tokenizer)
@@ -136,8 +149,8 @@ class RewardFunction:
             **{key: list(values) for key, values in batch.columns.items() if key not in _NOT_PASSED},
             prompts=[prompt if isinstance(prompt, str) else [dict(part) for part in prompt] for prompt in prompts],
             completions=[
-                [{"role": "assistant", "content": text}] if not isinstance(prompt, str) else text
-                for prompt, text in zip(prompts, texts, strict=True)
+                [{"role": "assistant", "content": one.completion}] if not isinstance(prompt, str) else one.completion
+                for prompt, one in zip(prompts, answers, strict=True)
             ],
             completion_ids=batch.response_ids(),
             trainer_state=self.trainer_state_getter(),
@@ -147,7 +160,7 @@ class RewardFunction:
         if records := batch.columns.get(EPISODE_COLUMN):
             offered |= _of_episodes(records, offered["completions"])
         if "policy_answers" in named_parameters(self.function):
-            offered["policy_answers"] = answers_of(batch, self.tokenizer)
+            offered["policy_answers"] = answers
         return accepted_arguments(self.function, offered)
 
     def _log_extra(self, num_rows: int, column: str, values: Sequence[Any]) -> None:

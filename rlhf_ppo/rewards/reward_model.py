@@ -96,6 +96,11 @@ class Answer:
         return text.removeprefix(" ") if lacks_space else text
 
     @property
+    def completion(self) -> str:
+        """The response as a reward function reads it: what follows a text or a begun turn, else a whole message."""
+        return self.continuation if self._text_before or not is_conversation(self.prompt) else self.response
+
+    @property
     def text(self) -> str:
         """A text prompt followed by its response."""
         return self.asked + self.continuation

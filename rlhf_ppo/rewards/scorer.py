@@ -91,11 +91,6 @@ class ScoringBatch:
         prompts = self._rows[0]
         return self.once("prompts", tokenizer, lambda: tokenizer.batch_decode(prompts, skip_special_tokens=True))
 
-    def response_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return each response's text, without its `silent_ids`, decoded once for all sources."""
-        silent = silent_ids(tokenizer, self.stops)
-        return self.once("responses", tokenizer, lambda: spoken_texts(tokenizer, self._rows[1], silent))
-
     @property
     def written(self) -> list[list[bool]]:
         """For each response, whether the policy wrote each of its real tokens."""

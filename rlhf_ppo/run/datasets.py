@@ -48,6 +48,7 @@ from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary, reads_images
 from rlhf_ppo.models.loading import NOT_HERE
 from rlhf_ppo.models.reference import Reference
+from rlhf_ppo.rewards.functions import check_columns
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, tokenizer_beside
 from rlhf_ppo.run.distributed import get_logger, isolated_rng, num_processes
 from rlhf_ppo.run.episodes import EpisodeRollouts
@@ -437,6 +438,8 @@ class PromptPreparation:
         if isinstance(dataset, Mapping):
             return {key: self.prepared(value, f"{name}[{key!r}]") for key, value in dataset.items()}
         args = self.args
+        if self.columns_are_read and num_rows(dataset):
+            check_columns(columns_of(dataset, name), name)
         if isinstance(dataset, Dataset) and args.remove_unused_columns and not self.columns_are_read:
             used = {*PROMPT_COLUMNS, *OWN_COLUMNS, args.length_column_name}
             prompt_column(dataset.column_names, name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as Pillow
 
@@ -95,6 +97,32 @@ def test_which_data_sets_have_images() -> None:
     assert shows_images(table(jpeg()).to_iterable_dataset()) and shows_images(table(b"no image"))
     assert shows_images([text] * 2 + [{"prompt": block()}]) and not shows_images([text, {"prompt": block()}], False)
     assert not any(map(shows_images, ([text], Dataset.from_list([text]), iter([text]), None, [{"prompt": "w3"}])))
+
+
+def test_an_image_is_read_in_every_form_that_data_sets_have(encode: PromptEncoder, tmp_path: Path) -> None:
+    image, path = picture(1), tmp_path / "a b.png"
+    image.save(path)
+    stored = {"bytes": path.read_bytes(), "path": None}
+    forms = [path.read_bytes(), stored, {"bytes": None, "path": str(path)}, path.as_uri(), str(path)]
+    rows: list[dict[str, Any]] = [{"prompt": ASKED, "image": form} for form in forms]
+    rows += [{"prompt": ASKED, "image": [image]}, {"prompt": ASKED, "images": image}]
+    rows += [{"prompt": block(image=form)} for form in forms]
+    (read, *others) = [encode.with_images(row) for row in [{"prompt": ASKED, "images": [image]}, *rows]]
+    assert read is not None
+    for shown in others:
+        assert shown is not None and shown[0].ids == read[0].ids
+        assert torch.equal(shown[0].fields["pixel_values"], read[0].fields["pixel_values"])
+    both = encode.with_images({"prompt": ASKED, "image": [image, picture(2)]})
+    assert both is not None and len(both[0].pictures) == 2
+
+
+@pytest.mark.parametrize("as_dataset", [True, False])
+def test_a_column_without_an_image_shows_none_to_a_model_of_texts(as_dataset: bool) -> None:
+    features = Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "images": [Image()]})
+    for images, shows in (([None, []], False), ([[], [picture(1)]], True)):
+        rows = [{"prompt": ASKED, "images": each} for each in images]
+        assert shows_images(Dataset.from_list(rows, features) if as_dataset else rows, thorough=False) == shows
+    assert shows_images([{"prompt": ASKED, "image": None}, {"prompt": ASKED, "image": picture(1)}], thorough=False)
 
 
 def test_a_thumbnail_is_small() -> None:

@@ -14,8 +14,9 @@ from torch import nn
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from rlhf_ppo.data.images import ImageChats, model_inputs
 from tests.runs import logged, record_rollouts
-from tests.vision import KINDS, alone, image_rows, make_model, make_processor
+from tests.vision import KINDS, alone, image_rows, make_model, make_processor, picture
 
 LENGTH = 5
 
@@ -111,3 +112,31 @@ def test_the_policy_reads_what_it_reads_under_grpo(name: str, make_trainer: Any,
 
 def no_reward(completions: Any, **_: Any) -> list[float | None]:
     return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("name", ["paligemma", "gemma3"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)])
+def test_a_text_among_images_reads_what_it_reads_alone(name: str, order: tuple[int, ...]) -> None:
+    """Whichever row is first, and without images: PaliGemma reads no answer in both directions."""
+    processor = make_processor(name)
+    policy, chats = make_model(name, processor), ImageChats(processor)
+    image, _ = chats.encoded(image_rows((1,))[0]["prompt"], [picture(1)], {})
+    rows, answer = [chats.of_ids([5, 6, 7, 8]), image], torch.tensor([[9, 10, 11]])
+    text = torch.tensor([[*rows[0].ids]])
+    fields = {"input_ids": torch.tensor([[*image.ids]]), "attention_mask": torch.ones(1, len(image.ids)).long()}
+    types = {key: value[None] if key.endswith("token_type_ids") else value for key, value in image.fields.items()}
+    with torch.no_grad():
+        types_of_text = {"token_type_ids": torch.zeros_like(text)} if name == "paligemma" else {}
+        asked = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+        alone_text = policy(**with_response(asked | types_of_text, answer, 1)).logits[0]
+        prefill = policy(**asked, use_cache=True).logits[0]
+        torch.testing.assert_close(alone_text[: len(prefill)], prefill, atol=1e-4, rtol=1e-4)  # as `generate` reads it
+        alone_image = policy(**with_response(fields | types, answer, int(name == "paligemma"))).logits[0]
+        ids = [torch.tensor([*rows[row].ids, *answer[0]]) for row in order]
+        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
+        given = model_inputs([rows[row] for row in order], mask)
+        logits = policy(input_ids=padded, attention_mask=mask, **given).logits
+    for place, row in enumerate(order):
+        expected = (alone_text, alone_image)[row]
+        torch.testing.assert_close(logits[place, : len(expected)], expected, atol=1e-4, rtol=1e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.data.prompts import PromptEncoder
@@ -59,7 +59,7 @@ def test_pretokenized_prompts_are_decoded_and_ids_are_the_real_ones(tokenizer: P
     seen: dict[str, Any] = {}
     source(recorder(seen), tokenizer)(make_batch(answer=["x", "y", "z"]))
     assert seen["prompts"] == ["w0 w1", "w4", "w5"]  # an EOS inside the prompt is real, and a special token
-    assert seen["completions"] == ["w2 w3", "", "w6 w6 w6"]
+    assert seen["completions"] == [" w2 w3", "", " w6 w6 w6"]  # what follows the prompt's text
     assert seen["completion_ids"] == [[4, 5, EOS], [EOS], [8, 8, 8]]
     assert seen["answer"] == ["x", "y", "z"] and seen["trainer_state"] is STATE
 
@@ -75,7 +75,7 @@ def test_texts_keep_special_tokens_that_the_policy_wrote(tokenizer: PreTrainedTo
     batch = ScoringBatch(ids, ids > 0, (ids > 0)[:, 1:], {}, torch.tensor([True, True]), (end,))
     seen: dict[str, Any] = {}
     source(recorder(seen), tokenizer)(batch)
-    assert seen["completions"] == ["<think> w2 </think> w3", "w2 </think> w3"]
+    assert seen["completions"] == [" <think> w2 </think> w3", " w2 </think> w3"]
 
     tokenizer.chat_template = "{% for m in messages %}" + header + "{% endfor %}" + opened
     tokenizer.add_tokens(["user", "assistant"])
@@ -85,6 +85,23 @@ def test_texts_keep_special_tokens_that_the_policy_wrote(tokenizer: PreTrainedTo
     pattern = builtin_reward("formatting", pattern="^<think>.*</think>")
     for reward in (pattern, builtin_reward("think_format_reward")):
         assert source(reward, tokenizer)(batch).tolist() == [1, 1]
+
+
+def test_a_text_and_its_completion_are_the_text_that_was_sampled() -> None:
+    """SentencePiece's first word has no space; a message, and what follows a begun one, are texts of their own."""
+    core = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["</s>", "▁Mom", "▁said", "▁that", "▁was"])}))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()  # pyright: ignore
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", chat_template="")
+    ids = torch.tensor([[1, 2, 3, 1, 4, 0]])
+    chat = [{"role": "user", "content": "Mom said that"}]
+    begun = [*chat, {"role": "assistant", "content": "Mom said that"}]
+    for columns, expected in (({}, " Mom was"), ({"prompt": [chat]}, "Mom was"), ({"prompt": [begun]}, " Mom was")):
+        seen: dict[str, Any] = {}
+        real = torch.ones_like(ids).bool()
+        source(recorder(seen), tokenizer)(ScoringBatch(ids, real, real[:, 3:], columns, torch.tensor([True]), (0,)))
+        completion = seen["completions"][0]
+        assert (completion if isinstance(completion, str) else completion[0]["content"]) == expected
+    assert isinstance(seen["prompts"][0], list)
 
 
 CONVERSATIONS = [[{"role": "user", "content": f"w{index}"}] for index in range(3)]
@@ -109,9 +126,9 @@ def test_arguments_and_scores_are_those_of_grpo(form: str, is_async: bool, token
         return reward(**arguments)
 
     function, batch, loop = reward_async if is_async else reward, make_batch(**columns), asyncio.new_event_loop()
-    completions: list[Any] = ["w2 w3", "", "w6 w6 w6"]
+    completions: list[Any] = [" w2 w3", "", " w6 w6 w6"]  # GRPO's lack the space: it decodes them alone
     if form == "conversation":
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
+        completions = [[{"role": "assistant", "content": text.strip()}] for text in completions]
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(device="cpu", is_main_process=True),
         args=SimpleNamespace(report_to=[]),

@@ -139,3 +139,10 @@ def test_launched_processes_that_do_not_know_each_other_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="the launcher started 2 processes without accelerators"):
         num_processes(args)
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state", "log_metric", "log_extra"])
+def test_a_column_with_the_name_of_another_argument_is_refused_at_the_start(column: str, make_trainer: Any) -> None:
+    rows = [{"input_ids": [3, 4], column: "a"}] * 8
+    with pytest.raises(ValueError, match=f"train_dataset has the column '{column}', but reward functions get another"):
+        make_trainer(train_dataset=rows)
