@@ -141,7 +141,7 @@ class PromptEncoder:
                 **settings,
             )
         except Exception as error:
-            raise ValueError(f"row {index} of {self.name}: the chat template rejects it: {error}") from error
+            self._fail(index, f"is rejected by the chat template ({error})", "give the messages that it takes")
         return _as_list(ids_of(encoded))
 
     def _settings(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
