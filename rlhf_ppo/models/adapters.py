@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,23 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-PROMPT_LEARNING = "prompt learning adds virtual tokens to the sequence itself; use a method like LoRA"
-"""Reason for refusing prompt learning, and the fix."""
+EXACT_KINDS = frozenset(
+    "ADALORA ADAPTION_PROMPT BEFT BOFT C3A DEFT DELORA FOURIERFT FROD GLORA GRALORA HIRA HRA IA3 LN_TUNING LOHA LOKR "
+    "LORA MISS OFT OSF PEANUT PSOFT PVERA RANDLORA ROAD SHIRA SUPERTUNING TINYLORA TRAINABLE_TOKENS UNILORA VBLORA "
+    "VERA WAVEFT".split()
+)
+"""PEFT's kinds of adapters whose passes here are those of `PeftModel.forward` on each row alone, and which train.
+
+Not in it: virtual tokens, routers that read the whole batch (Lily), and what acts in `PeftModel.forward` (X-LoRA)."""
+
+INEXACT_OPTIONS = (
+    "alora_invocation_tokens",  # in `PeftModel.forward`
+    "monteclora_config",  # in training mode
+    "arrow_config",  # trains nothing of its own
+    "ensure_weight_tying",  # PEFT adds half of a second such adapter
+    "use_qalora",  # never run
+)
+"""Options of LoRA with which this does not hold."""
 
 LOADED = "_hf_peft_config_loaded"
 """Attribute of a model, no `PeftModel`, into which transformers itself has loaded an adapter: True."""
@@ -46,22 +61,34 @@ _LORA_WEIGHT = re.compile(r"\.lora_(embedding_)?[AB]\.")
 _LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
 """The factor that is 0 in a new adapter."""
 
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that change the weights below the adapter, or how these begin."""
 
 
 def check_adapter(model: nn.Module, argument: str) -> None:
-    """Check that a model's active adapter acts inside the layers, which run without `PeftModel.forward`.
+    """Check that a model's adapters act inside the layers, which run without `PeftModel.forward`.
 
     Args:
         model: Any model; without adapters it passes.
         argument: Name of the caller's argument, for the error message.
 
     Raises:
-        ValueError: The adapter learns a prompt.
+        ValueError: An adapter is of a kind, or has an option, that does not.
     """
-    if is_peft_model(model) and model.active_peft_config.is_prompt_learning:
-        raise ValueError(f"{argument} has an adapter of the kind {adapter_kind(model)}: {PROMPT_LEARNING}")
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        _check_kind(config, f"{argument} has an adapter")
+
+
+def _check_kind(peft_config: Any, what: str) -> None:
+    from peft import PeftType
+
+    kind = PeftType(peft_config.peft_type).value
+    option = next((f" with {name}" for name in INEXACT_OPTIONS if getattr(peft_config, name, None)), "")
+    if kind not in EXACT_KINDS or option:
+        raise ValueError(
+            f"{what} of the kind {kind}{option}, whose log-probabilities and gradients would not be exact here, or "
+            "were never seen to be: use LoRA, or another kind that docs/models.md names"
+        )
 
 
 def adapter_kind(model: nn.Module) -> str:
@@ -175,7 +202,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
 
     _check_config(policy, peft_config, "model", "peft_config")
     if base_serves_others:
-        _check_base_stays(peft_config)
+        _check_base_stays(peft_config, "peft_config")
     return get_peft_model(policy, _in_language_model(policy, peft_config), adapter_name=name or "default")
 
 
@@ -276,6 +303,17 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
 
 
+def trained_but_not_saved(model: nn.Module) -> str | None:
+    """Return the name of a trained weight that PEFT does not save with a `PeftModel`'s active adapter, or None."""
+    if not is_peft_model(model) or is_managed(model):
+        return None
+    saved = {value.data_ptr() for value in adapter_state(model).values()}
+    trained = (
+        name for name, weight in model.named_parameters() if weight.requires_grad and weight.data_ptr() not in saved
+    )
+    return next(trained, None)
+
+
 def _name_in(model: nn.Module, part: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is part)
 
@@ -304,10 +342,45 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
         ValueError: There is no such adapter.
     """
     adapted = with_adapters(policy)
-    adapters = list(adapted.peft_config)
-    if name is not None and name not in adapters:
-        raise ValueError(f"model_adapter_name={name!r} is not an adapter of the policy, which has {adapters}")
-    adapted.set_adapter(active_adapter(policy) if name is None else name)
+    active, adapters = active_adapter(policy), list(adapted.peft_config)
+    fault = "is not an adapter" if name not in (None, *adapters) else None
+    if name is None and len(adapted.active_adapters) > 1:
+        fault = "does not say which one to train of the active adapters"
+    if fault is not None:
+        raise ValueError(f"model_adapter_name={name!r} {fault} of the policy, which has {adapters}")
+    is_trained = any(weight.requires_grad for weight in policy.parameters())  # not so if loaded for inference
+    with trained_weights_kept(policy) if is_trained and name in (None, active) else nullcontext():
+        adapted.set_adapter(name or active)
+
+
+@contextmanager
+def trained_weights_kept(policy: nn.Module) -> Iterator[None]:
+    """Restore which weights are trained after a context in which PEFT adds or switches adapters.
+
+    PEFT sets `requires_grad` of whole adapters, and so would train what the user has frozen.
+
+    Args:
+        policy: A `PeftModel`; weights that are added inside the context are not trained.
+    """
+    trained = {id(weight) for weight in policy.parameters() if weight.requires_grad}
+    try:
+        yield
+    finally:
+        for weight in policy.parameters():
+            weight.requires_grad_(id(weight) in trained)
+
+
+def trained_in_base(policy: nn.Module) -> str | None:
+    """Return the name of a trained weight outside of a `PeftModel`'s adapters, which all of them share, or None."""
+    return next(
+        (
+            f"{name}.{key}"
+            for name, module in _bare_modules(transformers_model(policy))
+            for key, weight in module._parameters.items()
+            if weight is not None and weight.requires_grad
+        ),
+        None,
+    )
 
 
 def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) -> None:
@@ -321,8 +394,7 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
         )
     if fault is not None:
         raise ValueError(f"{role} {fault}")
-    if peft_config.is_prompt_learning:
-        raise ValueError(f"{argument} is a {type(peft_config).__name__}: {PROMPT_LEARNING}")
+    _check_kind(peft_config, f"{argument} is")
     if argument == "peft_config" and peft_config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(
             f"peft_config has task_type={str(peft_config.task_type)!r}, as which the policy would be saved; leave it "
@@ -335,17 +407,37 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
         )
 
 
-def _check_base_stays(peft_config: Any) -> None:
+def _check_base_stays(peft_config: Any, argument: str) -> None:
     """Check that the model without the adapter is the given model, now and after training."""
     fix = (
         "which is the reference's too, and with share_base_model=True the value model's: choose another setting, or "
         "pass ref_model and leave share_base_model=False"
     )
-    bias, how = getattr(peft_config, "bias", "none"), getattr(peft_config, "init_lora_weights", True)
-    if bias != "none":
-        raise ValueError(f"peft_config has bias={bias!r}, which trains biases of the base, {fix}")
+    bias, option = getattr(peft_config, "bias", "none"), _changes_base(peft_config)
+    fault = f"{option}, which changes the weights" if option else f"bias={bias!r}, which trains biases"
+    if option or bias != "none":
+        raise ValueError(f"{argument} has {fault} of the base, {fix}")
+
+
+@contextmanager
+def config_of_another(policy: nn.Module) -> Iterator[Any]:
+    """Yield the configuration of a further adapter like a `PeftModel`'s active one; keep the base while it is added.
+
+    Some configurations change the base once more with each adapter: PiSSA subtracts it, and layers are replicated.
+    """
+    config: Any = copy.deepcopy(with_adapters(policy).active_peft_config)
+    if getattr(config, "layer_replication", None):
+        config.layer_replication = None
+    with preserve_base(policy) if _changes_base(config) else nullcontext():
+        yield config
+
+
+def _changes_base(peft_config: Any) -> str | None:
+    """Return the option with which a new adapter changes the weights below it, or None."""
+    how, kasa = getattr(peft_config, "init_lora_weights", True), getattr(peft_config, "kasa_config", None)
     if str(how).startswith(_CHANGES_BASE):
-        raise ValueError(f"peft_config has init_lora_weights={how!r}, which changes the weights of the base, {fix}")
+        return f"init_lora_weights={how!r}"
+    return None if kasa is None else f"kasa_config={kasa}"
 
 
 # ---- One base under several models ----
@@ -373,12 +465,13 @@ def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_conf
     _check_base_is_frozen(policy)
     critic = _scorer_with_zero_head(policy) if value_model is None else value_model
     if peft_config is not None:
+        _check_base_stays(peft_config, "value_peft_config")
         critic = add_value_adapter(critic, peft_config)
     elif isinstance(critic, ValueHead):
         return critic
     elif not is_peft_model(critic):
-        config = with_adapters(policy).active_peft_config
-        critic = _with_adapter_like(config, critic)
+        with config_of_another(policy) as config:
+            critic = _with_adapter_like(config, critic)
         if value_model is None:
             copy_adapter(policy, critic)
     if (difference := share_base(critic, policy)) is not None:
@@ -449,26 +542,22 @@ def _with_adapter_like(config: Any, model: nn.Module) -> nn.Module:
     def is_there(name: str) -> bool:
         return any(full == name or full.endswith(f".{name}") for full in names)
 
-    changed = copy.deepcopy(config)
-    changed.inference_mode = False
+    config.inference_mode = False
     if getattr(config, "modules_to_save", None):
-        changed.modules_to_save = [name for name in config.modules_to_save if is_there(name)] or None
+        config.modules_to_save = [name for name in config.modules_to_save if is_there(name)] or None
     if isinstance(tokens := getattr(config, "trainable_token_indices", None), dict):
-        changed.trainable_token_indices = {name: ids for name, ids in tokens.items() if is_there(name)}
-    return add_value_adapter(model, changed)
+        config.trainable_token_indices = {name: ids for name, ids in tokens.items() if is_there(name)}
+    return add_value_adapter(model, config)
 
 
 def _check_base_is_frozen(policy: nn.Module) -> None:
     if not is_peft_model(policy):
         raise ValueError("share_base_model=True, but all weights of model are trained; pass peft_config")
-    for name, module in _bare_modules(backbone(policy)):
-        for key, value in module._parameters.items():
-            if value is not None and value.requires_grad:
-                raise ValueError(
-                    f"share_base_model=True, but the policy's adapter, of the kind {adapter_kind(policy)}, trains "
-                    f"{name}.{key} of the base, which every model would follow; set bias='none' in peft_config, or "
-                    "choose a kind such as LoRA"
-                )
+    if (weight := trained_in_base(policy)) is not None:
+        raise ValueError(
+            f"share_base_model=True, but the policy's adapter, of the kind {adapter_kind(policy)}, trains {weight} of "
+            "the base, which every model would follow; set bias='none' in peft_config, or choose a kind such as LoRA"
+        )
 
 
 def _bare_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

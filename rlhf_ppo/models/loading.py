@@ -31,6 +31,7 @@ from rlhf_ppo.models.adapters import (
     is_adapter_directory,
     load_adapter,
     merged_in_place,
+    trained_but_not_saved,
 )
 from rlhf_ppo.models.heads import (
     ValueHead,
@@ -236,6 +237,11 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
             )
         elif not any(parameter.requires_grad for parameter in model.parameters()):
             fault = f"has no trainable parameter; call {argument}.requires_grad_(True)"
+        elif (weight := trained_but_not_saved(model)) is not None:
+            fault = (
+                f"trains {weight}, which PEFT does not save with the adapter: freeze it, or name its module in the "
+                "adapter's modules_to_save"
+            )
         if fault is not None:
             raise ValueError(f"{argument} {fault}")
         if not isinstance(model, ValueHead):

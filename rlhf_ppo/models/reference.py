@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.models.adapters import adapter_kind, adapter_state, adds_nothing
+from rlhf_ppo.models.adapters import (
+    adapter_kind,
+    adapter_state,
+    adds_nothing,
+    config_of_another,
+    trained_in_base,
+    trained_weights_kept,
+)
 from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.loading import low_precision_parameters
 from rlhf_ppo.models.policy_and_value import ResponseLogprobs, response_logprobs
@@ -110,7 +117,7 @@ class Reference:
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
         """Yield the module whose `policy` is the reference, to generate from; the arguments are those of `forward`."""
         if self.model is None:
-            with _use_adapter(with_adapters(policy), self.adapter_name):
+            with trained_weights_kept(policy), _use_adapter(with_adapters(policy), self.adapter_name):
                 yield model
         else:
             with getattr(self.model, "offload", nullcontext)():
@@ -187,17 +194,13 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
 
 def can_hold_two(policy: nn.Module) -> bool:
     """Return whether the policy can have a second adapter of this kind that shares no trainable parameter."""
-    config = with_adapters(policy).active_peft_config
-    return adapter_kind(policy) not in _ONE_AT_A_TIME and getattr(config, "bias", "none") == "none"
+    return adapter_kind(policy) not in _ONE_AT_A_TIME and trained_in_base(policy) is None
 
 
 def _whole_copy(policy: nn.Module) -> nn.Module:
-    config = with_adapters(policy).active_peft_config
-    what = f"an adapter of the kind {adapter_kind(policy)} with bias={getattr(config, 'bias', 'none')!r}"
-    logger.warning(
-        f"model has {what}, of which PEFT holds one at a time: the reference is a copy of the whole policy, and takes "
-        "as much memory."
-    )
+    weight, kind = trained_in_base(policy), adapter_kind(policy)
+    why = f"PEFT holds one adapter of the kind {kind} at a time" if weight is None else f"model trains {weight}"
+    logger.warning(f"{why}: the reference is a copy of the whole policy, and takes as much memory.")
     return copy.deepcopy(policy)
 
 
@@ -210,10 +213,10 @@ def _copy_active_adapter(policy: PeftModel) -> str:
         if name not in policy.peft_config:
             break
         name = f"{INITIAL_ADAPTER}{number}"
-    config = copy.deepcopy(policy.peft_config[active])
-    policy.add_adapter(name, config, autocast_adapter_dtype=not low_precision_parameters(policy))
-    set_peft_model_state_dict(policy, adapter_state(policy), adapter_name=name)
-    policy.set_adapter(active)
+    with trained_weights_kept(policy), config_of_another(policy) as config:
+        policy.add_adapter(name, config, autocast_adapter_dtype=not low_precision_parameters(policy))
+        set_peft_model_state_dict(policy, adapter_state(policy), adapter_name=name)
+        policy.set_adapter(active)
     return name
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from rlhf_ppo.models.adapters import EXACT_KINDS, INEXACT_OPTIONS
 from rlhf_ppo.models.reference import Reference
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK, die_and_resume
+from tests.models.test_logprobs import ragged_batch
+from tests.runs import QUICK, die_and_resume, parameters
 
 peft = pytest.importorskip("peft")
 
@@ -153,6 +155,41 @@ def test_a_named_adapter_is_saved_where_it_is_looked_for(make_trainer: MakeTrain
     assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "run"]
 
 
+FROZEN = "layers.0.self_attn.q_proj.lora_A"
+
+
+def frozen_in_part(policy: Any) -> Any:
+    """Freeze a tensor of each adapter."""
+    for name, weight in policy.named_parameters():
+        weight.requires_grad_(weight.requires_grad and FROZEN not in name)
+    return policy
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: {"model": frozen_in_part(trained_adapter()), "kl_coef": 0.0},
+        lambda: {"model": frozen_in_part(trained_adapter())},
+        lambda: {"model": frozen_in_part(two_adapters()), "model_adapter_name": "sft", "ref_adapter_name": "policy"},
+        lambda: {"model": frozen_in_part(trained_adapter()), "share_base_model": True, "value_model": None},
+        lambda: {"model": frozen_in_part(trained_adapter()), "value_model": "policy"},
+    ],
+    ids=["no reference", "reference", "named adapters", "one base", "one body"],
+)
+def test_what_the_user_froze_stays(make_trainer: MakeTrainer, tmp_path: Path, policy: Any):
+    def arguments() -> Any:
+        torch.manual_seed(11)
+        return policy()
+
+    start = arguments()["model"]
+    before, trained = weights(start), {name for name, value in start.named_parameters() if value.requires_grad}
+    for trainer in die_and_resume(make_trainer, tmp_path, arguments):
+        model = trainer.policy_model
+        assert {name for name in before if not torch.equal(before[name], model.get_parameter(name))} == trained
+        held = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+        assert {name for name, weight in model.named_parameters() if id(weight) in held} == trained
+
+
 # ---- A value model with an adapter ----
 
 
@@ -232,6 +269,21 @@ def adapted_scorer() -> Any:
     return peft.get_peft_model(tiny_scorer(), lora(task_type="SEQ_CLS"))
 
 
+PISSA = lora(init_lora_weights="pissa")
+
+
+def with_trained_norm() -> Any:
+    policy = trained_adapter()
+    policy.get_base_model().model.norm.requires_grad_(True)
+    return policy
+
+
+def both_active() -> Any:
+    policy = two_adapters()
+    policy.base_model.set_adapter(["sft", "policy"])
+    return policy
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -246,8 +298,26 @@ def adapted_scorer() -> Any:
         ),
         (lambda: {"model": trained_adapter(), **VALUE_ADAPTER}, "value_model starts from an adapter"),
         (lambda: {"reward_model": adapted_scorer(), **VALUE_ADAPTER}, "value_model starts from an adapter"),
+        (lambda: {"model": with_trained_norm()}, r"model trains .*\.norm\.weight, which PEFT does not save"),
+        (lambda: {"model": both_active()}, "model_adapter_name=None does not say which one to train"),
+        (
+            lambda: {"model": trained_adapter(), "share_base_model": True, "value_peft_config": PISSA},
+            "value_peft_config has init_lora_weights='pissa'",
+        ),
     ],
-    ids=["no such", "no reference", "changed base", "biases", "frozen", "second", "value from policy", "from reward"],
+    ids=[
+        "no such",
+        "no reference",
+        "changed base",
+        "biases",
+        "frozen",
+        "second",
+        "value from policy",
+        "from reward",
+        "not saved",
+        "two active",
+        "base of the critic",
+    ],
 )
 def test_what_cannot_work(make_trainer: MakeTrainer, arguments: Any, message: str):
     with pytest.raises(ValueError, match=message):
@@ -260,3 +330,173 @@ def test_an_adapter_that_transformers_has_loaded_is_refused(make_trainer: MakeTr
 
     with pytest.raises(ValueError, match=r"model holds an adapter.*is_trainable=True"):
         make_trainer(model=AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"))
+
+
+# ---- Every kind of adapter that PEFT has ----
+
+LAYERS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
+NEEDED: dict[str, dict[str, Any]] = {
+    "ADALORA": {**LAYERS, "total_step": 10, "init_r": 4, "target_r": 2},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 2, "task_type": "CAUSAL_LM"},
+    "BOFT": {**LAYERS, "boft_block_size": 4},
+    "C3A": {**LAYERS, "block_size": 8},
+    "FOURIERFT": {**LAYERS, "n_frequency": 20},
+    "IA3": {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
+    "MISS": {**LAYERS, "r": 4},
+    "OFT": {**LAYERS, "r": 0, "oft_block_size": 4},
+    "PSOFT": {**LAYERS, "r": 4},
+    "ROAD": {**LAYERS, "group_size": 8},
+    "SHIRA": {**LAYERS, "r": 2},
+    "TRAINABLE_TOKENS": {"token_indices": [3, 4, 5], "target_modules": ["embed_tokens"]},
+    "VBLORA": {**LAYERS, "r": 4, "vector_length": 16, "num_vectors": 10},
+    "WAVEFT": {**LAYERS, "n_frequency": 20},
+}
+"""Options without which a kind does not fit the tiny model."""
+
+
+def of_peft(name: str, **options: Any) -> Any:
+    """A part of LoRA's configuration; None where the installed PEFT does not have it."""
+    part = getattr(peft.tuners.lora.config, name, None)
+    return part and part(**options)
+
+
+LORAS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": "all"},
+    "bias of the layers": {"bias": "lora_only"},
+    "block diagonal": {
+        "use_bdlora": of_peft(
+            "BdLoraConfig", nblocks=2, target_modules_bd_a=["q_proj"], target_modules_bd_b=["v_proj"]
+        )
+    },
+    "dora": {"use_dora": True, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "dropout": {"lora_dropout": 0.5},
+    "embeddings and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "eva": {"init_lora_weights": "eva", "eva_config": of_peft("EvaConfig")},
+    "gradients": {"init_lora_weights": "lora_ga", "lora_ga_config": of_peft("LoraGAConfig")},
+    "kasa": {"kasa_config": of_peft("KasaConfig")},
+    "layer twice": {"layer_replication": [[0, 2], [0, 2]]},
+    "layers": {"layers_to_transform": [1], "layers_pattern": "layers", "exclude_modules": ["k_proj"]},
+    "lora_bias": {"lora_bias": True, "target_modules": ["q_proj", "lm_head"]},
+    "mica": {"init_lora_weights": "mica"},
+    "modules_to_save": {"modules_to_save": ["embed_tokens", "norm", "lm_head"]},
+    "parameters": {"target_parameters": ["mlp.down_proj.weight"]},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_rslora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "tokens": {"trainable_token_indices": [3, 4, 5]},
+    "velora": {"velora_config": of_peft("VeloraConfig", num_groups=4)},
+}
+NOT_RUN = {"corda_config", "loftq_config", "fan_in_fan_out", "megatron_config", "megatron_core", "runtime_config"}
+NOT_RUN |= {"qalora_group_size"}
+"""First weights that need data or a quantizer, layers that no model here has, and the place of the computation."""
+
+
+def adapter_of(kind: str, **options: Any) -> Any:
+    return peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)](**NEEDED.get(kind, LAYERS) | options)
+
+
+def perturb(model: nn.Module, seed: int) -> Any:
+    """Move all trained weights, so that the adapter does something."""
+    torch.manual_seed(seed)
+    for weight in model.parameters():
+        weight.data += weight.requires_grad * 0.05 * torch.randn_like(weight)
+    return model
+
+
+@torch.no_grad()
+def rows_alone(policy: nn.Module, critic: Any, ids: Tensor, real: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and values of the responses, by the models' own forward passes over each row alone."""
+    logprobs, values = torch.zeros(2, *new.shape)
+    for at, place in new.nonzero().tolist():
+        row = ids[at, real[at]]
+        start = len(row) - int(new[at].sum()) + place
+        before, token = {"input_ids": row[None, :start], "use_cache": False}, row[start]
+        logprobs[at, place] = policy.eval()(**before).logits[0, -1].log_softmax(-1)[token]
+        values[at, place] = critic.eval()(**before).logits[0, 0]
+    return logprobs, values
+
+
+CASES = [(kind, {}) for kind in sorted(EXACT_KINDS)] + [("LORA", {"r": 4, **options}) for options in LORAS.values()]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=[*sorted(EXACT_KINDS), *LORAS])
+def test_each_kind_trains_and_is_what_peft_computes_of_a_row_alone(
+    make_trainer: MakeTrainer, kind: str, options: dict[str, Any]
+):
+    fields = getattr(peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(kind), "__dataclass_fields__", {})
+    if not options.keys() <= fields.keys() or None in options.values() or not fields:
+        pytest.skip("the installed PEFT has no such adapter")
+    base = {"attention_bias": True} if "bias" in options else {}
+
+    def model() -> Any:
+        torch.manual_seed(1)
+        return perturb(peft.get_peft_model(tiny_policy(**base), adapter_of(kind, **options)), seed=2)
+
+    critic = {"value_peft_config": adapter_of(kind, **options)} if "modules_to_save" in fields else {}
+    trainer = make_trainer(
+        model=model(), train_dataset=[{"input_ids": [3, 4, 5, 9]}] * 2, **critic, **QUICK | {"total_episodes": 2},
+        value_model=tiny_scorer(seed=2, **base), kl_coef=0.1, temperature=1.0, learning_rate=0.01, weight_decay=0.0,
+    )  # fmt: skip
+    both: Any = perturb(trainer.model, seed=3)
+    batch = ragged_batch(3)
+    batch[0].remainder_(6).add_(3)  # no PAD, which ends a text for a classifier
+    expected, values = rows_alone(trainer.policy_model, trainer.value_model, *batch)
+    start, _ = rows_alone(model(), trainer.value_model, *batch)
+
+    def check_reference() -> None:
+        with torch.no_grad(), trainer.reference.forward(both, trainer.policy_model) as forward:
+            torch.testing.assert_close(forward(*batch)[0], start, atol=1e-5, rtol=0)
+
+    for learning in (False, True):
+        with torch.set_grad_enabled(learning):
+            output = both.train(learning)(*batch)
+        torch.testing.assert_close(output.logprobs, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(output.values, values, atol=1e-5, rtol=0)
+    assert float((start - expected).abs().max()) > 1e-3
+    check_reference()
+
+    before = parameters(trainer)
+    trained = {name for name, weight in both.named_parameters(remove_duplicate=False) if weight.requires_grad}
+    trainer.train()
+
+    assert {name for name, value in parameters(trainer).items() if not torch.equal(before[name], value)} == trained
+    assert sum(name.startswith("policy.") for name in trained)
+    check_reference()
+
+
+@pytest.mark.parametrize("kind", sorted({kind.value for kind in peft.PeftType} - EXACT_KINDS))
+def test_a_kind_that_was_not_seen_to_be_exact_is_refused(make_trainer: MakeTrainer, kind: str):
+    config = lora()
+    config.peft_type = peft.PeftType(kind)
+
+    with pytest.raises(ValueError, match=f"^peft_config is of the kind {kind}, .*: use LoRA"):
+        make_trainer(peft_config=config)
+
+
+def alora(model: nn.Module | None = None, **options: Any) -> Any:
+    config = lora(alora_invocation_tokens=[9, 4], **options)
+    return config if model is None else peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("peft_config", alora),
+        ("value_peft_config", alora),
+        ("model", lambda: alora(tiny_policy())),
+        ("ref_model", lambda: alora(tiny_policy())),
+        ("value_model", lambda: alora(tiny_scorer(), task_type="SEQ_CLS")),
+        ("reward_model", lambda: alora(tiny_scorer(), task_type="SEQ_CLS")),
+    ],
+)
+def test_what_acts_in_the_forward_of_peft_is_refused(make_trainer: MakeTrainer, argument: str, value: Any):
+    with pytest.raises(
+        ValueError, match=rf"^{argument} (is|has an adapter) of the kind LORA with alora_invocation_tok"
+    ):
+        make_trainer(**{argument: value()})
+
+
+def test_each_option_of_lora_is_shown_or_refused():
+    shown = {name for options in LORAS.values() for name in options} | set(INEXACT_OPTIONS) | NOT_RUN
+    plain = {"r", "lora_alpha", "target_modules", *peft.PeftConfig.__dataclass_fields__}
+    assert set(peft.LoraConfig.__dataclass_fields__) <= shown | plain

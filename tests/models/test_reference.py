@@ -71,7 +71,7 @@ def test_where_the_adapter_trains_biases_of_the_base_the_whole_policy_is_copied(
     policy = get_peft_model(tiny_policy(attention_bias=True), lora(init_lora_weights=False, bias="all"))
     before = logprobs(policy)
     reference = make_reference(policy, None, None, adapter_is_new=False, temperature=1.0)
-    assert "kind LORA with bias='all', of which PEFT holds one at a time" in caplog.text
+    assert "model trains model.layers.0.self_attn.q_proj.bias: the reference is a copy" in caplog.text
     move(policy)
     assert torch.equal(reference_logprobs(reference, policy), before)
     assert not torch.equal(logprobs(policy), before)
