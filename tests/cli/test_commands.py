@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.models.heads import ValueHead
+from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.reporting.judgements import read_accuracy
 from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
@@ -133,6 +135,38 @@ def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
     heads = sum(value.numel() for model in models[1:] for name, value in model.named_parameters() if "score." in name)
     assert sum(held.values()) == tiny_policy().num_parameters() + own + heads
     assert {path.name for path in Path("ppo").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+
+def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_replaces_the_last(places, capsys):
+    def logits(model):
+        with torch.no_grad():
+            return model.eval()(torch.arange(3, 15)[None]).logits
+
+    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
+    texts = ["--model_name_or_path", "base", "--dataset_name", "texts.jsonl"]
+    commands.sft([*texts, *QUICK, "--output_dir", "sft", *lora])
+    start = logits(AutoPeftModelForCausalLM.from_pretrained("sft"))
+    trainer = commands.train(
+        [*PPO, "--sft_model_path", "sft", "--reward_model_path", "scorer", *lora, "--lora_r", "3"]
+    )
+
+    assert "sft is an adapter: it is trained further as it is" in capsys.readouterr().out
+    with trainer.reference.generating(trainer.model, trainer.policy_model) as reference:
+        assert torch.equal(logits(reference.policy), start)
+    trained = logits(trainer.policy_model)
+    assert not torch.equal(trained, start) and trainer.policy_model.active_peft_config.r == 2
+    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained("out")), trained)
+
+    whole = commands.sft([*texts, *QUICK]).model
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("out")), logits(whole))
+    assert not Path("out/ppo_settings.json").exists()
+    pairs = ["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl"]
+    scorer = commands.reward([*pairs, *QUICK, *lora]).model
+    assert torch.equal(logits(load_reward_model("out", "reward_model", merges_adapter=False)), logits(scorer))
+    assert not Path("out/model.safetensors").exists()
+    with pytest.raises(SystemExit, match="2"):
+        commands.reward([*pairs, *QUICK, *lora, "--output_dir", "base"])
+    assert "saving there would replace 'base', the base of the trained adapter" in capsys.readouterr().err
 
 
 def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_path(places):

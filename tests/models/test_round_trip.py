@@ -99,6 +99,15 @@ def test_the_saved_models_are_the_trained_ones_whatever_the_directory_held(
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("role", ["peft_config", "value_peft_config"])
+def test_an_adapter_is_not_saved_over_its_own_base(role: str, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    save_models(tmp_path, base=tiny_policy())
+    with pytest.raises(ValueError, match=r"saving there would replace '.*base', the base of the trained adapter"):
+        make_trainer(
+            model=str(tmp_path / "base"), value_model=None, output_dir=str(tmp_path / "base"), **{role: lora()}
+        )
+
+
 def reload(folder: str) -> None:
     """Compare each saved policy and critic with the trained ones; in a new process."""
     from rlhf_ppo import PPOConfig, PPOTrainer
