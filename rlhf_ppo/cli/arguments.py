@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 from pyarrow import types
@@ -18,7 +18,7 @@ from trl.scripts.utils import ScriptArguments, TrlParser
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed
 from rlhf_ppo.config.presets import PRESETS
-from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts
+from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts, with_prompts_from
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.terminal import visible_logger
 
@@ -124,6 +124,7 @@ class PPOScriptArguments(DryRunScriptArguments):
         "Reward functions: built-in names, package.module.function, file.py:function or addresses. With "
         "them, a reward model scores only if reward_model_path is given.",
     )
+    prompt_column: str | None = option(None, "Column of the prompts; by default `input_ids`, `prompt` or `text`.")
     environment: list[str] | None = option(
         None,
         "An environment of several turns, as file.py:Class or package.module.Class. Several as name=file.py:Class: "
@@ -154,7 +155,10 @@ def train_and_eval_rows(script_args: ScriptArguments, command: str) -> tuple[Any
     train_dataset, eval_dataset = choose_split(splits, script_args.dataset_train_split, "dataset_train_split"), None
     if script_args.dataset_test_split != "test" or "test" in splits:
         eval_dataset = choose_split(splits, script_args.dataset_test_split, "dataset_test_split")
-    elif command == "train":
+    if command == "train":
+        column = cast(PPOScriptArguments, script_args).prompt_column
+        train_dataset, eval_dataset = (with_prompts_from(each, column) for each in (train_dataset, eval_dataset))
+    if eval_dataset is None and command == "train":
         train_dataset, eval_dataset = hold_out(train_dataset, num_rows=100)
     if command == "sft":
         return train_dataset, eval_dataset

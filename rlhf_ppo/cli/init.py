@@ -27,7 +27,15 @@ from rlhf_ppo.data.prompts import (
     prepare_prompts,
     prompt_column,
 )
-from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits, separate_prompts
+from rlhf_ppo.data.sources import (
+    HH_TURN,
+    HH_USER,
+    choose_split,
+    hold_out_pairs,
+    load_splits,
+    separate_prompts,
+    with_prompts_from,
+)
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.terminal import print_text
@@ -68,13 +76,18 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         resolve_rewards(args.reward_funcs)  # its file and its name
         tokenizer = load_tokenizer(args.model, False, "model")
         given = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
-        data = {name: read_data(getattr(args, name), name, tokenizer) for name in given}
+        data = {name: read_data(getattr(args, name), name, tokenizer, args.prompt_column) for name in given}
         config: Any = load_pretrained(AutoConfig, args.model, "model")
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
         response = response_length(data, positions)
         data["prompts"] = fitting(data["prompts"], tokenizer, positions - response)
         sections = split(args, data)
-        text = written(args, sections, propose(config, sections, positions, response))
+        options = propose(config, sections, positions, response)
+        prompt = data["prompts"].rows[0][prompt_column(data["prompts"].rows.column_names, "prompts")]
+        is_dialogue = isinstance(prompt, str) and HH_USER in prompt and HH_TURN in prompt
+        if is_dialogue:
+            options["ppo"]["stop_strings"] = [HH_USER]
+        text = written(args, sections, options)
         folder.mkdir(parents=True)
         for each in sections.values():
             if each.is_split:
@@ -90,6 +103,10 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
                 f": the {len(pairs.rows)} pairs are not split, which takes {MIN_PAIRS_TO_SPLIT} with different prompts"
             )
         print_text(f"The judge is PPO's own reward{why}. Give --judge_model or --judge_preferences for another judge.")
+    if isinstance(prompt, str) and tokenizer.chat_template is not None:
+        print_text("The prompts are texts: the model's chat template is not used. Write lists of messages to use it.")
+    if is_dialogue:
+        print_text("The prompts are dialogues of Human and Assistant: stop_strings ends a response at the next Human.")
     print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
@@ -134,13 +151,14 @@ def quantile(lengths: Sequence[int], share: float) -> int:
     return int(np.quantile(lengths, share, method="higher"))
 
 
-def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase) -> Data:
+def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None) -> Data:
     """Load a data set and measure the lengths of a sample.
 
     Args:
         name: A file, a directory or a hub name.
         argument: The option that names it: "texts", "preferences", "judge_preferences" or "prompts".
         tokenizer: The model's.
+        prompt_column: Column of the prompts in `prompts`; None takes the first that is known.
 
     Raises:
         ValueError: There are no such data, or a column is missing.
@@ -148,6 +166,8 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase) -> D
     splits = load_splits(name, argument=argument)
     rows = choose_split(splits, "train" if "train" in splits else next(iter(splits)), argument)
     held_out = splits["test"] if "test" in splits and rows is not splits["test"] else None
+    if argument == "prompts":
+        rows, held_out = with_prompts_from(rows, prompt_column), with_prompts_from(held_out, prompt_column)
     if argument != "texts":
         is_prompts = argument == "prompts"
         rows = separate_prompts(rows, where_missing=is_prompts)
@@ -158,7 +178,7 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase) -> D
     prompts, responses = [0] * len(sample), list[Sequence[int]]()
     if argument in COLUMNS:
         columns = next(columns for columns in COLUMNS[argument] if columns <= {*rows.column_names})
-        columns |= {"prompt"} & {*rows.column_names} if argument != "texts" else set()
+        columns = columns | ({"prompt"} & {*rows.column_names} if argument != "texts" else set())
         measured = num_tokens(sample.select_columns(sorted(columns)), tokenizer)
         prompts = measured.pop("prompt", prompts)
         responses = [*measured.values()]

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -322,12 +322,13 @@ def run_pipeline(
     pipeline.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(str(pipeline.output_dir)), _signals() as signals:
         record, num_judged = read_record(pipeline.output_dir), 0
-        for step in pipeline.steps:
+        for number, step in enumerate(pipeline.steps):
             if is_finished(step, pipeline, record):
                 say(f"{step.name}: finished before, in {step.output_dir}")
                 continue
             code = 0
             if signals.number is None:
+                say(f"Steps left: {', '.join(other.name for other in pipeline.steps[number:])}")
                 code = _run(step, pipeline, record, start or partial(start_python, signals), say)
             if signals.number is not None or code:
                 say(f"The pipeline has ended in {step.name} with exit code {code}; the same command continues")
@@ -395,12 +396,20 @@ class Signals:
     process: subprocess.Popen[bytes] | None = None
 
     def receive(self, number: int, frame: Any) -> None:
-        """Note a signal and pass it on; Ctrl+C reaches the step from the terminal itself."""
+        """Note a signal and pass it on; SIGINT to all processes of the step, as a terminal does."""
         self.number = number
         if number == signal.SIGHUP:
             discard_closed_terminal()
-        if self.process is not None and number != signal.SIGINT:
-            self.process.send_signal(number)
+        if self.process is not None:
+            self.pass_on(self.process)
+
+    def pass_on(self, process: subprocess.Popen[bytes]) -> None:
+        """Send the signal to a step that may have ended."""
+        with suppress(ProcessLookupError):
+            if self.number == signal.SIGINT:
+                os.killpg(process.pid, signal.SIGINT)
+            elif self.number is not None:
+                process.send_signal(self.number)
 
 
 @contextmanager
@@ -431,9 +440,10 @@ def start_python(signals: Signals, words: Sequence[str]) -> int:
     """
     first = list(words).index("rlhf_ppo") + 1
     hidden, secrets = hide_from_ps(words[first:])
-    signals.process = subprocess.Popen([sys.executable, *words[:first], *hidden], env={**os.environ, **secrets})
-    if signals.number is not None:  # it came before
-        signals.process.send_signal(signals.number)
+    # In a group of its own it gets no Ctrl+C from the terminal besides the one that is passed on.
+    command = [sys.executable, *words[:first], *hidden]
+    signals.process = subprocess.Popen(command, env={**os.environ, **secrets}, process_group=0)
+    signals.pass_on(signals.process)  # one that came before
     code = signals.process.wait()
     signals.process = None
     return 128 - code if code < 0 else code

@@ -29,6 +29,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import has_length
+from transformers.utils import logging as transformers_logging
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
@@ -530,6 +531,8 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
     """
     callback = _Begun()
     trainer.add_callback(callback)
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # of each file that is saved
     try:
         yield
     except KeyboardInterrupt:
@@ -548,6 +551,8 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
             raise
     finally:
         trainer.remove_callback(callback)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
 
 
 def train_and_save(
@@ -559,7 +564,7 @@ def train_and_save(
         trainer: The trainer.
         dataset_name: Name of the data set, for the model card.
         merge: Whether to replace a LoRA adapter by the merged model.
-        show_samples: Whether a `PPOTrainer` shows a table of all samples at the end.
+        show_samples: Whether a `PPOTrainer` shows a table of all samples at the end, if it shows any.
     """
     args: Any = trainer.args
     is_policy = isinstance(trainer, PPOTrainer)
@@ -580,7 +585,7 @@ def train_and_save(
     trainer.accelerator.wait_for_everyone()
     if args.push_to_hub and not merges:
         trainer.push_to_hub(dataset_name=dataset_name)
-    if is_policy and show_samples:
+    if is_policy and show_samples and args.num_sample_generations != 0:
         trainer.generate_completions()
     if trainer.is_world_process_zero():
         where = where_results_are(args.output_dir, args.output_dir)

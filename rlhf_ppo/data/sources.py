@@ -74,6 +74,25 @@ def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:
     return splits[split]
 
 
+def with_prompts_from(dataset: Any, column: str | None) -> Any:
+    """Return a data set whose column of prompts is named `prompt`, in place of others with prompts.
+
+    Args:
+        dataset: The rows, or None.
+        column: The argument `prompt_column`; None leaves the names as they are.
+
+    Raises:
+        ValueError: There is no such column.
+    """
+    if dataset is None or column is None:
+        return dataset
+    names = dataset.column_names or [*next(iter(dataset.take(1)), {})]
+    if column not in names:
+        raise ValueError(f"prompt_column={column!r}, but the data set has the columns {names}: name one of them")
+    others = [name for name in PROMPT_COLUMNS if name in names and name != column]
+    return dataset.remove_columns(others).rename_columns({column: "prompt"} if column != "prompt" else {})
+
+
 def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
     """Set rows aside for evaluation: the last ones, or the first ones of a stream.
 
@@ -144,8 +163,8 @@ def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
     return separate_prompts(choose_split(found, names[0], argument), where_missing=True)
 
 
-HH_TURN = "\n\nAssistant:"
-"""The opening of the assistant's turn in the raw texts of Anthropic's hh-rlhf."""
+HH_TURN, HH_USER = "\n\nAssistant:", "\n\nHuman:"
+"""The opening of the assistant's and of the user's turn in the raw texts of Anthropic's hh-rlhf."""
 
 
 def with_explicit_prompt(row: Mapping[str, Any]) -> dict[str, Any]:

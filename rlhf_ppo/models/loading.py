@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -359,9 +360,15 @@ def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings:
     from peft import load_peft_weights
 
     base = base_of_adapter(path)
-    model, info = load_pretrained(
-        AutoModelForSequenceClassification, base, argument, output_loading_info=True, **settings
-    )
+    of_files = logging.getLogger("transformers.modeling_utils")
+    level = of_files.level
+    of_files.setLevel(logging.ERROR)  # its report would say that the head is missing
+    try:
+        model, info = load_pretrained(
+            AutoModelForSequenceClassification, base, argument, output_loading_info=True, **settings
+        )
+    finally:
+        of_files.setLevel(level)
     held = load_peft_weights(os.fspath(path), device="cpu")
     random = [name for name in sorted(info["missing_keys"]) if not any(key.endswith(f".{name}") for key in held)]
     if random and not _may_start_anew(argument):

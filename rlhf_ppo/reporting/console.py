@@ -166,10 +166,27 @@ class LogLines(PrinterCallback):
 
     def __init__(self) -> None:
         self._start: tuple[float, int] | None = None
+        self._first_update: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the start time and the first update."""
         self._start = time.monotonic(), state.global_step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record when the first update starts."""
+        self._first_update = self._first_update or time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say after the first update when the run will end, unless that is within a minute."""
+        if self._first_update is None or self._start is None or state.global_step != self._start[1] + 1:
+            return
+        seconds = time.monotonic() - self._first_update
+        left = (state.max_steps - state.global_step) * seconds
+        if state.is_world_process_zero and left >= 60:
+            at = time.strftime("%a %H:%M", time.localtime(time.time() + left))
+            with beside_bars():
+                ends = f"At that rate training ends in {format_duration(left)}, on {at}."
+                print_text(f"The first update took {seconds:.1f} s. {ends}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Print the line."""

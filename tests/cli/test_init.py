@@ -163,3 +163,19 @@ def test_help_and_missing_options_import_no_torch(options: str, code: int, words
     source = "import sys; from rlhf_ppo.cli.main import main; sys.modules['torch'] = None; main(sys.argv[1:])"
     done = subprocess.run([sys.executable, "-c", source, "init", *options.split()], capture_output=True, text=True)
     assert done.returncode == code and words in " ".join((done.stdout + done.stderr).split())
+
+
+def test_a_chat_model_with_raw_dialogues_is_told_what_happens_to_its_template(capsys: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained("base")
+    rows = [{"question": f"\n\nHuman: w{row % 20} w{row % 7}\n\nAssistant:", "prompt": "w9"} for row in range(140)]
+    write_rows("raw.jsonl", rows)
+    init("--model base --prompts raw.jsonl --prompt_column question --reward_funcs length".split())
+
+    printed = capsys.readouterr().out
+    assert "the model's chat template is not used" in printed and "ends a response at the next Human" in printed
+    steps = read_pipeline("run.yaml").steps
+    check_steps(steps)
+    assert steps[0].options["stop_strings"] == ["\n\nHuman:"]
+    assert {*read("prompts")[0]} == {"prompt"} and read("prompts")[0]["prompt"].startswith("\n\nHuman: w")

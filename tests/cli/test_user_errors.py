@@ -137,6 +137,10 @@ MISTAKES = [
     ("pipeline nowhere.yaml", "nowhere.yaml: No such file or directory"),
     ("init --model base --prompts rows.jsonl --reward_funcs own.py:numbr", "reward_funcs holds 'own.py:numbr'"),
     ("init --model base --prompts rows.jsonl --preferences numbers.jsonl", "preferences has in row 0 chosen=1, rej"),
+    (
+        f"{PPO} --dataset_name questions.jsonl --prompt_column query",
+        "prompt_column='query', but the data set has the co",
+    ),
     (f"{PPO} --dataset_name empty.jsonl", "dataset_name='empty.jsonl' cannot be loaded as a file"),
     (f"{PPO} --dataset_name sheet.xlsx", "files of another kind are not read"),
     (f"{RUN} --report_to comet_ml", "comet-ml"),
@@ -213,3 +217,16 @@ def test_an_error_of_the_users_code_has_its_traceback(workshop: Path, monkeypatc
     Path("failing.py").write_text("def fails(completions, **_):\n    return 1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         main(shlex.split(f"{RUN} --reward_funcs failing.py:fails"))
+
+
+def test_a_run_without_sample_tables_prints_neither_table_nor_bars(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(workshop)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for number, places in enumerate((0, 1)):
+        questions = f"--dataset_name questions.jsonl --prompt_column question --output_dir quiet{number}"
+        main(shlex.split(f"{PPO} {questions} --num_sample_generations {places}"))
+        printed = capsys.readouterr()
+        assert ("model response" in printed.out) == (places == 1)
+        assert "Writing model shards" not in printed.err

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.cli.main import pipeline as command
-from rlhf_ppo.cli.pipeline import read_pipeline, run_pipeline
+from rlhf_ppo.cli.pipeline import Signals, read_pipeline, run_pipeline, start_python
 from rlhf_ppo.reporting.verdict import Verdict
 from tests.conftest import save_models, tiny_policy
 from tests.pipeline.stand_ins import NAMES, TEXT, Killed, Steps, outputs
@@ -129,6 +130,23 @@ def test_a_signal_ends_the_pipeline_after_the_running_step(number: int, monkeypa
 
     assert list(started) == NAMES[:2] and code == 128 + number and signal.getsignal(number) == before
     assert run() == (dict.fromkeys(NAMES[2:], False), 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_pipeline_alone_reaches_the_step(number: int) -> None:
+    signals = Signals()
+    threading.Timer(1, signals.receive, (number, None)).start()
+    started = time.monotonic()
+    assert start_python(signals, ["-c", "import time; time.sleep(20)", "rlhf_ppo"]) == 128 + number
+    assert time.monotonic() - started < 15
+
+
+def test_the_steps_that_are_left_are_named() -> None:
+    lines: list[str] = []
+    Path("run.yaml").write_text(TEXT)
+    run_pipeline(read_pipeline("run.yaml"), Steps(), lines.append)
+    left = [line.removeprefix("Steps left: ").split(", ") for line in lines if line.startswith("Steps left")]
+    assert left == [NAMES[number:] for number in range(len(NAMES))]
 
 
 def test_training_steps_alone_are_launched() -> None:

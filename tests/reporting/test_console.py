@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.reporting.console import log_line
+from rlhf_ppo.reporting.console import LogLines, log_line
 from tests.conftest import prompt_rows
 from tests.runs import QUICK
 
@@ -74,3 +75,17 @@ def test_what_a_run_prints(
     assert ("3 updates" in printed) == (log_console == "line")
     assert ("objective/entropy" in printed) == (log_console == "full")
     assert "\x1b" not in printed
+
+
+def test_the_end_of_training_is_told_once_after_the_first_update(monkeypatch: Any, capsys: Any) -> None:
+    clock = iter([0.0, 100.0, 112.5, 113.0, 200.0])
+    monkeypatch.setattr("rlhf_ppo.reporting.console.time.monotonic", lambda: next(clock))
+    lines, state = LogLines(), SimpleNamespace(global_step=7, max_steps=20, is_world_process_zero=True)
+    lines.on_train_begin(None, state, None)
+    for step in (8, 9):  # 12 of 13 updates are left after the first
+        lines.on_step_begin(None, state, None)
+        state.global_step = step
+        lines.on_step_end(None, state, None)
+    printed = capsys.readouterr().out
+    assert printed.startswith("The first update took 12.5 s. At that rate training ends in 0:02:30, on ")
+    assert printed.count("first update") == 1
