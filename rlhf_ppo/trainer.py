@@ -296,7 +296,11 @@ class PPOTrainer(TrainerBase):
         """
         self._guard.check_experience(experience)
         run, args = self._run, self.args
-        statistics = UpdateStatistics(watches_kl=args.kl_stop is not None, learns_ptx=args.ptx_coef > 0)
+        statistics = UpdateStatistics(
+            watches_kl=args.kl_stop is not None,
+            learns_ptx=args.ptx_coef > 0,
+            shares_prefixes=self._models.shares_prefixes,
+        )
         generator = minibatch_generator(args.seed, self.state.global_step, args.process_index)
         self._prepared.train()
         with run.timer.phase("learn"):
@@ -328,7 +332,7 @@ class PPOTrainer(TrainerBase):
             return 0.0
         losses: list[Tensor] = []
         ptx_loss = self._learn_from_texts(statistics)  # its own backward pass
-        parts = learning.weighted_micro_batches(minibatch, num_tokens, run.unwrapped(model).packs_rows, run)
+        parts = learning.weighted_micro_batches(minibatch, num_tokens, run.unwrapped(model), run)
         for number, micro_batch in enumerate(parts, start=1):
             with learning.accumulate(self.accelerator, model, number == len(parts), self.args):
                 loss, figures = self._backward(micro_batch, num_tokens)

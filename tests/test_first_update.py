@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.testing import assert_allclose
 from transformers import DataCollatorWithPadding, GenerationConfig
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.data.prefix_tree import prefix_tree
 from rlhf_ppo.models import fused, policy_and_value
 from tests.conftest import make_tokenizer, prompt_rows
 from tests.fuzz.recording import NUM_PROMPTS, padded, stopping_policy, train
@@ -135,6 +137,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "unscored": {"reward": "some None", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 12},
     "unscored_whitened": {"reward": "some None", "whiten_rewards": True, "missing_eos_penalty": 1.0},
     "unscored_scaled": {"reward": "some None", "score_scaling": True, "score_clip": 1.0},
+    "nothing_shared": {"share_prefixes": False},
     "turns": {**TURNS, "bootstrap_truncated": True, "missing_eos_penalty": 1.5},
     "advantages_of_turns": {**TURNS, "gae_level": "turn", "bootstrap_truncated": True},
     "turns_of_adapters": {**TURNS, "gae_level": "turn", "adapter": "lora", "reference": "the policy"},
@@ -162,6 +165,19 @@ def test_the_first_update_equals_numpy(tmp_path: Path, variant: str) -> None:
     configuration = {**ONE_UPDATE, **NUMBERS[variant]}
     with padded() if variant.startswith("padded") else nullcontext():
         check_simulation(configuration, train(configuration, tmp_path), CLOSE)
+
+
+@pytest.mark.parametrize("variant", ["temperature", "adapters", "one_base_recomputed", "turns", "few_tokens_a_pass"])
+def test_the_first_update_equals_numpy_where_each_shared_token_is_computed_once(
+    tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_ppo.data.prefix_tree.prefix_tree", partial(prefix_tree, min_shared=1))
+    monkeypatch.setattr("tests.fuzz.simulation.SHORTEST", 1)
+    configuration = {**ONE_UPDATE, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    configuration |= {"num_generations": 4, **NUMBERS[variant]}
+    trainer = train(configuration, tmp_path)
+    check_simulation(configuration, trainer, CLOSE)
+    assert trainer.state.log_history[0]["batch/shared_frac"] > 0.1
 
 
 def test_the_turns_leave_gaps_and_their_policy_ends_some_itself(tmp_path: Path) -> None:

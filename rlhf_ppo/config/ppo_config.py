@@ -423,6 +423,11 @@ class PPOConfig(
         False,
         "Keep the weights of reference and reward models on the CPU, and move them to the device only for each use.",
     )
+    share_prefixes: bool | None = _option(
+        None,
+        "Compute tokens with which rows of a pass begin alike once; each row's numbers stay those of the row alone. "
+        "None: on a CPU. True: also on an accelerator (unmeasured), except with flash attention or padded rows.",
+    )
     dataset_num_proc: Annotated[int, Interval(1, 1024)] | None = _option(None, "Processes that tokenize the dataset.")
     max_prompt_length: AtLeastOne | None = _option(
         None, "Maximum length of a prompt, in tokens; longer prompts are dropped. None: no limit."
@@ -674,6 +679,7 @@ RANGES = ranges_of(PPOConfig) | INHERITED_RANGES
 EXCLUSIVE = (
     ("stop_token", "stop_token_id"),
     ("missing_eos_penalty", "missing_eos_score"),
+    ("share_prefixes", "torch_compile"),
 )
 """Pairs of arguments that exclude each other."""
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from rlhf_ppo.algorithm.advantages import kl_estimate
 from rlhf_ppo.algorithm.losses import importance_weights
+from rlhf_ppo.data import prefix_tree as prefixes
 from rlhf_ppo.data.images import RowImages
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class PackedIndices:
             response mask.
         responses: Their indices in the flattened `(B, T)`, long `(M,)`.
         images: The images of each row; None in a run without images.
+        ids: Token ids `(B, L)`.
     """
 
     tokens: Tensor
@@ -73,17 +75,18 @@ class PackedIndices:
     longest: int
     response_tokens: Tensor
     responses: Tensor
-    images: Sequence[RowImages] | None = None
+    images: Sequence[RowImages] | None
+    ids: Tensor
 
     @classmethod
-    def of(cls, attention_mask: Tensor, response_mask: Tensor | None = None) -> Self:
+    def of(cls, ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None = None) -> Self:
         """Compute the indices from masks on a device."""
         response_mask = attention_mask[:, :0] if response_mask is None else response_mask
-        return cls.from_host(HostMasks.of(attention_mask, response_mask), attention_mask.device)
+        return cls.from_host(HostMasks.of(attention_mask, response_mask), ids)
 
     @classmethod
-    def from_host(cls, masks: HostMasks, device: torch.device, images: Sequence[RowImages] | None = None) -> Self:
-        """Compute the indices from masks on the host, and copy them to a device with one transfer."""
+    def from_host(cls, masks: HostMasks, ids: Tensor, images: Sequence[RowImages] | None = None) -> Self:
+        """Compute the indices from masks on the host, and copy them to the device of the ids with one transfer."""
         width, length, lengths = masks.attention.shape[1], masks.response.shape[1], masks.attention.sum(axis=1)
         rows, columns = masks.attention.nonzero()
         ends = lengths.cumsum()
@@ -99,11 +102,25 @@ class PackedIndices:
             response_rows * width + response_columns + (width - length),
             response_rows * length + response_columns,
         )
-        places = sent(torch.as_tensor(np.concatenate(parts).astype(np.int64)), device)
+        places = sent(torch.as_tensor(np.concatenate(parts).astype(np.int64)), ids.device)
         pieces = torch.split(places, [len(part) for part in parts])
         tokens, positions, squeezed, lengths, starts, response_tokens, responses = pieces
         starts = starts.to(torch.int32)
-        return cls(tokens, positions, squeezed, lengths, starts, longest, response_tokens, responses, images)
+        return cls(tokens, positions, squeezed, lengths, starts, longest, response_tokens, responses, images, ids)
+
+    @functools.cached_property
+    def tree(self) -> prefixes.PrefixTree | None:
+        """The prefix tree of the rows, built on the host by the first pass that reads it; None: not worth it."""
+        tree = prefixes.prefix_tree(self.squeezed_rows)
+        if not tree.is_worth_it:
+            return None
+        device = self.ids.device
+        return dataclasses.replace(tree, tokens=sent(tree.tokens, device), expand=sent(tree.expand, device))
+
+    @property
+    def squeezed_rows(self) -> Any:
+        """The rows' ids on the host, a NumPy array `(B, longest)` padded with -1 on the right."""
+        return self.squeeze(self.ids).masked_fill(~self.squeezed_mask, -1).cpu().numpy()
 
     def squeeze(self, values: Tensor) -> Tensor:
         """Move the real tokens of `(B, L)` to the left, `(B, longest)`, padded with 0."""
@@ -391,7 +408,7 @@ class Responses:
     @functools.cached_property
     def places(self) -> PackedIndices:
         """Indices of the real tokens."""
-        return PackedIndices.from_host(self.masks, self.attention_mask.device, self.images)
+        return PackedIndices.from_host(self.masks, self.query_responses, self.images)
 
     @property
     def lengths(self) -> Any:
@@ -659,12 +676,18 @@ class Experience(Responses):
 
 
 def micro_batches(
-    rows: R, max_rows: int, max_tokens: int | None, gather: Callable[[Tensor], Tensor], is_packed: bool
+    rows: R,
+    max_rows: int,
+    max_tokens: int | None,
+    gather: Callable[[Tensor], Tensor],
+    is_packed: bool,
+    shares_prefixes: bool = False,
 ) -> list[R]:
     """Split rows into parts of at most `max_rows` rows, or of at most `max_tokens` tokens.
 
     Consecutive rows have similar lengths and stay together, which needs little padding. Packed rows have no padding:
-    parts with similar numbers of tokens take the least memory.
+    parts with similar numbers of tokens take the least memory. Rows that begin alike share a part if fewer tokens are
+    then computed.
 
     Args:
         rows: The rows.
@@ -672,15 +695,26 @@ def micro_batches(
         max_tokens: Maximum tokens of a part, prompts included; a longer row is a part of its own. None: `max_rows`.
         gather: Concatenates a tensor over all ranks. Every rank makes as many parts as the rank that needs most.
         is_packed: Whether the models pack rows.
+        shares_prefixes: Whether they compute tokens with which several rows begin once; parts have at most
+            `max_tokens` such tokens.
     """
     lengths: list[int] = rows.lengths.tolist()
+    if max_tokens is None:
+        sizes = [min(max_rows, len(rows) - start) for start in range(0, len(rows), max_rows)]
+        order = dealt_evenly(lengths, max_rows) if is_packed else None
+    else:
+        sizes, order = sizes_within(lengths, max_tokens), None
+    if shares_prefixes and len(sizes) > 1:
+        ids = rows.places.squeezed_rows
+        alike = prefixes.sorted_like_a_dictionary(ids)
+        of_alike = sizes if max_tokens is None else prefixes.sizes_within(ids[alike], max_tokens)
+        before = ids if order is None else ids[order]
+        if prefixes.num_computed_in_parts(ids[alike], of_alike) < prefixes.num_computed_in_parts(before, sizes):
+            order, sizes = alike.tolist(), of_alike
     if max_tokens is not None:
-        sizes = sizes_within(lengths, max_tokens)
         num_parts = int(gather(torch.tensor([len(sizes)], device=rows.attention_mask.device)).max())
-        return rows.parts_of(split_until(sizes, num_parts))
-    if is_packed:
-        return rows[dealt_evenly(lengths, max_rows)].parts(max_rows)
-    return rows.parts(max_rows)
+        sizes = split_until(sizes, num_parts)
+    return (rows if order is None else rows[order]).parts_of(sizes)
 
 
 def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:

@@ -159,7 +159,7 @@ def last_token_score(
 def _last_token_outputs(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor, images: Sequence[RowImages] | None = None
 ) -> Tensor:
-    places = dataclasses.replace(PackedIndices.of(attention_mask), images=images)
+    places = dataclasses.replace(PackedIndices.of(input_ids, attention_mask), images=images)
     states = hidden_states(model, input_ids, attention_mask, places)
     return _apply_head(model, states[torch.arange(len(states), device=states.device), last_real(attention_mask)])
 

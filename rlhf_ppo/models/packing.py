@@ -1,7 +1,7 @@
 """Hidden states of a backbone, over packed or padded rows.
 
 Packed rows are a single sequence of all real tokens, which attention alone separates: embeddings, projections and
-feed-forward layers compute nothing for padding.
+feed-forward layers compute nothing for padding. Tokens with which several rows begin are in it once (`PrefixTree`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rlhf_ppo.data import prefix_tree as prefixes
 from rlhf_ppo.data.images import model_inputs, with_spare
+from rlhf_ppo.data.prefix_tree import PrefixTree
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.unwrapping import (
     backbone,
@@ -32,8 +34,9 @@ from rlhf_ppo.models.unwrapping import (
 )
 from rlhf_ppo.run.distributed import preserve_rng
 
-PACKS, LATER = "rows_are_packed", "packs_rows_later"
-"""Attributes of a backbone: the attention with which it packs rows, and `pack_rows` until its first pass."""
+PACKS, LATER, SHARES = "rows_are_packed", "packs_rows_later", "prefixes_are_shared"
+"""Attributes of a backbone: the attention with which it packs rows, `pack_rows` until its first pass, and the argument
+of `share_prefixes`."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -74,9 +77,11 @@ def hidden_states(
     body = backbone(model)
     if (pack := vars(body).pop(LATER, None)) is not None:
         pack(model, now=True)
-    run = run_packed if packs_rows(body) else run_padded
-    places = PackedIndices.of(attention_mask) if places is None else places
-    states = run(body, input_ids, places)
+    places = PackedIndices.of(input_ids, attention_mask) if places is None else places
+    if packs_rows(body):
+        states = run_packed(body, input_ids, places, places.tree if shares_prefixes(body) else None)
+    else:
+        states = run_padded(body, input_ids, places)
     scattered = states.new_zeros(attention_mask.numel(), states.shape[-1]).index_copy(0, places.tokens, states)
     return scattered.unflatten(0, attention_mask.shape)
 
@@ -97,20 +102,43 @@ def uses_flash_attention(body: nn.Module) -> bool:
     return str(attention_of(body)).startswith("flash_attention")
 
 
-def run_packed(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Tensor:
+def share_prefixes(given: bool | None, *models: nn.Module | None) -> None:
+    """Let `hidden_states` compute tokens with which several rows begin once, or not.
+
+    Args:
+        given: `share_prefixes` of the arguments; None: on a CPU.
+        models: transformers models with a backbone, or `PeftModel`s around one; None and single heads are left out.
+    """
+    for model in models:
+        if model is not None and hasattr(model, "config"):
+            setattr(backbone(model), SHARES, given)
+
+
+def shares_prefixes(body: nn.Module) -> bool:
+    """Return whether a backbone computes tokens with which several rows begin once."""
+    given = vars(body).get(SHARES)
+    on_cpu = next(body.parameters()).device.type == "cpu"
+    return packs_rows(body) and attention_of(body) == PACKED and (on_cpu if given is None else given)
+
+
+def run_packed(body: nn.Module, input_ids: Tensor, places: PackedIndices, tree: PrefixTree | None = None) -> Tensor:
     """Return the hidden states of all `N` real tokens, `(N, H)`, from a single sequence.
 
     Args:
         body: A backbone for which `packs_rows` is true.
         input_ids: Token ids, long `(B, L)`.
         places: Indices of the real tokens.
+        tree: The prefix tree of the rows, whose `U` tokens are the sequence; None: all real tokens.
     """
     # A mask of four dimensions keeps transformers from making an unused mask (N, N).
     unused_mask = input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
-    own = {"attention_mask": unused_mask, "squeezed_places": places.squeezed}
+    own = {"attention_mask": unused_mask, "squeezed_places": places.squeezed, "prefix_tree": tree}
+    tokens, positions = places.tokens, places.positions
+    if tree is not None:
+        tokens, positions = tokens[tree.tokens], positions[tree.tokens]
     output = body(
-        input_ids=input_ids.flatten()[places.tokens][None],
-        position_ids=places.positions[None],
+        input_ids=input_ids.flatten()[tokens][None],
+        position_ids=positions[None],
         cu_seq_lens_q=places.starts,
         cu_seq_lens_k=places.starts,
         max_length_q=places.longest,
@@ -119,7 +147,8 @@ def run_packed(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Ten
         return_dict=True,
         **({"attention_mask": None} if uses_flash_attention(body) else own),
     )
-    return output.last_hidden_state[0]
+    states = output.last_hidden_state[0]
+    return states if tree is None else states.index_select(0, tree.expand)
 
 
 def run_padded(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Tensor:
@@ -158,6 +187,7 @@ def packed_sdpa(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     squeezed_places: Tensor | None = None,
+    prefix_tree: PrefixTree | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend causally within each row of a packed sequence, with transformers' attention-function signature.
@@ -171,6 +201,7 @@ def packed_sdpa(
         cu_seq_lens_q: First token of each of `B` rows and end of the last, int32 `(B + 1,)`; None if not packed.
         max_length_q: Tokens of the longest row.
         squeezed_places: Indices of the tokens in rows padded on the right to the longest, long `(N,)`.
+        prefix_tree: The tree whose tokens these are, in place of the rows; None: they are all tokens of the rows.
         kwargs: Other arguments of `sdpa_attention_forward`, and `sliding_window`.
 
     Returns:
@@ -178,6 +209,8 @@ def packed_sdpa(
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if prefix_tree is not None:
+        return _attend_node_by_node(module, (query, key, value), prefix_tree, **kwargs), None
     rows = PackedRows(cu_seq_lens_q, max_length_q, squeezed_places)
     attend = _attend_row_by_row if query.device.type == "cpu" else _attend_padded
     return attend(module, (query, key, value), rows, **kwargs), None
@@ -214,6 +247,18 @@ def _attend_row_by_row(
     return torch.cat([_attend(module, row, **kwargs) for row in rows], dim=1)
 
 
+def _attend_node_by_node(
+    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], tree: PrefixTree, **kwargs: Any
+) -> Tensor:
+    """Let the tokens of each node attend to the nodes above it and, causally, to their own."""
+    query, key, value = (part.split(tree.lengths, dim=2) for part in states)
+    outputs: list[Tensor] = []
+    for node, path in enumerate(tree.paths):
+        keys, values = (torch.cat([part[above] for above in (*path, node)], dim=2) for part in (key, value))
+        outputs.append(_attend(module, (query[node], keys, values), **kwargs))
+    return torch.cat(outputs, dim=1)
+
+
 def _attend_padded(
     module: nn.Module, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows, **kwargs: Any
 ) -> Tensor:
@@ -231,12 +276,15 @@ def _attend_padded(
 
 
 def _attend(module: nn.Module, states: tuple[Tensor, ...], sliding_window: int | None = None, **kwargs: Any) -> Tensor:
+    """Attend causally; the queries are those of the last keys."""
     query, key, value = states
-    length, mask = query.shape[2], None
-    if sliding_window is not None and length > sliding_window:
-        distance = torch.arange(length, device=query.device)
-        distance = distance[:, None] - distance
-        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
+    length, mask = key.shape[2], None
+    above = length - query.shape[2]
+    window = length if sliding_window is None else sliding_window
+    if above > 0 or length > window:
+        positions = torch.arange(length, device=query.device)
+        distance = positions[above:, None] - positions
+        mask = ((distance >= 0) & (distance < window))[None, None]
     options: dict[str, Any] = kwargs | {"is_causal": True}
     return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
 
@@ -348,7 +396,7 @@ def _look(base: Any, body: nn.Module, logits: Callable[[nn.Module, Tensor], Tens
     ids[3, -_SHORT:] = row[:_SHORT]
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[2, _SHORT:] = mask[3, :-_SHORT] = False
-    places = PackedIndices.of(mask[:3])
+    places = PackedIndices.of(ids[:3], mask[:3])
     # Flash attention needs a GPU and 16 bits, which the model may not have yet.
     attention = str(attention_of(base))
     if uses_flash_attention(base):
@@ -402,7 +450,7 @@ def _fault_of_head(ours: Tensor, theirs: Tensor) -> str | None:
 
 
 def _packs(base: Any, body: Any, ids: Tensor, places: PackedIndices, padded: Tensor) -> bool:
-    """Pack two long rows and a short one, and record what each layer gives its attention function."""
+    """Pack two long rows and a short one, and record what each layer gives its attention function; then their tree."""
     given: list[tuple[Tensor | None, int | None]] = []
 
     def recording(
@@ -415,12 +463,14 @@ def _packs(base: Any, body: Any, ids: Tensor, places: PackedIndices, padded: Ten
     try:
         with attending(base, PACKED):
             packed = run_packed(body, ids, places)
+            of_rows = [*given]
+            shared = run_packed(body, ids, places, prefixes.prefix_tree(places.squeezed_rows, min_shared=1))
     except (RuntimeError, TypeError, ValueError):  # the model refuses, or does not know the arguments
         return False
     finally:
         AttentionInterface.register(PACKED, packed_sdpa)
-    changes_mask = any(mask is None or mask.numel() != 1 for mask, _ in given)
-    windows = [window for _, window in given if window is not None]
+    changes_mask = any(mask is None or mask.numel() != 1 for mask, _ in of_rows)
+    windows = [window for _, window in of_rows if window is not None]
     row, twin, short = packed.split([_WIDTH, _WIDTH, _SHORT])
     # The same kernels on as many tokens, and other kernels, over many layers.
     leak, rounds = (2e-2, 1e-1) if is_in_16_bits(padded) else (1e-4, 1e-2)
@@ -429,6 +479,7 @@ def _packs(base: Any, body: Any, ids: Tensor, places: PackedIndices, padded: Ten
         and len(windows) == _num_sliding(base.config)
         and _are_alike(torch.cat((twin[:-1], short)), torch.cat((row[:-1], row[:_SHORT])), leak)
         and _are_alike(packed, padded, rounds)
+        and _are_alike(shared, packed, rounds)
     )
 
 

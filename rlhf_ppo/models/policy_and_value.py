@@ -28,7 +28,7 @@ from rlhf_ppo.models.heads import (
     multiply_scores_in_float32,
     token_values,
 )
-from rlhf_ppo.models.packing import hidden_states, packs_rows
+from rlhf_ppo.models.packing import hidden_states, packs_rows, shares_prefixes
 from rlhf_ppo.models.unwrapping import (
     backbone,
     is_managed,
@@ -88,7 +88,7 @@ def response_logprobs(
         Log-probabilities and entropy, both float32 `(B, T)`.
     """
     num_rows, length = response_mask.shape
-    places = PackedIndices.of(attention_mask, response_mask) if places is None else places
+    places = PackedIndices.of(query_responses, attention_mask, response_mask) if places is None else places
     tokens = places.response_tokens
     states = hidden_states(policy, query_responses, attention_mask, places) if states is None else states
     states = states.flatten(0, 1).index_select(0, tokens - 1)
@@ -377,6 +377,11 @@ class PolicyAndValue(nn.Module):
         """Whether both models pack rows: they compute nothing for padding."""
         return all(packs_rows(backbone(model)) for model in self._with_body)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether both models compute tokens with which several rows begin once."""
+        return all(shares_prefixes(backbone(model)) for model in self._with_body)
+
     def train(self, mode: bool = True) -> Self:
         """Switch between learning and evaluation, which compute the same; see `set_learning`."""
         super().train(mode)
@@ -428,7 +433,7 @@ class PolicyAndValue(nn.Module):
         """
         batch, states = (query_responses, attention_mask, response_mask), None
         if isinstance(self.value_model, ValueHead) and only != "policy":
-            places = PackedIndices.of(attention_mask, response_mask) if places is None else places
+            places = PackedIndices.of(query_responses, attention_mask, response_mask) if places is None else places
             with torch.set_grad_enabled(torch.is_grad_enabled() and only is None):  # the head learns by itself
                 states = hidden_states(self.policy, query_responses, attention_mask, places)
         if only == "value_model":

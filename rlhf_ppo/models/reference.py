@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ from rlhf_ppo.models.adapters import (
 )
 from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.loading import low_precision_parameters
+from rlhf_ppo.models.packing import share_prefixes
 from rlhf_ppo.models.policy_and_value import ResponseLogprobs, response_logprobs
 from rlhf_ppo.models.unwrapping import (
     active_adapter,
@@ -190,6 +191,14 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
             f"ref_model holds parameters that the policy trains (the first is {shared[0]}): PEFT puts adapters into "
             "the very model that it is given; load ref_model anew, or leave it out"
         )
+
+
+def set_up_sharing(
+    args: PPOConfig, policy: nn.Module, critic: nn.Module, reference: Reference | None, rewards: Sequence[nn.Module]
+) -> None:
+    """Let all models share prefixes as asked. Compiled models do not: each prefix tree would compile them anew."""
+    own_reference = None if reference is None else reference.own_policy
+    share_prefixes(False if args.torch_compile else args.share_prefixes, policy, critic, own_reference, *rewards)
 
 
 def can_hold_two(policy: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import kl_estimate, token_rewards
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explained_variance
 from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, masked_range, zero_outside
-from rlhf_ppo.data.rollout import Experience, Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout, sent
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.rewards.scorer import shape_scores, token_score_sums
 from rlhf_ppo.run.distributed import get_logger
@@ -285,6 +285,8 @@ class UpdateStatistics:
         learns_ptx: Whether the update also learns from texts; their two sums then precede the number of tokens.
         ptx: The sums of the step that comes next, float32 `(2,)`: negative log-likelihood and tokens.
         grad_norm: Gradient norm of the last step, before clipping.
+        shares_prefixes: Whether the models compute tokens with which several rows begin once.
+        num_read: Tokens of the rows of all micro-batches, and how many of them the models computed.
     """
 
     KL = "policy/kl_avg"
@@ -310,6 +312,8 @@ class UpdateStatistics:
     ptx: Tensor | None = None
     value_figures: frozenset[str] = frozenset()
     grad_norm: float | Tensor = 0.0
+    shares_prefixes: bool = False
+    num_read: tuple[int, int] = (0, 0)
     _first_of_epoch: int = 0
 
     @torch.no_grad()
@@ -322,6 +326,7 @@ class UpdateStatistics:
             policy: The policy's per-token loss, `(B, T)` each field.
             value: The value model's per-token loss.
         """
+        self._count_read(part)
         mask, figures = part.loss_mask, dict(value.figures)
         values_count = torch.ones_like(mask, dtype=torch.float32)
         if part.value_weights is not None:
@@ -341,6 +346,11 @@ class UpdateStatistics:
             sums += [*(torch.zeros_like(sums[0]).expand(2) if self.ptx is None else self.ptx)]
             self.ptx = None
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
+
+    def _count_read(self, part: Experience) -> None:
+        tree, num_tokens = part.places.tree if self.shares_prefixes else None, len(part.places.tokens)
+        total, computed = self.num_read
+        self.num_read = total + num_tokens, computed + (num_tokens if tree is None else len(tree.tokens))
 
     def begin_epoch(self) -> None:
         """Count an epoch."""
@@ -396,7 +406,8 @@ class UpdateStatistics:
         if not self.sums:
             return {}
         of_parts = torch.stack(self.sums)
-        *sums, num_tokens = reduce_sum(of_parts.sum(dim=0)).tolist()
+        num_read = sent(torch.tensor(self.num_read, dtype=of_parts.dtype), of_parts.device)
+        *sums, num_tokens, total, computed = reduce_sum(torch.cat([of_parts.sum(dim=0), num_read])).tolist()
         num_ptx_tokens, ptx = (sums.pop(), sums.pop()) if self.learns_ptx else (0.0, 0.0)
         of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]]
         ratio_sums, halves_of_squares, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
@@ -407,7 +418,7 @@ class UpdateStatistics:
         first_logratio = (2 * half_of_squares / num_first.clamp(min=1)).sqrt()
         first, *norms = torch.stack([first_logratio, *self._mean_grad_norms()]).tolist()
         of_values = self.value_figures | {*self.OF_VALUES}
-        means = {key: total / num_tokens for key, total in zip((*self.KEYS, *self.named), sums, strict=True)}
+        means = {key: of_all / num_tokens for key, of_all in zip((*self.KEYS, *self.named), sums, strict=True)}
         if (share := means.pop(self.VALUED, None)) is not None:
             means |= {key: means[key] / share for key in of_values if key in means}
         return {
@@ -417,6 +428,7 @@ class UpdateStatistics:
             **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),
             "val/ratio_var": float(ratios.var()) if len(ratios) > 1 else 0.0,
             "val/first_logratio": first,
+            "batch/shared_frac": 1 - computed / total,
         }
 
 

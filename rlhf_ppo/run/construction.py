@@ -355,6 +355,7 @@ def assemble_models(
             policy, given_reference, args.ref_adapter_name, peft_config is not None, args.temperature
         )
     _set_up_language_models(args, policy, reference)
+    references.set_up_sharing(args, policy, critic, reference, [reward.model for reward in rewards])
     loading.prepare_trainable(policy, critic)
     check_critic_alone(args, policy, critic)
     return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
@@ -607,9 +608,8 @@ def make_parts(
     preparation = prepared.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     never_sampled, longest = preparation.never_sampled, preparation.longest_sequence
     sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.moment)
-    scorer, ptx = make_scorer(run, models.rewards, prepared.functions, preparation.chats), None
-    if ptx_dataset is not None:
-        ptx = LanguageModeling(run, prepared.sizes, critic_only, longest, ptx_dataset)
+    scorer = make_scorer(run, models.rewards, prepared.functions, preparation.chats)
+    ptx = None if ptx_dataset is None else LanguageModeling(run, prepared.sizes, critic_only, longest, ptx_dataset)
     return Parts(sampler, scorer, preparation, baselines, play, ptx)
 
 

@@ -112,14 +112,14 @@ def resolve_policy_loss(given: str | PolicyLossFunction) -> PolicyLossFunction |
 
 
 def weighted_micro_batches(
-    minibatch: Experience, num_tokens: float, packs_rows: bool, run: RunState
+    minibatch: Experience, num_tokens: float, models: PolicyAndValue, run: RunState
 ) -> list[Experience]:
     """Cut a mini-batch into micro-batches, after weighting each token as its loss counts in the mini-batch.
 
     Args:
         minibatch: This rank's share.
         num_tokens: Learned tokens of the mini-batch, on all ranks.
-        packs_rows: Whether the models read rows without padding.
+        models: Policy and value model.
         run: The run.
     """
     args, mask = run.args, minibatch.loss_mask
@@ -131,7 +131,7 @@ def weighted_micro_batches(
         num_turns = run.sum_over_ranks(starts.sum())
         minibatch = replace(minibatch, value_weights=starts * (num_tokens / num_turns))
     max_rows, max_tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
-    return micro_batches(minibatch, max_rows, max_tokens, run.gather, packs_rows)
+    return micro_batches(minibatch, max_rows, max_tokens, run.gather, models.packs_rows, models.shares_prefixes)
 
 
 def policy_term(

@@ -178,11 +178,11 @@ class LanguageModeling:
         rows = self._rows()
         num_tokens = run.sum_over_ranks(rows.response_mask.sum())
         total = torch.zeros((), device=rows.response_mask.device)
-        args, packs_rows = run.args, run.unwrapped(model).packs_rows
-        cut = (args.per_device_train_batch_size, args.max_tokens_per_micro_batch, run.gather, packs_rows)
+        args, models = run.args, run.unwrapped(model)
+        cut = (args.per_device_train_batch_size, args.max_tokens_per_micro_batch, run.gather)
         # DeepSpeed keeps the last step's gradient of a parameter without a part in a step's first backward pass.
         only = None if run.accelerator.distributed_type == DistributedType.DEEPSPEED else "policy"
-        for part in micro_batches(rows, *cut):
+        for part in micro_batches(rows, *cut, models.packs_rows, models.shares_prefixes):
             with accumulate(run.accelerator, model, False, args):
                 with forward_context():
                     output = model(*part.batch, only=only, places=part.places, temperature=1.0)

@@ -105,6 +105,7 @@ OPTIONS: dict[str, list[Any]] = {
     # What changes no number
     "gradient_checkpointing": [True],
     "lm_head_float32": [True],
+    "share_prefixes": [False],
     "logging_steps": [2, 3],
 }
 """What is drawn, and the values that differ from `BASE` and `OBJECTS`."""

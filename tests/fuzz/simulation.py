@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -278,7 +279,7 @@ class Simulation:
 
     def run(self, known: Known, seen: SeenUpdate) -> list[Step]:
         """Simulate the steps of an update, note what is logged of it, and go on to the next."""
-        figures, steps, norms, micro_ratios, texts = [], [], [], [], []
+        figures, steps, norms, micro_ratios, texts, parts = [], [], [], [], [], []
         rows_of = matched(known.episodes, seen.steps)
         per_epoch, settings, alone = self.settings.num_mini_batches, self.settings, self.warms_up
         num_epochs = settings.num_ppo_epochs
@@ -292,6 +293,7 @@ class Simulation:
                 norms.append(taken[2])
                 texts += taken[3]
                 micro_ratios += ratios_of_parts(known, step, taken[1], counted)
+                parts += [[[*prompt, *response] for prompt, response in part] for part in step.micro_batches]
             if (number + 1) % per_epoch == 0 and settings.kl_stop is not None:
                 epoch = figures[-per_epoch:] if counted or figures else []
                 if epoch and far(epoch) > settings.kl_stop:
@@ -302,6 +304,7 @@ class Simulation:
         logged = rollout_figures(known, self)
         if figures:
             logged |= learned_figures(figures, norms, micro_ratios, texts, num_epochs, self)
+            logged["batch/shared_frac"] = 0.0 if self.settings.share_prefixes is False else shared_fraction(parts)
         if settings.critic_warmup_steps:
             logged["val/critic_warmup"] = float(alone)
         if settings.kl_target is not None:
@@ -424,6 +427,29 @@ def ratios_of_parts(known: Known, step: SeenStep, tokens: TokenLosses, rows: lis
         ratios = [by_key[key][0] for key in part if key in by_key]
         found += [np.concatenate(ratios)] if ratios else []
     return found
+
+
+SHORTEST = 8
+
+
+def shared_fraction(parts: list[list[list[int]]]) -> float:
+    """The share of the micro-batches' tokens that are computed with another row; few do not count."""
+    sizes = [(sum(map(len, rows)), tree_size(rows)) for rows in parts]
+    return 1 - sum(tree if tree <= 0.95 * whole else whole for whole, tree in sizes) / sum(whole for whole, _ in sizes)
+
+
+def tree_size(rows: list[list[int]], depth: int = 0) -> int:
+    """Tokens of rows after the first `depth`, which they share; `SHORTEST` or more that some share count once."""
+    groups: dict[tuple[int, ...], list[list[int]]] = {}
+    for number, row in enumerate(rows):
+        further = tuple(row[depth : depth + SHORTEST])
+        groups.setdefault(further if len(further) == SHORTEST else (-1 - number,), []).append(row)
+    total = 0
+    for group in groups.values():
+        alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*group, strict=False))
+        end = sum(1 for _ in alike)
+        total += end - depth + (tree_size(group, end) if len(group) > 1 else 0)
+    return total
 
 
 # ---- What is logged ----

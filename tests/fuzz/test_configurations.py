@@ -31,7 +31,7 @@ GIVEN: Configuration | None = json.loads(os.environ.get("CONFIGURATION") or "nul
 MOST_REFUSED = 20
 
 OF_CLOCKS = ("time/", "health/", "eps", "epoch", "step")
-OF_PARTS = ("val/ratio_var", "val/first_logratio")
+OF_PARTS = ("val/ratio_var", "val/first_logratio", "batch/shared_frac")
 """What is logged of micro-batches, and so depends on how they are cut."""
 
 

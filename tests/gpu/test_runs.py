@@ -42,6 +42,21 @@ def test_a_compiled_run_learns_what_a_plain_one_does(make_device_trainer: MakeTr
         assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
 
 
+def test_shared_prefixes_change_no_number(make_device_trainer: MakeTrainer) -> None:
+    logs: list[dict[str, float]] = []
+    for shared in (False, True):
+        trainer = make_device_trainer(
+            share_prefixes=shared, bf16=False, max_steps=1, num_generations=4, per_device_train_batch_size=4,
+            num_mini_batches=1, train_dataset=[{"input_ids": list(range(3, 25 + size))} for size in (1, 5)],
+        )  # fmt: skip
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    theirs, ours = logs
+    assert theirs["batch/shared_frac"] == 0 and ours["batch/shared_frac"] > 0.3
+    for name in ("objective/scores", "val/ratio", "loss/policy_avg", "loss/value_avg", "policy/grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
+
+
 def test_a_run_reaches_its_reward(make_device_trainer: MakeTrainer) -> None:
     """Share of one token in the responses, from 1/32; a CPU makes two updates."""
     trainer = make_device_trainer(

@@ -34,6 +34,7 @@ from tests.runs import record_rollouts
 
 LENGTHS = 45, 3, 22, 9, 45, 1, 30, 17
 ROWS = [[(5 * at + 7 * row + at * at // 3) % 43 + 3 for at in range(size)] for row, size in enumerate(LENGTHS)]
+ROWS[4][:27], ROWS[6][:20], ROWS[7] = ROWS[0][:27], ROWS[0][:20], ROWS[0][:17]  # longer than all windows
 TOLERANCE, WINDOWS = 1e-4, (4, 16)
 LORA = LoraConfig(r=4, target_modules="all-linear")
 WAYS: dict[str, dict[str, Any]] = {

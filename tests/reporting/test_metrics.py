@@ -120,6 +120,7 @@ def expected_metrics() -> dict[str, float]:
         "val/ratio": tokens([policy.ratio for *_, policy, _ in MICRO_BATCHES]).mean(),
         "val/ratio_var": np.var(ratios, ddof=1),
         "val/first_logratio": float(moved[0][MICRO_BATCHES[0][0].response_mask].double().pow(2).mean().sqrt()),
+        "batch/shared_frac": 0.2,
     }
 
 
@@ -130,7 +131,8 @@ def identity(tensor: Tensor) -> Tensor:
 def test_update_metrics_are_those_of_all_ranks() -> None:
     """Three ranks, one micro-batch each, exchange sums, and the micro-batches' ratios."""
     ranks = [statistics(part) for part in MICRO_BATCHES]
-    total = torch.stack([rank.sums[0] for rank in ranks]).sum(dim=0)
+    assert [rank.num_read for rank in ranks] == [(9, 9), (2, 2), (3, 3)]
+    total = torch.cat([torch.stack([rank.sums[0] for rank in ranks]).sum(dim=0), torch.tensor([50.0, 40.0])])
     gathered = torch.stack([rank.sums[0][[6, 0, -1]] for rank in ranks])
     for rank in ranks:
         metrics = rank.metrics(lambda tensor: total.view_as(tensor), lambda tensor: gathered)
