@@ -110,9 +110,10 @@ def check_single_process(task: str) -> None:
 
 @dataclass
 class DryRunScriptArguments(ScriptArguments):
-    """TRL's `ScriptArguments`, and a dry run."""
+    """TRL's `ScriptArguments`, a dry run, and what is saved of an adapter."""
 
     dry_run: bool = option(False, "Load data and models, check everything, and exit.")
+    merge_adapter: bool = option(False, "Save the merged model instead of the adapter.")
 
 
 @dataclass

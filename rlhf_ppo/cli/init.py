@@ -59,6 +59,9 @@ JUDGE_SHARE = 0.4
 MAX_HELD_OUT = 256
 BATCH = 64
 """Largest number of episodes of an update."""
+RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
+LORA_RATES = {"sft": 2e-4, "reward": 1e-4, "ppo": 7e-5}
+"""Learning rates for a billion weights; PPO's for LoRA gives the preset's 2e-4 at 135 million."""
 
 
 def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
@@ -82,7 +85,7 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         response = response_length(data, positions)
         data["prompts"] = fitting(data["prompts"], tokenizer, positions - response)
         sections = split(args, data)
-        options = propose(config, sections, positions, response)
+        options = propose(config, sections, positions, response, args.lora)
         prompt = data["prompts"].rows[0][prompt_column(data["prompts"].rows.column_names, "prompts")]
         is_dialogue = isinstance(prompt, str) and HH_USER in prompt and HH_TURN in prompt
         if is_dialogue:
@@ -277,7 +280,9 @@ def response_length(data: Mapping[str, Data], positions: int) -> int:
     return min(256, positions // 2, response)
 
 
-def propose(config: Any, data: Mapping[str, Data], positions: int, response: int) -> dict[str, dict[str, Any]]:
+def propose(
+    config: Any, data: Mapping[str, Data], positions: int, response: int, is_lora: bool
+) -> dict[str, dict[str, Any]]:
     """Propose the options of each section.
 
     Args:
@@ -285,7 +290,9 @@ def propose(config: Any, data: Mapping[str, Data], positions: int, response: int
         data: The data by section.
         positions: The model's longest sequence.
         response: Length of responses.
+        is_lora: Whether adapters are trained.
     """
+    rates = LORA_RATES if is_lora else RATES
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     size = sum(weight.numel() for weight in model.parameters())
@@ -295,14 +302,15 @@ def propose(config: Any, data: Mapping[str, Data], positions: int, response: int
             totals = np.add(each.prompts, each.responses).tolist()
             sections[name] = {
                 "num_train_epochs": 1 if len(each.rows) > 10_000 else 3,
-                "learning_rate": learning_rate(2e-5 if name == "sft" else 1e-5, size),
+                "learning_rate": learning_rate(rates["sft" if name == "sft" else "reward"], size),
                 "max_length": min(1024, positions, -(-(quantile(totals, 0.98) + 2) // 8) * 8),
             }
     num_prompts = len(data["ppo"].rows)
     num_prompts -= min(100, num_prompts // 10)  # `train` evaluates on these
     batch = min(BATCH, 2 ** int(math.log2(num_prompts)))
     sections["ppo"] = {
-        "learning_rate": learning_rate(3e-6, size),
+        "learning_rate": learning_rate(rates["ppo"], size),
+        **({"critic_learning_rate": learning_rate(5 * rates["ppo"], size)} if is_lora else {}),
         "response_length": response,
         **({"max_prompt_length": positions - response} if data["ppo"].num_dropped else {}),
         "total_episodes": min(200, max(20, num_prompts // batch)) * batch,

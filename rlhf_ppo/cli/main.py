@@ -143,6 +143,7 @@ def init(argv: Sequence[str] | None = None) -> None:
     for name, text in INIT_OPTIONS.items():
         words = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*words, help=text, required=name in ("model", "prompts"))
+    parser.add_argument("--lora", action="store_true", help="Train LoRA adapters over one base in every step.")
     args = parser.parse_args(argv)
     path, folder = Path(args.file).expanduser(), Path(args.output_dir).expanduser() / "data"
     for existing, option in ((path, "file"), (folder, "output_dir")):

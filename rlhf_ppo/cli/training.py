@@ -44,7 +44,7 @@ from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range, parse
 from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
-from rlhf_ppo.models.adapters import adapter_config, is_adapter_directory
+from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import (
     check_base_elsewhere,
@@ -53,6 +53,7 @@ from rlhf_ppo.models.loading import (
     load_value_model,
     remove_saved_models,
     why_not_loaded,
+    without_adapters,
 )
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
@@ -465,24 +466,38 @@ def _trl_trainer(
     path = model_args.model_name_or_path
     if path is None:
         raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
-    problem = "an adapter: merge it with PEFT's merge_and_unload() first" if is_adapter_directory(path) else None
-    if not problem and trainer_class is _SFTTrainer:
+    is_adapter = is_adapter_directory(path)
+    if not is_adapter and trainer_class is _SFTTrainer:
         config: Any = load_pretrained(AutoConfig, path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
         if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
-            problem = "a reward model, not a language model: name the model that it was trained from"
-    if problem:
-        raise ValueError(f"model_name_or_path={path!r} is {problem}")
+            raise ValueError(
+                f"model_name_or_path={path!r} is a reward model, not a language model: name the model that it was "
+                "trained from"
+            )
     prepare_trackers(args)
-    args.model_init_kwargs = loading_settings(args.trust_remote_code, model_args) | (args.model_init_kwargs or {})
+    settings = loading_settings(args.trust_remote_code, model_args) | (args.model_init_kwargs or {})
     tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
     set_seed(args.seed)  # determines a new head or adapter
-    peft_config = lora_config(model_args)
-    trainer = trainer_class(path, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
+    model, peft_config = path, lora_config(model_args)
+    if is_adapter:
+        model, peft_config = _adapted_model(trainer_class, path, settings, model_args), None
+    else:
+        args.model_init_kwargs = settings
+    trainer: Any = trainer_class(model, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
     check_base_elsewhere([trainer.model], str(args.output_dir))
     drop_ignored_generation_settings(trainer.model)
     use_console(trainer, "line")
     trainer.add_callback(_LogsShortRuns())
     return trainer
+
+
+def _adapted_model(trainer_class: Any, path: str, settings: dict[str, Any], model_args: ModelConfig) -> Any:
+    """Load an adapter over its base; with `use_peft` it continues to train, else it is merged and all weights do."""
+    is_reward = trainer_class is _RewardTrainer
+    auto_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
+    settings = {**settings, "num_labels": 1} if is_reward else settings
+    model = load_adapter(load_pretrained(auto_class, base_of_adapter(path), "model_name_or_path", **settings), path)
+    return model if model_args.use_peft else without_adapters(model)
 
 
 class _LogsShortRuns(TrainerCallback):

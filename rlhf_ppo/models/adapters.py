@@ -138,13 +138,19 @@ def base_of_adapter(path: str | os.PathLike[str]) -> str:
 
 
 def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Load a trainable adapter over its base; that of a language model also over a classifier of the same backbone."""
-    from peft import PeftModel
+    """Load a trainable adapter over its base.
+
+    A language model's adapter over a classifier of the same backbone becomes a classifier's, and the head trains too.
+    """
+    from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     config = adapter_config(path)
-    if config.task_type == "CAUSAL_LM" and not hasattr(base, "prepare_inputs_for_generation"):
-        config.task_type = None  # PEFT's class for language models generates
-    return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
+    if config.task_type != "CAUSAL_LM" or hasattr(base, "prepare_inputs_for_generation"):
+        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
+    config.task_type, config.inference_mode = "SEQ_CLS", False
+    model = get_peft_model(base, config)
+    set_peft_model_state_dict(model, adapter_state(model) | load_peft_weights(os.fspath(path), device="cpu"))
+    return model
 
 
 def merged_in_place(model: nn.Module) -> nn.Module:

@@ -27,7 +27,6 @@ from transformers import (
 from rlhf_ppo.models.adapters import (
     LOADED,
     MERGED,
-    adapter_config,
     base_of_adapter,
     is_adapter_directory,
     load_adapter,
@@ -101,12 +100,6 @@ def load_value_model(
     Raises:
         ValueError: It cannot be loaded, or has not one label.
     """
-    adapter = model if isinstance(model, str | os.PathLike) and is_adapter_directory(model) else None
-    if adapter is not None and not merges_adapter and adapter_config(adapter).task_type == "CAUSAL_LM":
-        raise ValueError(
-            f"{argument}={os.fspath(adapter)!r} is the adapter of a language model, whose new head would not train "
-            "over a shared base: leave out share_base_model, or value_model to start from the policy"
-        )
     model = load_classifier(model, argument, merges_adapter, num_labels=1, **kwargs)
     check_one_label(model, argument)
     return model
@@ -160,7 +153,7 @@ def load_classifier(
                     "would be random; train one with `rlhf-ppo reward`, or save one with "
                     "AutoModelForSequenceClassification"
                 )
-        model = cast(nn.Module, _without_adapters(loaded) if merges_adapter else loaded)
+        model = cast(nn.Module, without_adapters(loaded) if merges_adapter else loaded)
     elif not isinstance(model, PreTrainedModel) and not is_peft_model(model):
         if not (hasattr(model, "base_model_prefix") and hasattr(model, "score")):
             raise ValueError(
@@ -169,7 +162,7 @@ def load_classifier(
             )
         model = TRLModel(model)
     fix_outputs(model)
-    return _without_adapters(model) if argument == "value_model" and getattr(model, LOADED, False) else model
+    return without_adapters(model) if argument == "value_model" and getattr(model, LOADED, False) else model
 
 
 def _may_start_anew(argument: str) -> bool:
@@ -208,8 +201,8 @@ def make_value_model(original: nn.Module) -> nn.Module:
             "cannot be trained: set share_base_model=True or value_model='policy', or pass a value model"
         )
     if reads_last_token(original):
-        return _without_adapters(copy_model(original)).float().train().requires_grad_(True)
-    source = _without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
+        return without_adapters(copy_model(original)).float().train().requires_grad_(True)
+    source = without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
     value_model: Any = new_value_model(source)
     setattr(value_model, MERGED, getattr(source, MERGED, False))
     copy_weights(backbone(source), backbone(value_model))
@@ -398,7 +391,7 @@ def why_not_loaded(error: Exception, path: str | os.PathLike[str], fault: str) -
     return CODE_IS_RUN_IF if wants_code(error) else f"{NOT_HERE if is_missing else fault}: {error!s:.600}"
 
 
-def _without_adapters(model: nn.Module) -> nn.Module:
+def without_adapters(model: nn.Module) -> nn.Module:
     """Merge a model's adapter, if it has one, into its base, whose weights train as those of any whole model."""
     if is_peft_model(model):
         merged: nn.Module = model.merge_and_unload()  # pyright: ignore[reportAssignmentType]

@@ -6,13 +6,15 @@ import json
 import re
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_ppo.cli import commands, main
+from rlhf_ppo.models.adapters import adapter_config, base_of_adapter
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import load_reward_model
 from rlhf_ppo.reporting.judgements import read_accuracy
@@ -167,6 +169,37 @@ def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_r
     with pytest.raises(SystemExit, match="2"):
         commands.reward([*pairs, *QUICK, *lora, "--output_dir", "base"])
     assert "saving there would replace 'base', the base of the trained adapter" in capsys.readouterr().err
+
+
+def test_the_reward_model_continues_the_adapter_of_sft_and_all_share_one_base(places):
+    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
+    texts = ["--model_name_or_path", "base", "--dataset_name", "texts.jsonl"]
+    commands.sft([*texts, *QUICK, *lora, "--output_dir", "sft"])
+    still = ["--dataset_name", "pairs.jsonl", *QUICK, *lora, "--learning_rate", "0"]
+    commands.reward(["--model_name_or_path", "sft", *still, "--output_dir", "reward"])
+    start = ["--sft_model_path", "sft", "--reward_model_path", "reward", "--share_base_model"]
+    trainer = commands.train([*PPO, *start, *lora, "--output_dir", "ppo"])
+
+    ids = torch.tensor([[4, 5, 6]])
+    sft: Any = AutoPeftModelForCausalLM.from_pretrained("sft")
+    reward: Any = AutoPeftModelForSequenceClassification.from_pretrained("reward", num_labels=1)
+    states = reward(ids, output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(states, sft(ids, output_hidden_states=True).hidden_states[-1])
+    assert adapter_config("reward").task_type == "SEQ_CLS" and base_of_adapter("reward") == "base"
+    bases = [
+        {id(weight) for name, weight in model.named_parameters() if ".lora_" not in name and "score" not in name}
+        for model in (trainer.policy_model, trainer.value_model, trainer.reward_model)
+    ]
+    assert bases[0] > bases[1] == bases[2]  # the language model's head is the policy's alone
+
+
+def test_merge_adapter_saves_the_model_that_the_adapter_gives(places):
+    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
+    trainer = commands.train([*PPO, "--reward_funcs", "length", *lora, "--merge_adapter"])
+    ids = torch.tensor([[4, 5, 6]])
+    merged = AutoModelForCausalLM.from_pretrained("out")
+    assert not Path("out/adapter_config.json").exists()
+    assert torch.allclose(merged(ids).logits, trainer.policy_model.eval()(ids).logits, atol=1e-5)
 
 
 def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_path(places):

@@ -56,6 +56,15 @@ def test_the_pipeline_accepts_the_file(options: str, names: list[str], capsys: p
     assert (judge.get("judge_model") == "runs/pipeline/judge_reward") == ("judge_reward" in names)
 
 
+def test_lora_is_one_switch() -> None:
+    init([*ALL.split(), "--lora"])
+    steps = {step.name: step for step in read_pipeline("run.yaml").steps}
+    check_steps(steps.values())
+    training = [steps[name].options for name in ("sft", "reward", "judge_reward", "ppo")]
+    assert all(options["use_peft"] and options["lora_r"] == 16 for options in training)
+    assert steps["ppo"].options["share_base_model"] and steps["reward"].options["model_name_or_path"].endswith("sft")
+
+
 def test_no_prompt_is_in_two_parts() -> None:
     init(ALL.split())
 

@@ -106,8 +106,11 @@ def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> 
     loaded = load_value_model(tmp_path / "adapter", "value_model_path")
     assert torch.allclose(states(loaded), states(policy), atol=1e-5)
     assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
-    with pytest.raises(ValueError, match="is the adapter of a language model, whose new head would not train over a"):
-        load_value_model(tmp_path / "adapter", "value_model", merges_adapter=False)
+    kept: Any = load_value_model(tmp_path / "adapter", "value_model", merges_adapter=False)
+    assert torch.allclose(states(kept), states(policy), atol=1e-5)
+    trained = {name for name, weight in kept.named_parameters() if weight.requires_grad}
+    assert all(".lora_" in name or "score.modules_to_save" in name for name in trained)
+    assert any("score.modules_to_save" in name for name in trained)
 
 
 @pytest.mark.parametrize("task", [TaskType.SEQ_CLS, TaskType.CAUSAL_LM])
