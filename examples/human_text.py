@@ -35,6 +35,8 @@ def prepare(pairs: Path, folder: Path, num_held_out: int) -> None:
     """
     rows = read_pairs(pairs)
     prompts = sorted({row["prompt"] for row in rows if row["prompt"].strip()})
+    if len(prompts) < num_held_out + 2:
+        raise ValueError(f"num_held_out={num_held_out}, but {pairs} has {len(prompts)} prompts: lower it")
     random.Random(0).shuffle(prompts)
     held_out, first = set(prompts[:num_held_out]), set(prompts[num_held_out::2])
     seen = [row for row in rows if row["prompt"] not in held_out]
@@ -52,6 +54,9 @@ def prepare(pairs: Path, folder: Path, num_held_out: int) -> None:
 def read_pairs(path: Path) -> list[Row]:
     """Return the pairs whose sides differ, from JSON lines."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+    for number, row in enumerate(rows, 1):
+        if missing := {"prompt", "chosen", "rejected"} - row.keys():
+            raise ValueError(f"line {number} of {path} has no {sorted(missing)[0]!r}: see the top of this script")
     return [
         {name: row[name] for name in ("prompt", "chosen", "rejected")}
         for row in rows
@@ -102,5 +107,8 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path, help="where the parts are written")
     parser.add_argument("--num_held_out", type=int, default=512, help="prompts that no model sees")
     options = parser.parse_args()
-    prepare(options.pairs, options.folder, options.num_held_out)
+    try:
+        prepare(options.pairs, options.folder, options.num_held_out)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(f"The parts are in {options.folder}; next: rlhf-ppo pipeline examples/human_text.yaml")

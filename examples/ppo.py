@@ -31,23 +31,40 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml \
     --missing_eos_penalty 1.0
 
 Paths may be local directories, and data a file. The data have a column `prompt`, as text or conversation; without a
-test split the last tenth of the rows, at most 100, is held out. `--use_peft` trains LoRA adapters, `--config run.yaml`
-reads options from a file. Responses end at EOS; TRL's script has no stop token unless you give one.
+test split the last tenth of the rows, at most 100, is held out. `--reward_funcs rewards.py:function` replaces the
+reward model, `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a file. Responses end
+at EOS; TRL's script has no stop token unless you give one.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
+
+from dataclasses import dataclass, field
 
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.data.sources import hold_out, load_splits
+from rlhf_ppo.run.distributed import num_processes
+
+
+@dataclass
+class RewardArguments(ScriptArguments):
+    """TRL's options of the data, and rewards in place of a reward model."""
+
+    reward_funcs: list[str] | None = field(default=None, metadata={"help": "Such as length, or rewards.py:function."})
+
 
 if __name__ == "__main__":
-    parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
+    parser = TrlParser((RewardArguments, PPOConfig, ModelConfig))
     script_args, args, model_args = parser.parse_args_and_config()
     if args.stop_token is None and args.stop_token_id is None:
         args.stop_token = "eos"
+
+    with user_errors("ppo.py"):  # before models load, in one sentence
+        num_processes(args)
+        splits = load_splits(script_args.dataset_name, script_args.dataset_config)
 
     # Tokenizer and models
     path = model_args.model_name_or_path or args.sft_model_path
@@ -66,13 +83,13 @@ if __name__ == "__main__":
     ref_policy = None  # with adapters, the policy without them
     if peft_config is None:
         ref_policy = AutoModelForCausalLM.from_pretrained(args.sft_model_path, **loading)
-    reward_model = AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, num_labels=1, **loading)
-    value_model = AutoModelForSequenceClassification.from_pretrained(
-        args.reward_model_path, num_labels=1, dtype="float32"
-    )
+    reward_model = value_model = None  # with reward functions, values start from the policy
+    if script_args.reward_funcs is None:
+        load = AutoModelForSequenceClassification.from_pretrained
+        reward_model = load(args.reward_model_path, num_labels=1, **loading)
+        value_model = load(args.reward_model_path, num_labels=1, dtype="float32")
 
     # Data
-    splits = load_splits(script_args.dataset_name, script_args.dataset_config)
     dataset = splits[script_args.dataset_train_split]
     if script_args.dataset_test_split in splits:
         train_dataset, eval_dataset = dataset, splits[script_args.dataset_test_split]
@@ -86,6 +103,7 @@ if __name__ == "__main__":
         model=policy,
         ref_model=ref_policy,
         reward_model=reward_model,
+        reward_funcs=script_args.reward_funcs,
         value_model=value_model,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

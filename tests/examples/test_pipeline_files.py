@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,15 @@ def test_the_paper_s_experiment_runs_at_the_size_of_a_toy(place: Path) -> None:
     steps = json.loads(Path("runs/tldr_1b/pipeline.json").read_text())
     assert list(steps) == ["sft", "reward", "ppo", "judge", "report"]
     assert Path("runs/tldr_1b/report.html").stat().st_size > 10_000
+
+
+def test_pairs_without_prompts_and_too_few_pairs_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for row, words in (({}, "line 1 of pairs.jsonl has no 'prompt'"), ({"prompt": "a"}, "num_held_out=512, but")):
+        Path("pairs.jsonl").write_text(json.dumps({"chosen": "b", "rejected": "c"} | row))
+        monkeypatch.setattr("sys.argv", ["human_text.py", "pairs.jsonl", "out"])
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(EXAMPLES / "human_text.py"), run_name="__main__")
+        assert words in capsys.readouterr().err and not Path("out").exists()

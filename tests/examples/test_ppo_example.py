@@ -161,6 +161,17 @@ def test_fewer_than_ten_rows_are_all_trained_on(run, local):
     assert (len(trainer.train_dataset), trainer.eval_dataset) == (9, None)
 
 
+def test_reward_functions_take_the_place_of_the_reward_model(run, local):
+    trainer = run(f"{local} --reward_funcs length")
+    assert trainer.scorer.names == ["length"] and trainer.reward_model is None
+
+
+def test_a_missing_data_set_is_one_sentence(run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("--sft_model_path nowhere --output_dir out --use_cpu")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("ppo.py: error: dataset_name is not set: give a file")
+
+
 def test_the_value_model_is_trained_in_32_bits_whatever_the_others_are_loaded_in(run, local):
     trainer = run(f"{local} --dtype bfloat16 --use_peft")
 
