@@ -434,20 +434,20 @@ def remove_saved_models(directory: str | os.PathLike[str]) -> None:
 
 
 def check_base_elsewhere(models: Iterable[nn.Module], directory: str) -> None:
-    """Check that saving an adapter does not replace the base to which it belongs.
+    """Check that saving does not replace a model that the run starts from, which a resumed run loads again.
 
     Args:
         models: The models that are saved, with adapters or without.
         directory: Where they are saved.
 
     Raises:
-        ValueError: The base of an adapter is there, or in the directory's `critic`.
+        ValueError: A model, or the base of an adapter, is there or in the directory's `critic`.
     """
     replaced = [os.path.realpath(path) for path in (directory, os.path.join(directory, CRITIC_DIR))]
-    for model in filter(is_peft_model, models):
-        base = transformers_model(model).name_or_path
-        if base and os.path.realpath(base) in replaced:
+    for model in models:
+        start = getattr(transformers_model(model), "name_or_path", None)
+        if start and os.path.realpath(start) in replaced:
+            what = "the base of the trained adapter" if is_peft_model(model) else "the model that the run starts from"
             raise ValueError(
-                f"output_dir={directory!r}: saving there would replace {base!r}, the base of the trained adapter; "
-                "choose another output_dir"
+                f"output_dir={directory!r}: saving there would replace {start!r}, {what}; choose another output_dir"
             )

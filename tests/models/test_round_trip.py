@@ -99,13 +99,22 @@ def test_the_saved_models_are_the_trained_ones_whatever_the_directory_held(
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("role", ["peft_config", "value_peft_config"])
-def test_an_adapter_is_not_saved_over_its_own_base(role: str, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "what"),
+    [
+        ("peft_config", "the base of the trained adapter"),
+        ("value_peft_config", "the model that the run starts from"),
+        (None, "the model that the run starts from"),
+    ],
+)
+def test_nothing_is_saved_over_what_the_run_starts_from(
+    role: str | None, what: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """A resumed run loads it again: as the base, and as the reference."""
     save_models(tmp_path, base=tiny_policy())
-    with pytest.raises(ValueError, match=r"saving there would replace '.*base', the base of the trained adapter"):
-        make_trainer(
-            model=str(tmp_path / "base"), value_model=None, output_dir=str(tmp_path / "base"), **{role: lora()}
-        )
+    place, adapter = str(tmp_path / "base"), {role: lora()} if role else {}
+    with pytest.raises(ValueError, match=rf"saving there would replace '.*base', {what}"):
+        make_trainer(model=place, value_model=None, output_dir=place, **adapter)
 
 
 def reload(folder: str) -> None:
