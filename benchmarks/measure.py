@@ -116,7 +116,9 @@ def given(workload: Workload, device: str = "cpu") -> dict[str, Any]:
     """Make what both trainers are given besides their arguments."""
     return {
         "processing_class": make_tokenizer(workload),
-        "train_dataset": make_prompts(workload, 2 * workload.batch_size),
+        "train_dataset": make_prompts(
+            workload, 2 * workload.batch_size if workload.copies == 1 else workload.batch_size
+        ),
         **make_models(workload, device),
     }
 
@@ -195,10 +197,14 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--one-body", action="store_true", help="value_model='policy', for ours")
+    parser.add_argument("--unshared", action="store_true", help="share_prefixes=False, for ours")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    workload = WORKLOADS[arguments.workload]
-    print(json.dumps(measure(arguments.trainer, workload, arguments.updates, device=arguments.device)))
+    workload, models = WORKLOADS[arguments.workload], {"value_model": "policy"} if arguments.one_body else {}
+    options = {"share_prefixes": False} if arguments.unshared else {}
+    how = {"options": options, "device": arguments.device, **models}
+    print(json.dumps(measure(arguments.trainer, workload, arguments.updates, **how)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -52,6 +54,8 @@ class Workload:
             model's are always trained.
         autocast: Whether products are computed in bfloat16.
         scorer: Arguments of the configuration of value and reward model, where it is another one than the policy's.
+        copies: Rows of each prompt.
+        chats: Whether prompts are questions in the chat model's own template, whose system text begins all of them.
     """
 
     model: dict[str, Any]
@@ -67,6 +71,8 @@ class Workload:
     lora_rank: int | None = None
     autocast: bool = False
     scorer: dict[str, Any] | None = None
+    copies: int = 1
+    chats: bool = False
 
 
 def llama(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
@@ -140,6 +146,15 @@ ON_CPU = {
     "long-prompt-50k": Workload(llama(6, 128, 50304), (200, 400), 53, mean_length=30),
 }
 LLAMA_1B = grouped(16, 2048, 32, 5632)
+SHARED = {
+    "smollm2-135m-chats": replace(
+        CHATS, chats=True, batch_size=16, micro_batch_size=16, lora_rank=16, num_ppo_epochs=2
+    ),
+    "smollm2-135m-groups": replace(
+        CHATS, prompt_lengths=(160, 200), copies=8, batch_size=16, lora_rank=16, num_ppo_epochs=2
+    ),
+}
+"""Rows that begin alike: `make chat-model` makes the tokenizer of the first."""
 ON_GPU = {
     "llama-160m": as_users_run(grouped(12, 768, 12, 2048)),
     "llama-410m": as_users_run(grouped(24, 1024, 16, 2816)),
@@ -159,6 +174,7 @@ TINY = Workload(llama(1, 32, 64), (2, 6), 8, mean_length=4, batch_size=4, micro_
 TINY_PYTHIA = replace(TINY, model=pythia(1, 32, 2, vocabulary=64), dtype=torch.bfloat16)
 WORKLOADS = {
     **ON_CPU,
+    **SHARED,
     **ON_GPU,
     **IN_BF16,
     "tiny": TINY,
@@ -232,14 +248,25 @@ def adapter(rank: int) -> Any:
 
 
 def make_prompts(workload: Workload, count: int) -> Dataset:
-    """Draw prompts of random tokens from a fixed seed."""
+    """Draw prompts of random tokens from a fixed seed, or ask questions of the chat model."""
+    if workload.chats:
+        return Dataset.from_list([{"input_ids": ids} for ids in chats(count)])
     generator = torch.Generator().manual_seed(0)
     shortest, longest = workload.prompt_lengths
-    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    lengths = torch.randint(shortest, longest + 1, (count // workload.copies,), generator=generator).tolist()
     vocabulary = workload.model["vocab_size"]
-    return Dataset.from_list(
-        [{"input_ids": torch.randint(2, vocabulary, (length,), generator=generator).tolist()} for length in lengths]
-    )
+    prompts = [torch.randint(2, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_list([{"input_ids": ids} for ids in prompts for _ in range(workload.copies)])
+
+
+def chats(count: int) -> list[list[int]]:
+    """Return the tokens of questions about topics, in the template of `chat-model/`."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "chat-model")
+    forms = "Tell me about {}.", "What do you think of {}?", "Describe {}.", "Why do people like {}?"
+    topics = "bread winter trains coffee gardens bicycles music mountains letters markets dreams rivers honey".split()
+    asked = [form.format(topic) for topic in topics for form in forms][:count]
+    messages = [[{"role": "user", "content": question}] for question in asked]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def make_tokenizer(workload: Workload) -> PreTrainedTokenizerFast:

@@ -353,15 +353,16 @@ def train_with_reward_model(output_dir: str, models: str, adapters: bool = False
 
     Responses are also compared with the reference's and with the policy's own.
 
-    Micro-batches are cut by tokens, of which the ranks have different numbers; a stop string ends most responses, so
-    that the ranks generate for different numbers of tokens.
+    Micro-batches are cut by tokens, of which the ranks have different numbers; all prompts begin with the same nine. A
+    stop string ends most responses, so that the ranks generate for different numbers of tokens.
     """
     keep_finished_rows()
     rewards = [PreferenceReward(prefers_larger_words, kind, name=kind) for kind in ("reference", "self")]
     given = {"reward_model": f"{models}/reward_model", "value_model": None, "reward_funcs": rewards}
-    given |= lora() if adapters else {}
+    prompts = [{"input_ids": [*range(3, 12), *row["input_ids"]]} for row in conftest.prompt_rows(32)]
+    given |= {"train_dataset": Dataset.from_list(prompts)} | (lora() if adapters else {})
     torch.manual_seed(0)  # of the adapters
-    run = {"max_tokens_per_micro_batch": 12, "stop_strings": ["w1"], **overrides}
+    run = {"max_tokens_per_micro_batch": 24, "stop_strings": ["w1"], **overrides}
     trainer = make_trainer(output_dir, models, given=given, **run)
     built = sum(own_numbers(parameter) for parameter in trainer.model.parameters())
     widths = note_widths(trainer)

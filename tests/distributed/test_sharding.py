@@ -18,9 +18,20 @@ def with_reward_model(folder, models, adapters, **arguments):
 
 @pytest.fixture(scope="module")
 def ddp(models, tmp_path_factory):
-    """The run of all weights, and that of adapters."""
+    """The run of all weights, and that of adapters, both with shared prefixes, and the first without."""
     folder = str(tmp_path_factory.mktemp("ddp"))
-    return processes.run_all("multi_gpu", [with_reward_model(folder, models, adapters) for adapters in (False, True)])
+    calls = [with_reward_model(folder, models, adapters) for adapters in (False, True)]
+    *shared, unshared = processes.run_all(
+        "multi_gpu", [*calls, with_reward_model(folder, models, False, share_prefixes=False)]
+    )
+    ours, theirs = (run[0]["log"][:3] for run in (shared[0], unshared))
+    assert max(entry["batch/shared_frac"] for entry in ours) > 0.2
+    assert [entry["batch/shared_frac"] for entry in theirs] == [0] * 3
+    same = [name for name in theirs[0] if name.startswith(("objective/", "loss/", "policy/", "val/grad_norm", "grad"))]
+    assert len(same) > 10
+    for name, entry, other in ((name, *pair) for name in same for pair in zip(ours, theirs, strict=True)):
+        assert entry[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+    return shared
 
 
 @pytest.mark.parametrize(
