@@ -23,6 +23,7 @@ from rlhf_ppo.data.prompts import (
     as_the_template_reads,
     ids_of,
     is_conversation,
+    renders_chats,
     template_settings,
     text_of_content,
 )
@@ -98,7 +99,7 @@ class Conversations:
 
     def default_prompt(self) -> Prompt:
         """Return the prompt of a row that has none."""
-        return "" if self.tokenizer.chat_template is None else EMPTY_PROMPT
+        return EMPTY_PROMPT if renders_chats(self.tokenizer) else ""
 
     def prompt_ids(self, prompt: Prompt, schemas: Sequence[Any] | None) -> list[int]:
         """Return the tokens of a prompt, with the opening of the policy's turn.

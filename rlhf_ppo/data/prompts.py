@@ -126,7 +126,7 @@ class PromptEncoder:
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
 
     def _templated(self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any]) -> list[int]:
-        if self.tokenizer.chat_template is None:
+        if not renders_chats(self.tokenizer):
             fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks(messages, index, settings)
@@ -277,6 +277,21 @@ def without_none(value: Any) -> Any:
     return [without_none(inner) for inner in value] if isinstance(value, list) else value  # pyright: ignore
 
 
+def renders_chats(tokenizer: Any) -> bool:
+    """Return whether a tokenizer renders conversations: with a chat template or, as mistral-common's, with code."""
+    if tokenizer.chat_template is not None:
+        return True
+    try:
+        return bool(tokenizer.apply_chat_template([{"role": "user", "content": "dummy"}]))
+    except Exception:  # transformers', without a template
+        return False
+
+
+def is_special(tokenizer: Any, token: int) -> bool:
+    """Return whether the text without special tokens leaves a token out; not all tokenizers list their tokens."""
+    return tokenizer.decode([token], skip_special_tokens=True) != tokenizer.decode([token])
+
+
 def _reads_blocks(tokenizer: Any, role: str, how: Mapping[str, Any], kind: str = "text") -> bool:
     """Return whether the chat template writes the content of a message's blocks of a type."""
     asked: dict[str, Any] = {"role": "user", "content": "dummy"}
@@ -305,9 +320,7 @@ def turn_end(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | N
     except Exception:  # the template needs other messages
         return None
     following = _as_list(tokenizer(text.partition(MARK)[2], add_special_tokens=False)["input_ids"])
-    added = tokenizer.added_tokens_decoder
-    is_special = bool(following) and following[0] in added and added[following[0]].special
-    return following[0] if is_special else None
+    return following[0] if following and is_special(tokenizer, following[0]) else None
 
 
 def text_of_content(content: Any) -> str:

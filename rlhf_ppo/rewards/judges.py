@@ -42,7 +42,7 @@ from rlhf_ppo.rewards.functions import (
     takes_any_argument,
     unwrapped,
 )
-from rlhf_ppo.rewards.reward_model import Answer, RewardModel, reward_model_ids, shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards.reward_model import Answer, RewardModel, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import check_scores
 from rlhf_ppo.terminal import redact_url, visible_logger
 
@@ -111,19 +111,8 @@ class RewardModelJudge(ScoringJudge):
 
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float | None]:
         """Score answers; those with more tokens than the model has positions have no score."""
-        scores: list[float | None] = [None] * len(answers)
-        lengths = [len(reward_model_ids(answer, self._tokenizer_for(answer))) for answer in answers]
-        fitting = [row for row, length in enumerate(lengths) if length <= (self.model.max_positions or length)]
-        if len(fitting) < len(answers):
-            logger.warning(
-                f"{self.path}: {len(answers) - len(fitting)} of {len(answers)} answers are not scored, because they "
-                f"have more tokens than the reward model has positions, {self.model.max_positions}"
-            )
-        if fitting:
-            found = self.model.score_answers([answers[row] for row in fitting], self._tokenizer_for).tolist()
-            for row, score in zip(fitting, found, strict=True):
-                scores[row] = score
-        return scores
+        scores: list[float] = self.model.score_answers(answers, self._tokenizer_for).tolist()
+        return [None if math.isnan(score) else score for score in scores]
 
     def positions_of(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """Return the longest text in a policy's tokens; None without a limit, or if the model reads other tokens."""

@@ -5,10 +5,11 @@ A reward model reads the same tokens in training, as a judge and in `rlhf-ppo ju
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -26,12 +27,15 @@ from rlhf_ppo.data.prompts import (
     template_settings,
     text_of_content,
 )
-from rlhf_ppo.data.rollout import check_lengths, pad_right
+from rlhf_ppo.data.rollout import PositionLimit, pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
 from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.rewards.scorer import MAX_SCORE, ScoringBatch, WrongRewardError, silent_ids, spoken_texts
+from rlhf_ppo.terminal import visible_logger
+
+logger = visible_logger(__name__)
 
 TokenizerFor = Callable[["Answer"], PreTrainedTokenizerBase | None]
 
@@ -169,22 +173,40 @@ class LoadedRewardModel:
     scorer: nn.Module | None = None
     processor: ProcessorMixin | None = None
 
-    def check_reads(self, prompt_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, response_length: int) -> None:
-        """Check that the model's positions leave room behind a prompt in its own tokens.
+    def limit(self, prompt: Answer, chats: ImageChats | None, stop_is_silent: bool = True) -> PositionLimit | None:
+        """Return the longest prompt and response that the model reads, in the policy's tokens.
+
+        A chat template may write more around a response than the prompt and the stop token hold. In the model's own
+        tokens only the prompt's length is known; the limit is then one token below it if it leaves no room.
 
         Args:
-            prompt_ids: The prompt in the policy's tokens.
-            tokenizer: The policy's tokenizer.
-            response_length: The longest response, for the message.
-
-        Raises:
-            ValueError: They do not.
+            prompt: The prompt with its ids and an empty response.
+            chats: Encodes conversations with images for the model; None in a run without images.
+            stop_is_silent: Whether the last token of a response that ended is no text.
         """
-        prompt = Answer(None, "", ended=False, prompt_ids=prompt_ids, tokenizer=tokenizer)
-        tokens, limit = len(reward_model_ids(prompt, self.tokenizer)), position_limit(self.model)
-        if limit is not None and tokens >= limit.tokens:
-            reason = f"{self.argument}, which has its own tokens, has {limit.tokens}"
-            check_lengths(tokens, response_length, limit._replace(reason=reason))
+        limit, ids = position_limit(self.model), prompt.prompt_ids or ()
+        if limit is None:
+            return None
+        if self.tokenizer is not None:
+            begun = replace(prompt, ended=False)
+            taken = encoded_answer(begun, chats).ids if chats else reward_model_ids(begun, self.tokenizer)
+            own = f"{self.argument}, which has its own tokens, reads {len(taken)} for the prompt alone"
+            reason = f"{own} and has {limit.tokens}"
+            return PositionLimit(len(ids), reason, limit.remedy) if len(taken) >= limit.tokens else None
+        reader: Any = chats.processor if chats else self.template or prompt.tokenizer
+        if not is_conversation(prompt.prompt) or reader.chat_template is None:
+            return limit
+        before, is_written, after = _templated(replace(prompt, response=MARK), reader).rpartition(MARK)
+        pictures = [block["image"] for block in image_blocks(prompt.prompt)] if chats else []
+        opening, ending = (
+            len(chats.of_text(text, shown).ids if chats else _ids(reader(text, add_special_tokens=False)))
+            for text, shown in ((before, pictures), (after, []))
+        )
+        more = max(0, opening + max(0, ending - stop_is_silent) - len(ids))
+        if not is_written or not more:
+            return limit
+        reason = f"{self.argument} has {limit.tokens}, of which its chat template takes {more} more"
+        return PositionLimit(limit.tokens - more, reason, limit.remedy)
 
 
 def load_reward_models(
@@ -263,11 +285,10 @@ class RewardModel:
             batch: `B` prompts and truncated responses.
 
         Returns:
-            Scores, float32 `(B,)`.
+            Scores, float32 `(B,)`; NaN for rows with more tokens than the model has positions.
 
         Raises:
             WrongRewardError: A score is not finite.
-            ValueError: A row is too long in the model's own tokens.
         """
         policy_tokenizer, tokenizer = self.tokenizers or (None, None)
         is_text = not any(map(is_conversation, batch.columns.get("prompt", ())))
@@ -276,10 +297,8 @@ class RewardModel:
         with self.together():
             answers = answers_of(batch, policy_tokenizer)
             of_chats = self.template if tokenizer is None else tokenizer
-            ids, mask, images = self._padded(
-                answers, lambda one: of_chats if is_conversation(one.prompt) else tokenizer
-            )
-        return self._scores(ids.to(batch.query_responses.device), mask.to(batch.query_responses.device), images)
+            rows = self._padded(answers, lambda one: of_chats if is_conversation(one.prompt) else tokenizer)
+        return self._scores_of(rows, batch.query_responses.device)
 
     @torch.no_grad()
     def score_answers(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> Tensor:
@@ -290,14 +309,13 @@ class RewardModel:
             tokenizer_for: Returns the model's own tokenizer, or None if it reads the tokens of the answer's policy.
 
         Returns:
-            Scores, float32 `(B,)`.
-
-        Raises:
-            ValueError: As `__call__`.
+            Scores, float32 `(B,)`, as those of `__call__`.
         """
-        device = next(self.scorer.parameters()).device
-        ids, mask, _ = self._padded(answers, tokenizer_for)
-        return self._scores(ids.to(device), mask.to(device))
+        return self._scores_of(self._padded(answers, tokenizer_for), next(self.scorer.parameters()).device)
+
+    def _scores_of(self, rows: tuple[Tensor, Tensor, list[RowImages] | None, Tensor], device: torch.device) -> Tensor:
+        ids, mask, images, fits = rows
+        return self._scores(ids.to(device), mask.to(device), images).masked_fill(~fits.to(device), math.nan)
 
     def _scores(self, ids: Tensor, mask: Tensor, images: Sequence[RowImages] | None = None) -> Tensor:
         scores: list[Tensor] = []
@@ -322,18 +340,25 @@ class RewardModel:
 
     def _padded(
         self, answers: Sequence[Answer], tokenizer_for: TokenizerFor
-    ) -> tuple[Tensor, Tensor, list[RowImages] | None]:
+    ) -> tuple[Tensor, Tensor, list[RowImages] | None, Tensor]:
+        """Return ids, mask and images, and which rows fit; of the others one token stands in, for equal passes."""
         rows: list[Tensor] = []
+        fits: list[bool] = []
         images = None if self.chats is None else [encoded_answer(answer, self.chats) for answer in answers]
         for row, answer in enumerate(answers):
             ids = reward_model_ids(answer, tokenizer_for(answer)) if images is None else images[row].ids
-            if self.max_positions is not None and len(ids) > self.max_positions:
-                raise ValueError(
-                    f"row {row} has {len(ids)} tokens for the reward model, which has {self.max_positions} positions: "
-                    "lower max_prompt_length or response_length, or a judge's max_new_tokens"
-                )
+            fits.append(self.max_positions is None or len(ids) <= self.max_positions)
+            if not fits[-1]:
+                ids = ids[:1]
+                if images is not None and self.chats is not None:
+                    images[row] = self.chats.of_ids(ids)
             rows.append(torch.tensor([ids], dtype=torch.long))
-        return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool(), images
+        if not all(fits):
+            logger.warning(
+                f"{fits.count(False)} of {len(fits)} answers are not scored, because they have more tokens than the "
+                f"reward model has positions, {self.max_positions}"
+            )
+        return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool(), images, torch.tensor(fits)
 
 
 def _tokenizer_of(spec: Any, model: nn.Module) -> PreTrainedTokenizerBase | None:
@@ -367,9 +392,10 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
         ValueError: The answer has no ids, and there is no tokenizer; or the tokenizer has no chat template.
     """
     if tokenizer is None:
-        if answer.prompt_ids is not None and answer.response_ids is not None and not is_conversation(answer.prompt):
-            return [*answer.prompt_ids, *answer.response_ids]
         tokenizer = answer.tokenizer
+        is_read_as_sampled = not is_conversation(answer.prompt) or getattr(tokenizer, "chat_template", "") is None
+        if answer.prompt_ids is not None and answer.response_ids is not None and is_read_as_sampled:
+            return [*answer.prompt_ids, *answer.response_ids]
     if tokenizer is None:
         raise ValueError("the reward model needs a tokenizer to read a text: save one in its directory")
     if is_conversation(answer.prompt):

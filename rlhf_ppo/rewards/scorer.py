@@ -19,6 +19,7 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
+from rlhf_ppo.data.prompts import is_special
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 
 if TYPE_CHECKING:
@@ -138,9 +139,9 @@ def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) ->
         tokenizer: The policy's tokenizer.
         stops: The stop tokens.
     """
-    roles = {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return frozenset((roles | {*stops}) & (special | set(tokenizer.all_special_ids)))
+    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    roles = {getattr(tokenizer, f"{name}_token_id", None) for name in names}
+    return frozenset(token for token in roles | {*stops} if token is not None and is_special(tokenizer, token))
 
 
 def spoken_texts(

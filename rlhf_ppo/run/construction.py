@@ -38,7 +38,7 @@ from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
 from rlhf_ppo.run import distributed
-from rlhf_ppo.run.datasets import PromptPreparation, image_chats, load_data, longest_prompt, policy_tokenizer
+from rlhf_ppo.run.datasets import PromptPreparation, image_chats, load_data, policy_tokenizer
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
 from rlhf_ppo.run.learning import CriticOnly
@@ -293,9 +293,6 @@ def prepare(
     chats = image_chats(args, processor, given, episodes, (train_dataset, eval_dataset))
     preparation = replace(prompt_preparation(args, tokenizer, tokens, models, functions, episodes), chats=chats)
     train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
-    for reward in models.rewards:
-        if reward.tokenizer is not None and num_rows(train_dataset):
-            reward.check_reads(longest_prompt(train_dataset), tokenizer, args.response_length)
     sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
     return Prepared(
         tokenizer=tokenizer,
@@ -547,6 +544,7 @@ def prompt_preparation(
         columns_are_read=bool(functions or episodes),
         encoder=None if episodes is None else episodes.encoder,
         stops=tokens.stops,
+        rewards=models.rewards,
     )
 
 

@@ -49,7 +49,8 @@ from rlhf_ppo.models.capabilities import Vocabulary, reads_images
 from rlhf_ppo.models.loading import NOT_HERE
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.rewards.functions import check_columns
-from rlhf_ppo.rewards.reward_model import LoadedRewardModel, tokenizer_beside
+from rlhf_ppo.rewards.reward_model import Answer, LoadedRewardModel, settings_of_row, tokenizer_beside
+from rlhf_ppo.rewards.scorer import silent_ids
 from rlhf_ppo.run.distributed import get_logger, isolated_rng, num_processes
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.run_state import RunState
@@ -241,10 +242,10 @@ class Passes:
             yield batch
 
 
-def longest_prompt(dataset: Iterable[Mapping[str, Any]]) -> Sequence[int]:
-    """Return the tokens of the longest prompt in a result of `prepare_prompts`, not a stream."""
+def prompt_lengths(dataset: Any) -> list[int]:
+    """Return the tokens of each prompt in a result of `prepare_prompts`, not a stream."""
     rows: Any = dataset.select_columns("input_ids") if isinstance(dataset, datasets.Dataset) else dataset
-    return max((row["input_ids"] for row in rows), key=len)
+    return [len(row["input_ids"]) for row in rows]
 
 
 def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
@@ -403,6 +404,7 @@ class PromptPreparation:
         chats: Encodes conversations with images; None in a run without images.
         encoder: Makes the tokenization of a data set of that name; None: prompts only.
         stops: The stop tokens.
+        rewards: The reward models, whose templates and tokens may take more positions.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -413,6 +415,7 @@ class PromptPreparation:
     encoder: Callable[[str, Vocabulary], PromptEncoder] | None = None
     stops: Sequence[int] = ()
     chats: ImageChats | None = None
+    rewards: Sequence[LoadedRewardModel] = ()
 
     def both(self, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
         """Return both prepared data sets of a trainer."""
@@ -517,5 +520,32 @@ class PromptPreparation:
         return preparation
 
     def _check_lengths(self, rows: Any) -> None:
-        if rows is not None and num_rows(rows) is not None:
-            check_lengths(len(longest_prompt(rows)), self.args.response_length, self.longest_sequence)
+        if rows is None or num_rows(rows) is None:
+            return
+        lengths, response_length = prompt_lengths(rows), self.args.response_length
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        limits = [self._limit_of(reward, rows, lengths, longest) for reward in self.rewards]
+        check_lengths(lengths[longest], response_length, smallest((self.longest_sequence, *limits)))
+
+    def _limit_of(
+        self, reward: LoadedRewardModel, rows: Any, lengths: Sequence[int], longest: int
+    ) -> PositionLimit | None:
+        """Return the longest prompt and response for a reward model, which its template or own tokens may shorten."""
+        chats = self.chats and self.chats.of_model(reward.processor, num_processes(self.args))
+        silent = silent_ids(self.tokenizer, self.stops)
+        stop_is_silent = not self.args.stop_strings and silent.issuperset(self.stops)
+
+        def limit(row: Mapping[str, Any]) -> PositionLimit | None:
+            shown = self._encode("a data set").with_images(row) if self.chats else None
+            prompt = row.get("prompt") if shown is None else shown[1]
+            settings = settings_of_row({**row, "prompt": prompt})
+            answer = Answer(
+                prompt, "", True, row["input_ids"], tokenizer=self.tokenizer, silent=silent, settings=settings
+            )
+            return reward.limit(answer, chats, stop_is_silent)
+
+        found = limit(rows[longest])
+        if found is None or reward.tokenizer is None:
+            return found
+        shortest = min(length for row, length in zip(rows, lengths, strict=True) if limit(row) is not None)
+        return found._replace(tokens=shortest - 1 + self.args.response_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.data.conversation import EPISODE_COLUMN
-from rlhf_ppo.data.prompts import PromptEncoder
+from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations
+from rlhf_ppo.data.prompts import PromptEncoder, turn_end
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 from rlhf_ppo.rewards.judges import RewardModelJudge
 from rlhf_ppo.rewards.reward_model import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
-from tests.conftest import make_tokenizer, tiny_scorer
+from rlhf_ppo.rewards.scorer import silent_ids
+from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -188,17 +190,27 @@ def given_as(form: str, directory: Path) -> dict[str, Any]:
     return {"reward_model": [type(model).from_pretrained(directory)]}
 
 
-def test_a_text_beyond_its_positions_is_refused_at_construction_or_ends_the_run(make_trainer: MakeTrainer) -> None:
-    def make(positions: int) -> PPOTrainer:
+def test_a_text_beyond_its_positions_is_refused_at_construction_or_not_scored(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(positions: int, **limits: int) -> PPOTrainer:
         model = tiny_scorer(vocab_size=300, max_position_embeddings=positions)
         given = {"reward_model": model, "reward_processing_classes": character_tokenizer(), "value_model": None}
-        return make_trainer(**QUICK, **given, train_dataset=[{"prompt": "w1 w2 w3 w4 w5 w6"}] * 8)
+        texts = ["w1 w2 w3 w4 w5 w6", "w1"]
+        return make_trainer(**QUICK | limits, **given, train_dataset=[{"prompt": text} for text in texts] * 4)
 
-    with pytest.raises(ValueError, match=r"prompt \(18 tokens\) .*reward_model, which has its own tokens, has 18: "):
+    advice = r"own tokens, reads 18 for the prompt alone and has 18: set max_prompt_length=5,"
+    with pytest.raises(ValueError, match=advice):
         make(18)
+    make(18, max_prompt_length=5).train()
     trainer = make(19)
-    with pytest.raises(ValueError, match=r"tokens for the reward model, which has 19 positions: lower max_prompt_len"):
-        trainer.train()
+    trainer.train()
+    assert "answers are not scored" in caplog.text
+    prompts = Prompts(torch.tensor([[4, 5], [0, 4]]), torch.tensor([[1, 1], [0, 1]]).bool(), {})
+    made = responses([([4, 5], [12, 13, 14, 15, 16]), ([4], [6, EOS])])
+    unscored, score = trainer.score_responses(made, prompts).total.tolist()
+    model = tiny_scorer(vocab_size=300, max_position_embeddings=19).eval()
+    assert math.isnan(unscored) and score == pytest.approx(alone(model, [*own_ids("w1 w3"), 1]), abs=1e-5)
 
 
 @pytest.mark.parametrize("form", ["objects", "directory", "loaded from a directory"])
@@ -315,6 +327,77 @@ def test_a_conversation_is_read_as_trls_reward_trainer_read_it(tmp_path: Path) -
         assert seen == [row["chosen_ids"], row["rejected_ids"]] * 2, path.name
         num_other += seen[0] != [*sampled[0][0], *sampled[0][1]]
     assert num_other > 30  # the tokens of the rollout would be others
+
+
+@needs_templates
+def test_lengths_are_decided_at_construction_with_the_models_own_template(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """A limit for the longest answers, cut and ended, scores them; of one token less the advice can be followed."""
+    policys, own, prompts = character_tokenizer(), character_tokenizer(), (ASKED, [{"role": "user", "content": "w"}])
+    policys.chat_template = TEMPLATE.replace("[end]", "")
+    given = {
+        "processing_class": policys,
+        "value_model": None,
+        "train_dataset": [{"prompt": one} for one in prompts] * 2,
+    }
+    prompt = PromptEncoder(policys, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
+    made = [(prompt, [*own_ids("wxyz")[1:]]), (prompt, [*own_ids("wxy")[1:], EOS])]
+    scored = batch({"prompt": [ASKED] * 2}, made)
+    shown = Prompts(scored.query_responses[:, :-4], scored.attention_mask[:, :-4], scored.columns)
+    num_longer = 0
+    for path in TEMPLATES:
+        own.chat_template = path.read_text()
+        if path.stem.startswith(("llava", "idefics3", "smolvlm")):  # which read blocks alone
+            continue
+        own.save_pretrained(tmp_path)
+        longest = max(len(reward_model_ids(answer, own)) for answer in answers_of(scored, policys))
+
+        def make(positions: int, **limits: Any) -> PPOTrainer:
+            rewards = tiny_scorer(4, vocab_size=300, max_position_embeddings=positions)
+            rewards.config._name_or_path = str(tmp_path)
+            models = {"model": tiny_policy(vocab_size=300, max_position_embeddings=4096), "reward_model": rewards}
+            return make_trainer(**QUICK | {"total_episodes": 2} | limits, **given, **models)
+
+        num_longer += longest > len(prompt) + 4
+        limit = max(longest, len(prompt) + 4) - 1
+        assert not make(limit + 1).score_responses(responses(made), shown).total.isnan().any(), path.name
+        with pytest.raises(ValueError, match=f"response_length=4 take {len(prompt) + 4} positions, but") as error:
+            make(limit)
+        make(limit, max_prompt_length=int(str(error.value).partition("max_prompt_length=")[2].split(",")[0])).train()
+    assert num_longer > 30
+
+
+class RendersInCode(PreTrainedTokenizerFast):
+    """The interface of transformers' MistralCommonBackend: no template, no list of added tokens, not every role."""
+
+    is_made = False
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool = True, **how: Any) -> Any:
+        text = " ".join(f"w20 {message['content']} w21" for message in conversation)
+        return self(text) if tokenize else text
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("added_tokens_decoder", "sep_token_id", "get_chat_template") and self.is_made:
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def test_a_tokenizer_that_renders_conversations_without_a_template(make_trainer: MakeTrainer) -> None:
+    """A reward model reads its tokens as sampled: its text is not tokenized again."""
+    core = make_tokenizer()
+    tokenizer = RendersInCode(tokenizer_object=core.backend_tokenizer, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.is_made = True
+    rows, model = [{"prompt": ASKED}] * 8, tiny_scorer(seed=4).eval()
+    trainer = make_trainer(**QUICK, processing_class=tokenizer, reward_model=model, train_dataset=rows)
+    assert cast(Any, trainer.train_dataset)[0]["input_ids"] == core("w20 w1 w2 w21")["input_ids"]
+    trainer.train()
+    made = responses()
+    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {"prompt": [ASKED] * 4})
+    expected = [alone(model, [*prompt, *response]) for prompt, response in ROWS]
+    assert trainer.score_responses(made, prompts).total.tolist() == pytest.approx(expected, abs=1e-5)
+    assert Conversations(tokenizer, has_tools=False).default_prompt() == [{"role": "user", "content": ""}]
+    assert (turn_end(tokenizer), silent_ids(tokenizer, [1, 5])) == (None, {0, 1})
 
 
 @needs_templates
