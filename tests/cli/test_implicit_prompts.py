@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_ppo.cli.arguments import DryRunScriptArguments, train_and_eval_rows
+from rlhf_ppo.cli.arguments import PPOScriptArguments, train_and_eval_rows
 from rlhf_ppo.cli.judge import load_rows
 from rlhf_ppo.cli.options import JudgeArguments
 
@@ -32,7 +32,7 @@ def test_every_reader_separates_the_prompt(name: str, reader: str, streaming: bo
     row, expected = FORMATS[name]
     path = tmp_path / "pairs.jsonl"
     path.write_text((json.dumps(row) + "\n") * 120)
-    given = DryRunScriptArguments(dataset_name=str(path), dataset_streaming=streaming)
+    given = PPOScriptArguments(dataset_name=str(path), dataset_streaming=streaming)
     if reader == "judge":
         found = load_rows(JudgeArguments(dataset_name=str(path), opponent_column="chosen", model="m", judge="length"))
     else:
