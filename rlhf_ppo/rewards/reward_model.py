@@ -145,7 +145,7 @@ def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[An
     texts = spoken_texts(tokenizer, response_ids, silent, clean_up_tokenization_spaces=False)
     records = batch.columns.get(EPISODE_COLUMN)
     messages = [None] * len(batch) if records is None else [record.messages for record in records]
-    rows = zip(columns["prompt"], texts, batch.ended.tolist(), prompt_ids, response_ids, strict=True)
+    rows = zip(columns["prompt"], texts, batch.has_ended, prompt_ids, response_ids, strict=True)
     of_rows = zip(rows, batch.written, messages, settings, strict=True)
     return [Answer(*row, tokenizer, own, episode, silent, given) for row, own, episode, given in of_rows]
 

@@ -97,17 +97,24 @@ class ScoringBatch:
         """For each response, whether the policy wrote each of its real tokens."""
         return self._rows[2]
 
+    @property
+    def has_ended(self) -> list[bool]:
+        """For each response, whether it ended: `ended` on the host."""
+        return self._rows[3]
+
     @cached_property
-    def _rows(self) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
-        """Real ids of prompts and responses, and whether the policy wrote the latter; one copy from the GPU."""
+    def _rows(self) -> tuple[list[list[int]], list[list[int]], list[list[bool]], list[bool]]:
+        """Return real ids of prompts and responses, which the policy wrote, and which rows ended; one copy."""
         width, response_width = self.query_responses.shape[1], self.response_mask.shape[1]
-        together = torch.cat([self.query_responses, self.attention_mask.long(), self.response_mask.long()], dim=1)
-        ids, real, written = together.cpu().split([width, width, response_width], dim=1)
+        masks = (self.attention_mask, self.response_mask, self.ended[:, None])
+        together = torch.cat([self.query_responses, *(mask.long() for mask in masks)], dim=1)
+        ids, real, written, ended = together.cpu().split([width, width, response_width, 1], dim=1)
         prompt, response = slice(width - response_width), slice(width - response_width, None)
         return (
             selected(ids[:, prompt], real[:, prompt]),
             selected(ids[:, response], real[:, response]),
             selected(written.bool(), real[:, response]),
+            ended[:, 0].bool().tolist(),
         )
 
     @property

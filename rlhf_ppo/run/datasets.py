@@ -170,7 +170,8 @@ def loading(args: PPOConfig, dataset: Any, is_training: bool) -> AbstractContext
     values: dict[str, Any] = {"dataloader_drop_last": is_training, "dataloader_pin_memory": pins}
     if isinstance(dataset, _FullBatches):  # which has the worker processes
         values |= {"dataloader_num_workers": 0, "dataloader_persistent_workers": False}
-        values |= {"dataloader_prefetch_factor": None, "dataloader_multiprocessing_context": None}
+        unused = ("dataloader_prefetch_factor", "dataloader_multiprocessing_context")  # older versions lack one
+        values |= {name: None for name in unused if hasattr(args, name)}
     return overridden(args, **values)
 
 
