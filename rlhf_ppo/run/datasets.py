@@ -170,7 +170,7 @@ def loading(args: PPOConfig, dataset: Any, is_training: bool) -> AbstractContext
     values: dict[str, Any] = {"dataloader_drop_last": is_training, "dataloader_pin_memory": pins}
     if isinstance(dataset, _FullBatches):  # which has the worker processes
         values |= {"dataloader_num_workers": 0, "dataloader_persistent_workers": False}
-        unused = ("dataloader_prefetch_factor", "dataloader_multiprocessing_context")  # older versions lack one
+        unused = ("dataloader_prefetch_factor", "dataloader_multiprocessing_context")
         values |= {name: None for name in unused if hasattr(args, name)}
     return overridden(args, **values)
 
@@ -188,8 +188,9 @@ class _FullBatches(torch.utils.data.IterableDataset[Any]):
 
     def __init__(self, stream: Any, num_rows: int, args: PPOConfig) -> None:
         self.stream, self.num_rows = stream, num_rows
-        names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")
-        self.settings = {name: getattr(args, f"dataloader_{name}") for name in names}
+        names = ("num_workers", "prefetch_factor", "multiprocessing_context", "in_order")  # older versions lack some
+        names = [name for name in names if hasattr(args, f"dataloader_{name}")]
+        self.settings: Any = {name: getattr(args, f"dataloader_{name}") for name in names}
 
     def __iter__(self) -> Iterator[Any]:
         rows = iter(self.stream)
