@@ -47,7 +47,7 @@ from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import (
-    check_base_elsewhere,
+    check_start_elsewhere,
     load_classifier,
     load_pretrained,
     load_value_model,
@@ -313,7 +313,7 @@ class _SavesWhole(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         directory = output_dir or str(self.args.output_dir)
-        check_base_elsewhere([cast(Any, self.model)], directory)
+        check_start_elsewhere([cast(Any, self.model)], directory)
         remove_saved_models(directory)
         Path(directory, SETTINGS_NAME).unlink(missing_ok=True)  # of a policy that was there
         super()._save(output_dir, state_dict)
@@ -484,7 +484,7 @@ def _trl_trainer(
     else:
         args.model_init_kwargs = settings
     trainer: Any = trainer_class(model, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
-    check_base_elsewhere([trainer.model], str(args.output_dir))
+    check_start_elsewhere([trainer.model], str(args.output_dir))
     drop_ignored_generation_settings(trainer.model)
     use_console(trainer, "line")
     trainer.add_callback(_LogsShortRuns())

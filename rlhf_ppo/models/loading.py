@@ -433,7 +433,7 @@ def remove_saved_models(directory: str | os.PathLike[str]) -> None:
         critic.rmdir()
 
 
-def check_base_elsewhere(models: Iterable[nn.Module], directory: str) -> None:
+def check_start_elsewhere(models: Iterable[nn.Module], directory: str) -> None:
     """Check that saving does not replace a model that the run starts from, which a resumed run loads again.
 
     Args:

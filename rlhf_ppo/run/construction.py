@@ -285,7 +285,7 @@ def prepare(
         needs_reference=needs_reference(args, functions, kl_controller),
         accelerator=early_accelerator(trainer, args),
     )
-    loading.check_base_elsewhere((models.policy, models.value_model), output_directory(args))
+    loading.check_start_elsewhere((models.policy, models.value_model), output_directory(args))
     tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
     processor = loading.load_processor(processing_class, models.policy, tokenizer)

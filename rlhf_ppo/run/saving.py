@@ -26,7 +26,7 @@ from rlhf_ppo.config.ppo_config import Sizes, output_directory
 from rlhf_ppo.generation.sampling import SpecialTokens, changed
 from rlhf_ppo.models.adapters import adapter_kind, load_adapter_weights, save_adapter
 from rlhf_ppo.models.heads import ValueHead
-from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_base_elsewhere, remove_saved_models
+from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_start_elsewhere, remove_saved_models
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, transformers_model
 from rlhf_ppo.run import checkpoints as directories
@@ -106,7 +106,7 @@ def save_all(
     critic = CRITIC_DIR if run.args.save_critic or is_head else None
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
     dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
-    check_base_elsewhere((models.policy, models.value_model), directory)
+    check_start_elsewhere((models.policy, models.value_model), directory)
     remove_saved_models(directory)
     with stopping_as_trained(models.policy, run.tokens):
         save_models(models, directory, state_dict, value_directory, dtype)
