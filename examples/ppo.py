@@ -46,7 +46,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.data.sources import hold_out, load_splits
-from rlhf_ppo.run.distributed import num_processes
+from rlhf_ppo.ranks.processes import num_processes
 
 
 @dataclass

@@ -21,12 +21,12 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput, ResponseLogprobs
+from rlhf_ppo.ranks.random_streams import minibatch_generator
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, shape_scores
 from rlhf_ppo.run import construction, learning
 from rlhf_ppo.run.construction import ModelOrPath
-from rlhf_ppo.run.distributed import minibatch_generator
 from rlhf_ppo.run.learning import PolicyLossFunction
 from rlhf_ppo.run.optimization import Optimizers
 from rlhf_ppo.run.rollouts import policy_and_value_outputs, reference_logprobs

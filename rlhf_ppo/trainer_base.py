@@ -34,6 +34,10 @@ from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import as_module, configuration_kept
+from rlhf_ppo.ranks import processes, random_streams
+from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
+from rlhf_ppo.ranks.random_streams import preserve_rng
+from rlhf_ppo.ranks.signals import StopOnSignal, stopped
 from rlhf_ppo.reporting import evaluation as evaluations
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
 from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
@@ -42,14 +46,12 @@ from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluatio
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.scorer import Scores, scaling_scores
-from rlhf_ppo.run import construction, datasets, distributed, rollouts, saving
+from rlhf_ppo.run import construction, datasets, rollouts, saving
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
-from rlhf_ppo.run.distributed import get_logger, preserve_rng, raise_on_all_ranks
 from rlhf_ppo.run.external import given_responses
 from rlhf_ppo.run.learning import CriticOnly, DivergenceGuard, gradient_norms, monte_carlo_returns
 from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts, count_update
-from rlhf_ppo.run.signals import StopOnSignal, stopped
 from rlhf_ppo.run.steps import Steps
 from rlhf_ppo.terminal import print_text
 
@@ -113,7 +115,7 @@ class TrainerBase(Steps, Trainer):
 
         # Call Trainer's constructor, which makes the accelerator.
         self._optimization = Optimization(optimizers)
-        distributed.use_one_device(args)
+        processes.use_one_device(args)
         with configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
@@ -130,7 +132,7 @@ class TrainerBase(Steps, Trainer):
 
         # Make the parts that need it.
         run.connect(self.accelerator, self.callback_handler, uses_functions=bool(prepared.functions))
-        distributed.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
+        random_streams.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
         self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
         self._guard = DivergenceGuard(run, self._models)
         self._window, self._progress = MetricWindow(), Progress()
@@ -703,7 +705,7 @@ class TrainerBase(Steps, Trainer):
         """
         args, accelerator = self.args, self.accelerator
         if not self._is_saving:
-            self._guard.check_weights(together=distributed.is_sharding(accelerator))
+            self._guard.check_weights(together=processes.is_sharding(accelerator))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
             # Trainer writes nothing here for sharded checkpoints

@@ -44,7 +44,7 @@ from transformers import (
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.generation.engine_factory import is_recent_enough
-from rlhf_ppo.run import distributed
+from rlhf_ppo.ranks import random_streams
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
@@ -343,7 +343,7 @@ def slow_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
         return slowly
 
     for name in ("_rng_states", "_set_rng_states"):
-        monkeypatch.setattr(distributed, name, slow(getattr(distributed, name)))
+        monkeypatch.setattr(random_streams, name, slow(getattr(random_streams, name)))
 
 
 @pytest.fixture

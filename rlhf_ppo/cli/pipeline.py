@@ -25,10 +25,10 @@ import yaml
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.config.checks import PlainWords
 from rlhf_ppo.data.files import write_json
+from rlhf_ppo.ranks.signals import discard_closed_terminal
 from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
 from rlhf_ppo.run.checkpoints import last_complete_checkpoint, locked
-from rlhf_ppo.run.signals import discard_closed_terminal
 from rlhf_ppo.terminal import hide_from_ps, print_text, redact_words, redacted
 
 PROGRAM = "rlhf-ppo pipeline"

@@ -57,6 +57,7 @@ from rlhf_ppo.models.loading import (
 )
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
+from rlhf_ppo.ranks.signals import say
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
@@ -66,7 +67,6 @@ from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
 from rlhf_ppo.run.learning import DivergenceError
-from rlhf_ppo.run.signals import say
 from rlhf_ppo.terminal import (
     RedactsSecrets,
     print_text,

@@ -27,7 +27,7 @@ from rlhf_ppo.generation.sampling import (
 from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.packing import unpacked
 from rlhf_ppo.models.unwrapping import in_eval_mode, text_config, transformers_model
-from rlhf_ppo.run.distributed import preserve_rng
+from rlhf_ppo.ranks.random_streams import preserve_rng
 
 _MAX_PREFILL_TOKENS = 512
 """Prompt tokens of a forward pass; longer prompts take several. The attention mask grows with it."""

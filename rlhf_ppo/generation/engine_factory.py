@@ -21,9 +21,10 @@ from rlhf_ppo.generation.sampling import SpecialTokens, StopStrings
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.generation.vllm import start_vllm
 from rlhf_ppo.models.unwrapping import is_sharded
+from rlhf_ppo.ranks.processes import is_fsdp, mixed_precision_dtype, zero_stage
+from rlhf_ppo.ranks.random_streams import isolated_rng, upcoming_seed
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
 from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
-from rlhf_ppo.run.distributed import is_fsdp, isolated_rng, mixed_precision_dtype, upcoming_seed, zero_stage
 
 ENGINE_NEEDS: dict[str, tuple[str, str]] = {
     "continuous": ("transformers", "5.11"),  # the first with a limit on the rows that run at a time

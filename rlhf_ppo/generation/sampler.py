@@ -26,7 +26,7 @@ from rlhf_ppo.generation.sampling import (
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
-from rlhf_ppo.run.distributed import zero_stage
+from rlhf_ppo.ranks.processes import zero_stage
 
 
 class Sampler:

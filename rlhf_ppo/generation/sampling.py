@@ -33,7 +33,7 @@ from rlhf_ppo.data.prompts import eos_id, pad_id
 from rlhf_ppo.data.rollout import HostMasks, Prompts, Responses, check_masks, sent
 from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.unwrapping import advice_by_type, autocast_dtype, transformers_model
-from rlhf_ppo.run.distributed import get_logger
+from rlhf_ppo.ranks.processes import get_logger
 
 logger = get_logger(__name__)
 

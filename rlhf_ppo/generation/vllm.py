@@ -19,11 +19,8 @@ from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.generation.sampling import length_and_filling, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base
 from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
-from rlhf_ppo.run.distributed import (
-    get_logger,
-    isolated_rng,
-    raise_on_all_ranks,
-)
+from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
+from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.terminal import hide_secrets, redact_url, redact_urls, secrets_of
 
 logger = get_logger(__name__)

@@ -26,7 +26,7 @@ from rlhf_ppo.models.unwrapping import (
     with_adapters,
 )
 from rlhf_ppo.models.value_model import new_value_model
-from rlhf_ppo.run.distributed import get_logger
+from rlhf_ppo.ranks.processes import get_logger
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -16,7 +16,7 @@ from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.packing import looked_at, takes
 from rlhf_ppo.models.policy_and_value import logits
 from rlhf_ppo.models.unwrapping import backbone, is_sharded, own_share, text_config, transformers_model
-from rlhf_ppo.run.distributed import get_logger
+from rlhf_ppo.ranks.processes import get_logger
 
 
 def position_limit(model: nn.Module) -> PositionLimit | None:

@@ -26,7 +26,7 @@ from rlhf_ppo.models.unwrapping import (
     text_config,
     transformers_model,
 )
-from rlhf_ppo.run.distributed import get_logger
+from rlhf_ppo.ranks.processes import get_logger
 
 logger = get_logger(__name__)
 

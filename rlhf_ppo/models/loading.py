@@ -49,7 +49,7 @@ from rlhf_ppo.models.unwrapping import (
     transformers_model,
 )
 from rlhf_ppo.models.value_model import AutoClassifier, TRLModel, new_value_model
-from rlhf_ppo.run.distributed import get_logger
+from rlhf_ppo.ranks.processes import get_logger
 
 logger = get_logger(__name__)
 

@@ -32,7 +32,7 @@ from rlhf_ppo.models.unwrapping import (
     text_config,
     transformers_model,
 )
-from rlhf_ppo.run.distributed import preserve_rng
+from rlhf_ppo.ranks.random_streams import preserve_rng
 
 PACKS, LATER, SHARES = "rows_are_packed", "packs_rows_later", "prefixes_are_shared"
 """Attributes of a backbone: the attention with which it packs rows, `pack_rows` until its first pass, and the argument

@@ -31,7 +31,7 @@ from rlhf_ppo.models.unwrapping import (
     is_peft_model,
     with_adapters,
 )
-from rlhf_ppo.run.distributed import get_logger
+from rlhf_ppo.ranks.processes import get_logger
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
-from rlhf_ppo.run.distributed import get_logger, mixed_precision_dtype
+from rlhf_ppo.ranks.processes import get_logger, mixed_precision_dtype
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

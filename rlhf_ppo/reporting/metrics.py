@@ -17,8 +17,8 @@ from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explaine
 from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, masked_range, zero_outside
 from rlhf_ppo.data.rollout import Experience, Rollout, sent
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
+from rlhf_ppo.ranks.processes import get_logger
 from rlhf_ppo.rewards.scorer import shape_scores, token_score_sums
-from rlhf_ppo.run.distributed import get_logger
 
 if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig

@@ -27,10 +27,10 @@ from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.environments.pool import ask_rewards
 from rlhf_ppo.environments.tools import Kind
 from rlhf_ppo.environments.waiting import run_on_event_loop
+from rlhf_ppo.ranks.processes import any_rank
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, WrongRewardError, check_scores
-from rlhf_ppo.run.distributed import any_rank
 from rlhf_ppo.terminal import escape_error
 
 LogMetric = Callable[[str, float, float], None]

@@ -1,1 +1,1 @@
-"""A run: its construction, its checkpoints, signals, ranks, optimizer steps, and `step`."""
+"""A run: its construction, its checkpoints, optimizer steps, and `step`."""

@@ -32,12 +32,12 @@ from rlhf_ppo.models import adapters, capabilities, heads, loading
 from rlhf_ppo.models import frozen as frozen_models
 from rlhf_ppo.models import reference as references
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings, is_peft_model, settle_special_tokens
+from rlhf_ppo.ranks import processes
 from rlhf_ppo.rewards.functions import RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models
 from rlhf_ppo.rewards.scorer import RewardSource, Scorer, is_reward_source
-from rlhf_ppo.run import distributed
 from rlhf_ppo.run.datasets import PromptPreparation, image_chats, load_data, policy_tokenizer
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
@@ -47,7 +47,7 @@ from rlhf_ppo.run.ptx import LanguageModeling
 from rlhf_ppo.run.rollouts import Play
 from rlhf_ppo.run.run_state import RunState, StatefulParts
 
-logger = distributed.get_logger(__name__)
+logger = processes.get_logger(__name__)
 
 
 def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
@@ -58,11 +58,11 @@ def set_up_engine(accelerator: Accelerator, model: nn.Module) -> None:
         model: Policy and value model.
     """
     _keep_sums_in_float32(accelerator)
-    distributed.warn_of_missing_fsdp(accelerator)
-    if distributed.zero_stage(accelerator) == 3:  # save_model writes unsharded weights
+    processes.warn_of_missing_fsdp(accelerator)
+    if processes.zero_stage(accelerator) == 3:  # save_model writes unsharded weights
         zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-        distributed.give_trained_one_type(model, accelerator)
+        processes.give_trained_one_type(model, accelerator)
 
 
 def start_afresh(run: RunState, policy: nn.Module, engine: GenerationEngine) -> None:
@@ -98,7 +98,7 @@ def _keep_sums_in_float32(accelerator: Accelerator) -> None:
     DeepSpeed's own configuration file is kept.
     """
     state: Any = accelerator.state
-    if distributed.zero_stage(accelerator) is not None:
+    if processes.zero_stage(accelerator) is not None:
         config = state.deepspeed_plugin.deepspeed_config
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         config.setdefault("communication_data_type", "fp32")
@@ -140,18 +140,18 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
     Returns:
         The module to call.
     """
-    if distributed.zero_stage(accelerator) == 3:
+    if processes.zero_stage(accelerator) == 3:
         from trl.models.utils import prepare_deepspeed
 
         return prepare_deepspeed(model, accelerator)
-    if distributed.is_fsdp(accelerator):
+    if processes.is_fsdp(accelerator):
         from trl.models.utils import prepare_fsdp
 
         # Each call moves the module to the device: one block at a time.
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)
         return cast(nn.Module, prepare_fsdp(model, accelerator))
-    dtype = None if distributed.zero_stage(accelerator) is None else distributed.mixed_precision_dtype(accelerator)
+    dtype = None if processes.zero_stage(accelerator) is None else processes.mixed_precision_dtype(accelerator)
     if dtype is not None:
         # Not buffers: rotary frequencies stay exact.
         for parameter in model.parameters():
@@ -272,7 +272,7 @@ def prepare(
         check_coefficient(kl_controller)
     tokens = special_tokens(args, tokenizer)
     check_optimization(args, optimizers)
-    args.count_sizes(distributed.num_processes(args), num_rows(train_dataset))  # checks them
+    args.count_sizes(processes.num_processes(args), num_rows(train_dataset))  # checks them
     # The models.
     models = assemble_models(
         args,
@@ -293,7 +293,7 @@ def prepare(
     chats = image_chats(args, processor, given, episodes, (train_dataset, eval_dataset))
     preparation = replace(prompt_preparation(args, tokenizer, tokens, models, functions, episodes), chats=chats)
     train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
-    sizes = args.fill_derived(distributed.num_processes(args), num_rows(train_dataset))
+    sizes = args.fill_derived(processes.num_processes(args), num_rows(train_dataset))
     return Prepared(
         tokenizer=tokenizer,
         processor=processor,
@@ -620,7 +620,7 @@ def make_scorer(
         ValueError: `reward_weights` does not fit.
     """
     args, accelerator, logged = run.args, run.accelerator, run.logged
-    together = partial(distributed.raise_on_all_ranks, accelerator)
+    together = partial(processes.raise_on_all_ranks, accelerator)
     models = [
         RewardModel(
             place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),

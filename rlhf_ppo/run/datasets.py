@@ -48,13 +48,14 @@ from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary, reads_images
 from rlhf_ppo.models.loading import NOT_HERE
 from rlhf_ppo.models.reference import Reference
+from rlhf_ppo.ranks.processes import get_logger, num_processes
+from rlhf_ppo.ranks.random_streams import isolated_rng
+from rlhf_ppo.ranks.signals import leave_signals_to_parent
 from rlhf_ppo.rewards.functions import check_columns
 from rlhf_ppo.rewards.reward_model import Answer, LoadedRewardModel, settings_of_row, tokenizer_beside
 from rlhf_ppo.rewards.scorer import silent_ids
-from rlhf_ppo.run.distributed import get_logger, isolated_rng, num_processes
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.run_state import RunState
-from rlhf_ppo.run.signals import leave_signals_to_parent
 
 logger = get_logger(__name__)
 

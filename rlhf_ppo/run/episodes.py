@@ -30,8 +30,9 @@ from rlhf_ppo.generation.sampler import sample_with
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
+from rlhf_ppo.ranks.processes import num_processes, raise_on_all_ranks
+from rlhf_ppo.ranks.random_streams import derive_seed
 from rlhf_ppo.rewards.functions import rewards_of
-from rlhf_ppo.run.distributed import derive_seed, num_processes, raise_on_all_ranks
 from rlhf_ppo.run.rollouts import Play
 from rlhf_ppo.run.run_state import RunState
 

@@ -22,9 +22,9 @@ from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.models.unwrapping import advice_by_type
+from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import load_object
-from rlhf_ppo.run.distributed import get_logger, raise_on_all_ranks
 from rlhf_ppo.run.run_state import RunState
 
 logger = get_logger(__name__)

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.prompts import as_the_template_reads, template_settings
 from rlhf_ppo.data.rollout import PositionLimit, Responses, micro_batches
+from rlhf_ppo.ranks.processes import get_logger
+from rlhf_ppo.ranks.random_streams import derive_seed
 from rlhf_ppo.reporting.metrics import UpdateStatistics
-from rlhf_ppo.run.distributed import derive_seed, get_logger
 from rlhf_ppo.run.external import padded_responses
 from rlhf_ppo.run.learning import CriticOnly, accumulate, backward
 from rlhf_ppo.run.run_state import RunState

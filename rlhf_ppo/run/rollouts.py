@@ -20,12 +20,12 @@ from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module
+from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.reporting import critic_audit as audits
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, completion_rows
 from rlhf_ppo.reporting.evaluation import first_prompts, runnable, sample_rows
 from rlhf_ppo.rewards.scorer import Scores, WrongRewardError, scores_in_reward_unit
-from rlhf_ppo.run.distributed import isolated_rng
 from rlhf_ppo.run.learning import valued_tokens
 from rlhf_ppo.run.run_state import RunState
 

@@ -22,10 +22,11 @@ from transformers.trainer_callback import CallbackHandler
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.generation.sampling import SpecialTokens
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.ranks.processes import get_logger, is_on_all_ranks
+from rlhf_ppo.ranks.random_streams import RngStreams
 from rlhf_ppo.reporting.metrics import PhaseTimer, rate
 from rlhf_ppo.rewards.functions import LoggedByFunctions
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
-from rlhf_ppo.run.distributed import RngStreams, get_logger, is_on_all_ranks
 
 if TYPE_CHECKING:
     from rlhf_ppo.run.datasets import Passes

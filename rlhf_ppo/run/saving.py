@@ -29,10 +29,11 @@ from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_start_elsewhere, remove_saved_models
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, transformers_model
+from rlhf_ppo.ranks.processes import get_logger, is_fsdp, raise_on_all_ranks, zero_stage
+from rlhf_ppo.ranks.random_streams import preserve_rng
 from rlhf_ppo.run import checkpoints as directories
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress, comparable_arguments, describe_changes
 from rlhf_ppo.run.datasets import check_ranks_alike
-from rlhf_ppo.run.distributed import get_logger, is_fsdp, preserve_rng, raise_on_all_ranks, zero_stage
 from rlhf_ppo.run.optimization import Optimization
 from rlhf_ppo.run.run_state import RunState, StatefulParts
 from rlhf_ppo.terminal import print_text

@@ -19,7 +19,7 @@ from rlhf_ppo.data.rollout import (
     Rollout,
     sizes_within,
 )
-from rlhf_ppo.run.distributed import minibatch_generator
+from rlhf_ppo.ranks.random_streams import minibatch_generator
 
 CPU = torch.device("cpu")
 PAD = 99

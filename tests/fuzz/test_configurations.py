@@ -18,7 +18,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from rlhf_ppo.run.signals import RunStopped
+from rlhf_ppo.ranks.signals import RunStopped
 from tests.fuzz import recording
 from tests.fuzz.formulas import Known
 from tests.fuzz.options import Configuration, described, draw

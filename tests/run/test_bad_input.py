@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import PromptCollator
-from rlhf_ppo.run.distributed import num_processes
+from rlhf_ppo.ranks.processes import num_processes
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 

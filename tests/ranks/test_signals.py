@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from rlhf_ppo.run import signals
-from rlhf_ppo.run.signals import RunStopped, StopOnSignal
+from rlhf_ppo.ranks import signals
+from rlhf_ppo.ranks.signals import RunStopped, StopOnSignal
 from tests.conftest import count_w4, prompt_rows
 from tests.runs import QUICK, assert_identical, end_of_run
 

@@ -14,10 +14,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.run.distributed import (
-    isolated_rng,
-    upcoming_seed,
-)
+from rlhf_ppo.ranks.random_streams import isolated_rng, upcoming_seed
 from tests.conftest import count_w4, prompt_rows
 from tests.runs import QUICK, assert_identical, end_of_run
 
