@@ -24,8 +24,8 @@ NAMES = {
     GradientState: "_set_sync_gradients",
 }
 OF_PYTHON_AND_TORCH = {
-    *("_actions", "_asdict", "_exit", "_forward_hooks", "_forward_pre_hooks", "_max_workers", "_modules"),
-    *("_parameters", "_replace"),
+    *("_actions", "_asdict", "_exit", "_forward_hooks", "_forward_pre_hooks", "_group_actions", "_max_workers"),
+    *("_modules", "_optionals", "_parameters", "_replace"),
 }
 
 

@@ -14,9 +14,11 @@ from pyarrow import types
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from trl.scripts.utils import ScriptArguments, TrlParser
+from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed
+from rlhf_ppo.config.ppo_config import AgentArguments, EngineArguments, LoggingArguments, PPOConfig, RecipeArguments
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts, with_prompts_from
 from rlhf_ppo.models.adapters import is_adapter_directory
@@ -86,8 +88,24 @@ def parse(groups: Any, program: str, argv: Sequence[str] | None) -> Any:
     for action in parser._actions if parser.get_default("kl_coef") is not None else ():  # PPO's
         if action.dest in REJECTED or str(action.help).startswith("Derived"):
             action.help = argparse.SUPPRESS
+    group_help(parser)
     with user_errors(program):
         return parser.parse_args_and_config(argv)
+
+
+def group_help(parser: Any) -> None:
+    """Show options under the titles of `HELP_GROUPS`; options of other classes stay above them.
+
+    Args:
+        parser: A parser of dataclasses.
+    """
+    used = {kind for dataclass_type in parser.dataclass_types for kind in dataclass_type.__mro__}
+    untitled = parser._optionals._group_actions
+    for title, classes in HELP_GROUPS.items():
+        names = {name for kind in classes if kind in used for name in kind.__annotations__}
+        group = parser.add_argument_group(title)
+        group._group_actions += [action for action in untitled if action.dest in names]
+        untitled[:] = [action for action in untitled if action.dest not in names]
 
 
 def check_single_process(task: str) -> None:
@@ -143,6 +161,19 @@ class PPOScriptArguments(DryRunScriptArguments):
         "file, a directory or a hub name.",
     )
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
+
+
+HELP_GROUPS: dict[str, tuple[type, ...]] = {
+    "script": (ScriptArguments, DryRunScriptArguments, PPOScriptArguments),
+    "models": (ModelConfig,),
+    "PPO": (PPOConfig,),
+    "PPO, recipes": (RecipeArguments,),
+    "PPO, generation engine": (EngineArguments,),
+    "PPO, tools and environments": (AgentArguments,),
+    "PPO, logs": (LoggingArguments,),
+    "transformers.TrainingArguments": (TrainingArguments,),
+}
+"""Groups of options in the help, in order: each title, and the classes that declare its options."""
 
 
 def train_and_eval_rows(script_args: ScriptArguments, command: str) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
+from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import commands, main
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter
 from rlhf_ppo.models.heads import ValueHead
@@ -260,3 +262,16 @@ def test_help_shows_what_a_command_takes_and_no_option_that_it_refuses(command, 
         main.main([command, "--help"])
     printed = capsys.readouterr().out
     assert [word for word in shown if word not in printed] + [word for word in hidden if word in printed] == []
+
+
+def test_the_help_of_train_shows_the_options_of_ppo_in_groups_above_the_arguments_of_transformers(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["train", "--help"])
+    printed = capsys.readouterr().out
+    ppo, _, transformers = printed.partition("\ntransformers.TrainingArguments:\n")
+    own = {field.name for field in fields(PPOConfig)} - {field.name for field in fields(TrainingArguments)}
+    shown = {name for name in own if f"--{name} " in printed}
+    assert len(shown) > 60 and [name for name in shown if f"--{name} " in transformers] == []
+    titles = re.findall(r"^(\S.*):$", ppo, re.MULTILINE)
+    assert titles == ["options", "script", "models", "PPO", *(title for title in titles if title.startswith("PPO, "))]
+    assert re.search(r"^options:\n  -h, --help .*\n\nscript:$", ppo, re.MULTILINE)  # all others are in a group
