@@ -37,7 +37,7 @@ ORDER = (
 )
 MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
 LONGER = {  # Trainer finds its overrides on one class only; the options are one dataclass
-    "rlhf_ppo/trainer_base.py": 641,
+    "rlhf_ppo/trainer_base.py": 642,
     "rlhf_ppo/config/ppo_config.py": 500,
 }
 MAX_FUNCTION_LINES = 60  # with the docstring, without the signature
