@@ -47,9 +47,10 @@ from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_r
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.scorer import Scores, scaling_scores
 from rlhf_ppo.run import construction, datasets, rollouts, saving
+from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
 from rlhf_ppo.run.external import given_responses
-from rlhf_ppo.run.learning import CriticOnly, DivergenceGuard, gradient_norms, monte_carlo_returns
+from rlhf_ppo.run.learning import CriticOnly, DivergenceGuard, gradient_norms
 from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts, count_update
 from rlhf_ppo.run.steps import Steps
@@ -899,17 +900,13 @@ class TrainerBase(Steps, Trainer):
             batches = evaluations.held_out_prompts(
                 sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
             )
-            steps = (self._respond, self.generate_responses, self._returns_of)
-            result = rollouts.audited(self._run, self._sampler, batches, *steps, num_prefixes, num_continuations)
+            auditor = CriticAuditor(self, self._respond, self._run, self._sampler, num_prefixes, num_continuations)
+            result = auditor.audit(batches)
         if self.is_in_train:
             self._window.add(result.metrics)  # in the next log
         if self.is_world_process_zero():
             result.save(output_directory(self.args))
         return result
-
-    def _returns_of(self, responses: Responses, prompts: Prompts) -> tuple[Rollout, Tensor]:
-        rollout = self.collect_rollout(prompts, responses)
-        return rollout, monte_carlo_returns(rollout, self.shape_rewards(rollout), self.args)
 
     def _sample_prompts(self) -> Iterator[Prompts]:
         """Yield all held-out prompts in batches; without them, one batch of training prompts."""

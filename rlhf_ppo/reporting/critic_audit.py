@@ -6,22 +6,16 @@ continuations of the prefix from the policy, and compare the mean of their retur
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.files import optional, write_json
-from rlhf_ppo.data.images import IMAGES_COLUMN
-from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
 from rlhf_ppo.reporting.run_log import AUDIT_NAME
 
 Array = NDArray[Any]
@@ -219,115 +213,6 @@ def findings(figures: Mapping[str, Estimate], std_of_values: float, std_of_retur
         sure = "not better" if gain.value <= 0 else "not clearly better"
         return [f"The critic is {sure} than the mean return of the prompt."]
     return []
-
-
-# ---- Sampling ----
-
-
-class Continuation(NamedTuple):
-    """A row to sample: the prompt's row, the number of response tokens to keep, and its place in the result."""
-
-    row: int
-    cut: int
-    place: tuple[int, int, int]
-
-
-def draw_cuts(lengths: Array, num_cuts: int, generator: np.random.Generator) -> Array:
-    """Draw the numbers of tokens that prefixes keep, one in each of `num_cuts` equal parts of a response.
-
-    Args:
-        lengths: Tokens of each response, int `(B,)`.
-        num_cuts: Prefixes of each response.
-        generator: Draws the place within each part.
-
-    Returns:
-        From 0 (the prompt alone) to length - 1, int `(B, num_cuts)`.
-    """
-    shares = (np.arange(num_cuts) + generator.random((len(lengths), num_cuts))) / num_cuts
-    return np.floor(shares * np.asarray(lengths)[:, None]).astype(int)
-
-
-def batches_of(cuts: Array, num_continuations: int, max_rows: int, slack: float) -> list[list[Continuation]]:
-    """Batch all continuations, prefixes of about equal length together.
-
-    Args:
-        cuts: Tokens that each prefix keeps, int `(B, K)`.
-        num_continuations: Continuations of each prefix.
-        max_rows: Most rows of a batch.
-        slack: Largest difference of `cut` in a batch: the longest prefix must fit with the longest continuation.
-    """
-    rows = [
-        Continuation(row, int(cut), (row, index, copy))
-        for (row, index), cut in np.ndenumerate(cuts)
-        for copy in range(num_continuations)
-    ]
-    batches: list[list[Continuation]] = []
-    for each in sorted(rows, key=lambda continuation: continuation.cut):
-        if not batches or len(batches[-1]) == max_rows or each.cut - batches[-1][0].cut > slack:
-            batches.append([])
-        batches[-1].append(each)
-    return batches
-
-
-def prefix_prompts(rollout: Responses, rows: Sequence[Continuation]) -> Prompts:
-    """Return prompt and prefix as prompts to continue, padded on the left."""
-    ids, masks = rollout.query_responses, rollout.attention_mask
-    kept = [slice(rollout.context_length + each.cut) for each in rows]
-    parts = [ids[each.row, part][masks[each.row, part]] for each, part in zip(rows, kept, strict=True)]
-    padded = pad_sequence(parts, batch_first=True, padding_side="left")
-    real = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True, padding_side="left")
-    images = {} if rollout.images is None else {IMAGES_COLUMN: [rollout.images[each.row] for each in rows]}
-    return Prompts(padded, real.bool(), images)
-
-
-def joined(rollout: Responses, rows: Sequence[Continuation], sampled: Tensor, width: int, filling: int) -> Tensor:
-    """Put prefixes and sampled continuations together, long `(B, width)`.
-
-    Args:
-        rollout: The responses that the prefixes are of.
-        rows: The prefixes.
-        sampled: Ids of the continuations, long `(B, T)`.
-        width: Longest response; a continuation is cut there.
-        filling: Fills the columns behind a continuation.
-    """
-    whole = torch.full((len(rows), width), filling, dtype=torch.long, device=sampled.device)
-    for index, each in enumerate(rows):
-        behind = sampled[index, : width - each.cut]
-        whole[index, : each.cut] = rollout.responses[each.row, : each.cut]
-        whole[index, each.cut : each.cut + len(behind)] = behind
-    return whole
-
-
-def prompt_keys(rollout: Responses) -> list[int]:
-    """Return a number for each row that is the same for rows with the same prompt."""
-    prompts, real = rollout.query_responses[:, : rollout.context_length].cpu().numpy(), rollout.masks.attention
-    return [zlib.crc32(ids[mask[: len(ids)]].tobytes()) for ids, mask in zip(prompts, real, strict=True)]
-
-
-def columns_of(rollout: Rollout, cuts: Array, returns: Array) -> Tensor:
-    """Return the columns of each prefix that `prefixes_of` reads, float64 `(B, K, 3 + M)`.
-
-    They are prompt, value, the prompt's mean return, and M returns.
-
-    Args:
-        rollout: The responses, with values `(B, T)`.
-        cuts: Tokens that each prefix keeps, int `(B, K)`.
-        returns: Monte Carlo returns of the prompt alone, then of each prefix, `(B, 1 + K, M)`.
-    """
-    device, places = rollout.values.device, sent(torch.as_tensor(cuts), rollout.values.device)
-    of_prompt, of_prefixes = np.split(returns, [1], axis=1)
-    keys = torch.tensor(prompt_keys(rollout), dtype=torch.float64, device=device)
-    means = torch.as_tensor(of_prompt.mean(axis=2).repeat(cuts.shape[1], axis=1), device=device)
-    columns = (keys[:, None].expand(*cuts.shape), rollout.values.double().gather(1, places), means)
-    return torch.cat((torch.stack(columns, dim=2), torch.as_tensor(of_prefixes, device=device)), dim=2)
-
-
-def prefixes_of(columns: Tensor) -> AuditedPrefixes:
-    """Make prefixes of the gathered `columns_of` all rows; those with an unscored continuation are left out."""
-    rows = columns.flatten(0, 1).cpu().numpy()
-    rows = rows[np.isfinite(rows[:, 2:]).all(axis=1)]
-    _, prompts = np.unique(rows[:, 0], return_inverse=True)
-    return AuditedPrefixes(prompts, rows[:, 1], rows[:, 2], rows[:, 3:])
 
 
 def check_audit(args: PPOConfig, prompts: Any, num_prefixes: int, num_continuations: int, has_episodes: bool) -> None:

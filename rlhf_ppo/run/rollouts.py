@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,13 +13,10 @@ from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.data.prompts import num_rows
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout, forward_in_batches
-from rlhf_ppo.generation.sampler import Sampler
-from rlhf_ppo.generation.sampling import join_responses
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.models.unwrapping import as_module
 from rlhf_ppo.ranks.random_streams import isolated_rng
-from rlhf_ppo.reporting import critic_audit as audits
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, completion_rows
 from rlhf_ppo.reporting.evaluation import first_prompts, runnable, sample_rows
@@ -217,81 +212,3 @@ def rows_of_samples(
         rows += gather(sample_rows(run.tokenizer, prompts, responses, scores, extra))
     run.logged.drain()
     return rows
-
-
-def audit_columns(
-    run: RunState,
-    sampler: Sampler,
-    respond: Callable[[Prompts], tuple[Responses, Prompts]],
-    generate: Callable[[Prompts, Any], Responses],
-    evaluate: Callable[[Responses, Prompts], tuple[Rollout, Tensor]],
-    prompts: Prompts,
-    num_prefixes: int,
-    num_continuations: int,
-    generator: np.random.Generator,
-) -> Tensor:
-    """Sample responses, and continuations of their prefixes, for a critic audit.
-
-    Args:
-        run: The run.
-        sampler: Gives the sampling settings and the longest sequence.
-        respond: Samples responses; returns them with the prompts.
-        generate: Samples with other settings: `PPOTrainer.generate_responses`.
-        evaluate: Scores responses; returns their rollout and Monte Carlo returns, `(B, T)`.
-        prompts: `B` prompts.
-        num_prefixes: `K`, prefixes of each response.
-        num_continuations: `M`, continuations of each prefix.
-        generator: Draws the prefixes.
-
-    Returns:
-        The result of `columns_of`, `(B, K, 3 + M)`.
-    """
-    args, tokens = run.args, run.tokens
-    responses, prompts = respond(prompts)
-    rollout, _ = evaluate(responses, prompts)
-
-    def returns_of(batch: Sequence[audits.Continuation]) -> Tensor:
-        config = sampler.settings()
-        config.max_new_tokens = args.response_length - batch[0].cut
-        sampled = generate(audits.prefix_prompts(rollout, batch), config).responses
-        of_rows = prompts.take([each.row for each in batch])
-        ids = audits.joined(rollout, batch, sampled, args.response_length, tokens.pad)
-        joined = join_responses(of_rows, ids, tokens.stops, tokens.pad, tokens.stop_strings)
-        return evaluate(joined, of_rows)[1]
-
-    cuts = audits.draw_cuts(responses.masks.response.sum(axis=1), num_prefixes, generator)
-    width, longest = responses.context_length + args.response_length, sampler.longest_sequence
-    slack = math.inf if longest is None else longest.tokens - width
-    starts = np.concatenate((np.zeros_like(cuts[:, :1]), cuts), axis=1)  # the prompt alone, and the prefixes
-    batches = audits.batches_of(starts, num_continuations, args.eval_batch_size, slack)
-    num_batches = int(run.gather(torch.tensor([len(batches)], device=args.device)).max())  # as many on every rank
-    returns = np.full((*starts.shape, num_continuations), np.nan)
-    for index in range(num_batches):
-        batch = batches[min(index, len(batches) - 1)]
-        for each, of_tokens in zip(batch, returns_of(batch).cpu().numpy(), strict=True):
-            returns[each.place] = of_tokens[each.cut]
-    return audits.columns_of(rollout, cuts, returns)
-
-
-def audited(
-    run: RunState,
-    sampler: Sampler,
-    batches: Iterable[Prompts],
-    respond: Callable[[Prompts], tuple[Responses, Prompts]],
-    generate: Callable[[Prompts, Any], Responses],
-    evaluate: Callable[[Responses, Prompts], tuple[Rollout, Tensor]],
-    num_prefixes: int,
-    num_continuations: int,
-) -> audits.CriticAudit:
-    """Audit the value model over held-out prompts of all ranks; see `audit_columns`."""
-    args, gather = run.args, cast(Callable[..., Any], run.accelerator.gather_for_metrics)
-    generator = np.random.default_rng((args.seed, args.process_index))
-    rows: list[Tensor] = []
-    for prompts in batches:
-        own = audit_columns(
-            run, sampler, respond, generate, evaluate, prompts, num_prefixes, num_continuations, generator
-        )
-        rows.append(gather(own))
-    run.timer.drain()
-    run.logged.drain()
-    return audits.audit(audits.prefixes_of(torch.cat(rows)), args.seed)

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.reporting.critic_audit import (
-    AuditedPrefixes,
-    audit,
-    batches_of,
-    draw_cuts,
-    pair_counts,
-)
+from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit, pair_counts
+from rlhf_ppo.run.auditor import batches_of, draw_cuts
 from tests.conftest import prompt_rows, tiny_policy
 
 W4, W5, VOCABULARY, LENGTH = 7, 8, 32, 8
@@ -128,5 +123,5 @@ def test_cuts_lie_within_each_response_and_batches_hold_each_continuation_once()
     assert (cuts >= 0).all() and (cuts < lengths[:, None]).all()
     assert (np.diff(cuts[2]) > 0).all() and (cuts[2] // 10 == np.arange(4)).all()
     batches = batches_of(cuts, 5, max_rows=8, slack=3)
-    assert sorted(each.place for batch in batches for each in batch) == sorted(np.ndindex(3, 4, 5))
+    assert sorted((one.row, one.prefix, one.copy) for batch in batches for one in batch) == sorted(np.ndindex(3, 4, 5))
     assert all(len(batch) <= 8 and batch[-1].cut - batch[0].cut <= 3 for batch in batches)
