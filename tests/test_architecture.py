@@ -19,22 +19,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 INNER_FILES = [path for path in FILES if path != PACKAGE / "__init__.py"]
 
-# A room imports from its own line and those above it, never from one below it.
-ORDER = (
-    {"algorithm", "terminal", "ranks"},
-    {"config", "data"},
-    {"models"},
-    {"environments"},
-    {"rewards"},
-    {"generation"},
-    {"reporting"},
-    {"run"},
-    {"trainer_base"},
-    {"trainer"},
-    {"compat"},
-    {"cli"},
-    {"__main__"},
-)
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+MAP = CONTRIBUTING.partition("## The map")[2].partition("\n## ")[0]
+ROOMS = re.findall(r"^\| `(\w+)(?:\.py)?` \|", MAP, re.MULTILINE)
+"""The rows of CONTRIBUTING's map: a room imports from itself and from those above it, never from one below it."""
 MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
 LONGER = {  # Trainer finds its overrides on one class only; the options are one dataclass
     "rlhf_ppo/trainer_base.py": 642,
@@ -71,10 +59,6 @@ def imported_files(path: Path) -> set[Path]:
     return {each if each.is_file() else each.with_suffix("") / "__init__.py" for each in found} - {path}
 
 
-def line_of(room: str) -> int:
-    return next(number for number, rooms in enumerate(ORDER) if room in rooms)
-
-
 def num_code_lines(path: Path) -> int:
     source = path.read_text()
     strings = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
@@ -102,14 +86,14 @@ def test_imports_go_one_way():
         f"{path.relative_to(PACKAGE)} imports {other.relative_to(PACKAGE)}"
         for path in INNER_FILES
         for other in imported_files(path)
-        if other != PACKAGE / "__init__.py" and line_of(room_of(other)) > line_of(room_of(path))
+        if other != PACKAGE / "__init__.py" and ROOMS.index(room_of(other)) > ROOMS.index(room_of(path))
     ]
 
     assert upward == []
 
 
-def test_every_room_of_the_order_exists():
-    assert set().union(*ORDER) == {room_of(path) for path in INNER_FILES}
+def test_the_map_shows_every_room():
+    assert sorted(ROOMS) == sorted({room_of(path) for path in INNER_FILES})
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
