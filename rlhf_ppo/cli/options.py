@@ -3,11 +3,11 @@
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Literal
 
 from rlhf_ppo.config.checks import (
     AtLeastOne,
     Count,
+    EngineName,
     PositiveShare,
     Seed,
     Temperature,
@@ -75,9 +75,7 @@ class JudgeArguments:
     max_new_tokens: AtLeastOne = option(128, "Maximum length of a response, in tokens.")
     temperature: Temperature = option(0.7, "Sampling temperature; 0 takes the most likely token.")
     top_p: PositiveShare = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
-    generation_engine: Literal["transformers", "continuous", "vllm"] = option(
-        "transformers", "Engine that generates the responses."
-    )
+    generation_engine: EngineName = option("transformers", "Engine that generates the responses.")
     batch_size: AtLeastOne = option(32, "Prompts in a batch.")
     chat_template_kwargs: str | None = option(None, CHAT_TEMPLATE_KWARGS)
     seed: Seed = option(0, "Seed of the sampling.")

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
     from rlhf_ppo.config.ppo_config import PPOConfig
 
 
+EngineName = Literal["transformers", "continuous", "vllm"]
+"""The engines that `rlhf_ppo.generation.engine_factory.make_engine` makes."""
+
+
 def option(default: Any, help: str, **argparse: Any) -> Any:
     """Return a dataclass field with a default and the text that `--help` shows."""
     return field(default=default, metadata={"help": help, **argparse})

@@ -17,6 +17,7 @@ from rlhf_ppo.config.checks import (
     AtLeastOne,
     AtLeastOneFloat,
     Count,
+    EngineName,
     ExplainsUnknown,
     Finite,
     Interval,
@@ -159,7 +160,7 @@ class EngineArguments:
     The `vllm_*` fields have an effect with `generation_engine="vllm"` only.
     """
 
-    generation_engine: Literal["transformers", "continuous", "vllm"] = _option(
+    generation_engine: EngineName = _option(
         "transformers",
         "Engine that generates responses: 'transformers' (`generate`), 'continuous' (transformers' continuous "
         "batching: a new prompt replaces each response that ends) or 'vllm' (through TRL).",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import set_seed
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import EngineName
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
@@ -187,7 +188,7 @@ class Answering:
     temperature: float = 0.7
     top_p: float = 1.0
     batch_size: int = 32
-    engine: Literal["transformers", "continuous", "vllm"] = "transformers"
+    engine: EngineName = "transformers"
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] | None = None
 

@@ -1,17 +1,7 @@
-r"""Built-in rewards by name: those of AITraining's `rl_reward_fn` and environments, and TRL's.
+"""Built-in rewards by name: those of AITraining's `rl_reward_fn` and environments, and TRL's.
 
-Each is a picklable object with `GRPOTrainer`'s signature; metrics and weights use its `__name__`. `y` is the
-response's text, `words(y)` its number of words (parts between white space).
-
-| name | score of a response | range |
-|---|---|---|
-| `default` | `-0.01 max(0, words(y) - 50) + 0.5 [y holds one of . ! ?]` | at most 0.5 |
-| `length_penalty` | `-0.01 max(0, words(y) - 50)` | at most 0 |
-| `length` | `words(y) / 100` | at least 0 |
-| `correctness` | `[the final answer of y is the data set's]` | 0 or 1 |
-| `formatting` | `[y announces an answer]`: "Answer:", `####` or `\boxed{` | 0 or 1 |
-| `keyword` | number of the given keywords that y holds | 0 to their number |
-| `custom` | a function of `prompt`, `generated` and `full_text` | the function's |
+Each is a picklable object with `GRPOTrainer`'s signature; metrics and weights use its `__name__`. Their table is on
+the page *Rewards*.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import fields
@@ -262,6 +263,14 @@ def test_help_shows_what_a_command_takes_and_no_option_that_it_refuses(command, 
         main.main([command, "--help"])
     printed = capsys.readouterr().out
     assert [word for word in shown if word not in printed] + [word for word in hidden if word in printed] == []
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_a_command_has_a_function_and_its_row_in_the_docs(command):
+    module, _ = main.COMMANDS[command]
+    assert callable(getattr(importlib.import_module(module), command))
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\| `rlhf-ppo .*\b{command}\b.* \|", page, re.MULTILINE)
 
 
 def test_the_help_of_train_shows_the_options_of_ppo_in_groups_above_the_arguments_of_transformers(capsys):

@@ -73,6 +73,17 @@ def test_the_snippets_of_the_docs_run(page, workshop):
         exec(compile(block, str(path), "exec"), namespace)
 
 
+def test_the_moving_reference_of_the_recipes_is_an_average_of_the_policies():
+    (block,) = (block for block in blocks(ROOT / "docs" / "recipes.md", "python") if "MovingReference" in block)
+    namespace: dict = {}
+    exec(block, namespace)
+    reference, policy = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(reference.weight, 2.0)
+    torch.nn.init.constant_(policy.weight, 10.0)
+    namespace["MovingReference"](reference, decay=0.75).on_step_end(None, None, None, model=policy)
+    assert reference.weight.item() == 4.0 and policy.weight.item() == 10.0
+
+
 @pytest.mark.parametrize(
     "page", [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))], ids=lambda page: str(page.relative_to(ROOT))
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,10 @@ import torch
 from numpy.testing import assert_allclose
 from torch import Tensor
 
+from examples import policy_losses
 from examples.policy_losses import cispo, dual_clip, gspo
+from rlhf_ppo import PPOConfig
+from rlhf_ppo.algorithm import PolicyLoss
 from rlhf_ppo.run.learning import resolve_policy_loss
 
 
@@ -59,6 +65,16 @@ def test_dual_clip_bounds_the_loss_of_worse_tokens_alone() -> None:
     result = dual_clip(logprobs, batch, SimpleNamespace(cliprange=0.2, cliprange_high=None))
     check(result.loss, logprobs, batch.loss_mask, [6.0, 5.0, 1.6, -2.4, -1.0], [0, 5.0, 0, 0, -1.0])
     assert result.clipped.tolist() == [[True, False, True, True, False]]
+
+
+def test_every_loss_is_imported_here_and_named_in_the_recipes_and_in_the_help() -> None:
+    functions = dict(inspect.getmembers(policy_losses, inspect.isfunction))
+    losses = {name for name, loss in functions.items() if loss.__annotations__["return"] is PolicyLoss}
+    losses -= {"clipped_policy_loss"}
+    assert losses == losses & globals().keys()
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8").lower()
+    (text,) = (field.metadata["help"].lower() for field in fields(PPOConfig) if field.name == "policy_loss")
+    assert [name for name in losses if name.replace("_", " ") not in page or name.replace("_", " ") not in text] == []
 
 
 def test_an_option_names_the_file_and_the_function() -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
+import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
-from rlhf_ppo import PPOTrainer
+from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.config.checks import EngineName
 from rlhf_ppo.generation.continuous import ContinuousEngine
+from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.protocol import Sampled
+from rlhf_ppo.generation.sampler import called
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
-from tests.conftest import needs_continuous, prompt_rows
+from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
 from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
 
 MakeTrainer = Callable[..., PPOTrainer]
@@ -44,6 +50,23 @@ class Talkative:
 def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
     trainer._sampler.engine = Talkative(trainer, off)
     return trainer
+
+
+# ---- Names ----
+
+
+@pytest.mark.parametrize("name", get_args(EngineName))
+def test_the_docs_explain_an_engine(name: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / "generation.md"
+    assert f"\n| `{name}` " in page.read_text(encoding="utf-8")
+
+
+@needs_continuous
+@pytest.mark.parametrize("name", [name for name in get_args(EngineName) if name != "vllm"])  # see tests/vllm
+def test_an_engine_is_made_by_its_name(make_args: Callable[..., PPOConfig], name: str) -> None:
+    args = make_args(generation_engine=name)
+    engine = make_engine(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), None)
+    assert called(engine) == f"generation_engine={name!r}"
 
 
 # ---- Who generates ----
