@@ -68,17 +68,17 @@ test-learning: install ## Training runs that must reach a reward, each with thre
 test-distributed: install ## Runs with several processes
 	$(PYTEST) -m distributed
 
-test-kills: install ## Kills at random moments, NUM_KILLS of them; all runs end as if left alone
+test-kills: install ## NUM_KILLS kills at random moments; each run ends like an uninterrupted one
 	NUM_KILLS=$(or $(NUM_KILLS),100) $(PYTHON) -m pytest -rP --tb=short tests/faults/test_kill.py
 
-test-fuzz: install ## 200 random configurations (NUM_CONFIGURATIONS, SEED), each simulated in NumPy, cut otherwise, killed and called step by step
+test-fuzz: install ## 200 random configurations (NUM_CONFIGURATIONS, SEED), each compared with NumPy, other micro-batches, a killed run and step()
 	SEED=$(or $(SEED),1) NUM_CONFIGURATIONS=$(or $(NUM_CONFIGURATIONS),200) CONFIGURATION='$(CONFIGURATION)' \
 		$(PYTEST) --dist worksteal --tb=short -k numpys tests/fuzz
 
-test-models: install ## Each causal language model of transformers, tiny, against rows alone: about an hour; it goes on where it was stopped
+test-models: install ## Each causal language model of transformers, tiny, against rows alone: about an hour; resumes where it stopped
 	$(PYTHON) -m tests.models.sweep --results $(VENV)/sweep.jsonl --families $(FAMILIES)
 
-test-gpu: install ## Every path that needs a GPU, on this machine's: within 10 minutes, with the reason of each skip
+test-gpu: install ## Every path that needs a GPU, on this machine's GPU: within 10 minutes, with the reason for each skip
 	REQUIRE_GPU=1 timeout 600 $(PYTHON) -m pytest -p no:cacheprovider --tb=short --durations 10 tests/gpu
 
 test-vllm: $(VENV)-vllm/installed ## Real vLLM on this machine's processor, colocated and as a server: within 10 minutes on two idle cores
@@ -95,7 +95,7 @@ test-pretend-gpu: install ## The GPU path on a device that computes on the CPU a
 	$(PRETENDED) $(PYTEST) --dist worksteal -m "" tests/gpu tests/pretend_gpu
 	$(PYTHON) tests/pretend_gpu/branches.py .coverage
 
-test-oldest: $(VENV)-oldest/installed ## The fast tests of what libraries decide, two cases of each, with the oldest versions that are allowed
+test-oldest: $(VENV)-oldest/installed ## The fast tests that depend on libraries, two cases of each, with the oldest allowed versions
 	MAX_CASES=2 $(subst $(VENV),$(VENV)-oldest,$(PYTEST)) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
 
 test-newest: $(VENV)-newest/installed ## The same with the newest libraries of the index, beside the pinned torch
@@ -115,17 +115,17 @@ chat-model/config.json: | install
 bench: install $(VENV)-trl/installed ## Measure against TRL 1.12; writes into benchmarks/RESULTS.md
 	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cpu
 
-bench-gpu: install $(VENV)-trl/installed ## The same on a GPU, within 10 minutes; what there is no time for is said
+bench-gpu: install $(VENV)-trl/installed ## The same on a GPU, within 10 minutes; names what there was no time for
 	$(PYTHON) benchmarks/compare.py --trl-python $(VENV)-trl/bin/python --device cuda --minutes 9
 
-bench-learning: install $(VENV)-trl/installed ## What is learned, over five seeds, beside TRL 1.12 and with each option alone; it goes on where it was killed
+bench-learning: install $(VENV)-trl/installed ## What is learned over five seeds, compared with TRL 1.12 and with each option alone; resumes where it stopped
 	$(PYTHON) benchmarks/learning/run.py --data $(or $(DATA),../shared/data) --against-trl $(VENV)-trl/bin/python
 	$(PYTHON) benchmarks/learning/report.py
 
 docs: $(VENV)/installed-docs ## Build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
 
-clean: ## Remove the environments and what was built
+clean: ## Remove the environments and build outputs
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-trl $(VENV)-vllm site dist .coverage .pytest_cache .ruff_cache
 
 # The newest pip reads an index in a third of the time of the one that Python brings; without it that one does.
