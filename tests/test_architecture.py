@@ -29,7 +29,6 @@ LONGER = {  # Trainer finds its overrides on one class only; the options are one
     "rlhf_ppo/config/ppo_config.py": 520,
 }
 MAX_FUNCTION_LINES = 60  # with the docstring, without the signature
-MAX_RAISES = 250  # in the package: each is a guard that somebody needs
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
 OTHER_ARGUMENTS = {"rlhf_ppo/cli/judge.py"}  # whose batch_size is an option of that command
 
@@ -144,11 +143,6 @@ def test_files_and_functions_stay_short(path):
 
     assert long_functions == {}
     assert num_code_lines(path) <= LONGER.get(str(path.relative_to(ROOT)), MAX_CODE_LINES)
-
-
-def test_guards_stay_few():
-    nodes = (node for path in FILES for node in ast.walk(ast.parse(path.read_text())))
-    assert sum(isinstance(node, ast.Raise) for node in nodes) <= MAX_RAISES
 
 
 def derived_names_read(tree: ast.AST) -> list[str]:
