@@ -214,7 +214,7 @@ class PPOTrainer(TrainerBase):
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
-        return self._sampler.sample(self._prepared if policy is None else policy, prompts, config)
+        return self.sampler.sample(self._prepared if policy is None else policy, prompts, config)
 
     def score_responses(self, responses: Responses, prompts: Prompts, pending: PendingScores | None = None) -> Scores:
         """Score truncated responses with all reward sources.
@@ -310,7 +310,7 @@ class PPOTrainer(TrainerBase):
                     statistics.grad_norm = self.optimizer_step(minibatch, statistics)
                 if args.kl_stop is not None and statistics.kl_of_epoch(run.sum_over_ranks) > args.kl_stop:
                     break
-        self._sampler.engine.policy_changed()
+        self.sampler.engine.policy_changed()
         return statistics
 
     def optimizer_step(self, minibatch: Experience, statistics: UpdateStatistics) -> float | Tensor:

@@ -147,10 +147,10 @@ class TrainerBase(Steps, Trainer):
         self.add_callback(self._signals)
         construction.set_up_engine(self.accelerator, self._models)
         parts = construction.make_parts(self, run, prepared, engine, self._critic_only, ptx_dataset)
-        self._sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
-        self._baselines, self._play, self._ptx = parts.baselines, parts.play, parts.ptx
-        if self._ptx is not None:
-            self._stateful.register("ptx", self._ptx)
+        self.sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
+        self._baselines, self._play, self.ptx = parts.baselines, parts.play, parts.ptx
+        if self.ptx is not None:
+            self._stateful.register("ptx", self.ptx)
 
     @property
     def state(self) -> PPOTrainerState:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -225,7 +225,7 @@ class TrainerBase(Steps, Trainer):
     def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> None:
         """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""
         run, args = self._run, self.args
-        construction.start_afresh(run, self.policy_model, self._sampler.engine)
+        construction.start_afresh(run, self.policy_model, self.sampler.engine)
         self.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
@@ -306,8 +306,8 @@ class TrainerBase(Steps, Trainer):
 
     def _play_episodes(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
         """Play episodes of several turns; return them and the prompts as the episodes changed them."""
-        with self._sampler.policy_of(self._prepared) as policy:
-            return cast(Any, self._play)(policy, prompts, config or self._sampler.settings())
+        with self.sampler.policy_of(self._prepared) as policy:
+            return cast(Any, self._play)(policy, prompts, config or self.sampler.settings())
 
     def _with_baselines(self, prompts: Prompts) -> Prompts:
         """Add as columns the responses of the baselines that rewards compare with."""
@@ -324,9 +324,7 @@ class TrainerBase(Steps, Trainer):
 
     def _learn_from_texts(self, statistics: UpdateStatistics) -> Tensor | float:
         """Add the gradients of `ptx_dataset`'s next rows; return their loss."""
-        if self._ptx is None:
-            return 0.0
-        return self._ptx.learn(self._prepared, statistics, self._forward_context)
+        return 0.0 if self.ptx is None else self.ptx.learn(self._prepared, statistics, self._forward_context)
 
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""
@@ -599,8 +597,8 @@ class TrainerBase(Steps, Trainer):
         for loss in losses:
             self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
         model.zero_grad()
-        if self._ptx is not None:
-            self._ptx.count_step()
+        if self.ptx is not None:
+            self.ptx.count_step()
         return grad_norm
 
     # ---- Data ----
@@ -855,7 +853,7 @@ class TrainerBase(Steps, Trainer):
     def _respond_greedily(self, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
         """Sample greedy responses and the baselines' responses, and score the former."""
         with noting_out_of_memory("generate"):
-            responses, prompts = self._respond(prompts, self._sampler.settings(greedy=True))
+            responses, prompts = self._respond(prompts, self.sampler.settings(greedy=True))
         with noting_out_of_memory("score"):
             return prompts, responses, self.score_responses(responses, prompts)
 
@@ -864,7 +862,7 @@ class TrainerBase(Steps, Trainer):
         """Let the steps use the current weights in the block, with the same separate random numbers in every call."""
         self._run.check_in_step()
         before = self._prepared
-        self._sampler.engine.policy_changed()  # the weights may have changed
+        self.sampler.engine.policy_changed()  # the weights may have changed
         with rollouts.apart_from_training(self._run, self.model_wrapped) as self._prepared:
             try:
                 yield
@@ -900,7 +898,7 @@ class TrainerBase(Steps, Trainer):
             batches = evaluations.held_out_prompts(
                 sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
             )
-            auditor = CriticAuditor(self, self._respond, self._run, self._sampler, num_prefixes, num_continuations)
+            auditor = CriticAuditor(self, self._respond, self._run, self.sampler, num_prefixes, num_continuations)
             result = auditor.audit(batches)
         if self.is_in_train:
             self._window.add(result.metrics)  # in the next log

@@ -19,7 +19,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TRACKIO_DIR", f"{tempfile.gettempdir()}/trackio-of-tests-{os.getpid()}")  # read in its import
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +44,7 @@ from transformers import (
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.generation.engine_factory import is_recent_enough
+from rlhf_ppo.models import packing
 from rlhf_ppo.ranks import random_streams
 from tests.rewards.local_server import Request
 
@@ -80,11 +81,7 @@ def pytest_collection_finish() -> None:
 
 
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
-WHOLE_RUNS = {
-    "reporting/test_evaluation.py",
-    "run/test_evaluate.py",
-    "run/test_samples_and_logging.py",
-}
+WHOLE_RUNS = {"reporting/test_evaluation.py", "run/test_evaluate.py", "run/test_samples_and_logging.py"}
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
     "data/test_train_data_forms.py",
@@ -131,9 +128,7 @@ CASES_IN_CHECK = {
     "test_first_update.py::test_the_first_update_equals_numpy": 4,
 }
 # The same of those that run long: `make test` runs that many, `make test-long` the rest.
-CASES_IN_TEST = {
-    "run/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 3,
-}
+CASES_IN_TEST = {"run/test_resume.py::test_resumed_run_equals_one_that_never_stopped": 3}
 
 
 MAX_CASES = int(os.environ.get("MAX_CASES", "1000"))
@@ -208,10 +203,12 @@ def chat_model() -> Path:
     return folder
 
 
-def make_tokenizer(padding_side: str = "left", pad_token: str | None = "<pad>") -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: <pad>=0, <eos>=1, <bos>=2, then w0, w1, ..."""
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<bos>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+def make_tokenizer(
+    padding_side: str = "left", pad_token: str | None = "<pad>", words: Sequence[str] = WORDS, **more: Any
+) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: <pad>=0, <eos>=1, <bos>=2, then the words: w0, w1, ..."""
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", "<bos>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -219,6 +216,7 @@ def make_tokenizer(padding_side: str = "left", pad_token: str | None = "<pad>") 
         eos_token="<eos>",
         bos_token="<bos>",
         padding_side=padding_side,
+        **more,
     )
 
 
@@ -392,6 +390,24 @@ def make_trainer(make_args: Callable[..., PPOConfig]) -> Iterator[Callable[..., 
         return trainer_class(args=make_args(**overrides), **{**values, **given})
 
     yield make
+
+
+@pytest.fixture
+def make_trained(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTrainer]:
+    """The same; the trainers have trained."""
+
+    def make(*trainer_class: type[PPOTrainer], **overrides: Any) -> PPOTrainer:
+        trainer = make_trainer(*trainer_class, **overrides)
+        trainer.train()
+        return trainer
+
+    return make
+
+
+@pytest.fixture
+def each_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a model's rows can be packed is found out anew."""
+    monkeypatch.setattr(packing, "_LOOKS", {})
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rlhf_ppo import PPOTrainer
+from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.data.rollout import Prompts
+
+MakeArgs = Callable[..., PPOConfig]
+MakeTrainer = Callable[..., Any]
 
 QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -46,16 +50,28 @@ class RunDied(Exception):
     """Raised in the middle of a run in place of a kill."""
 
 
-class DieAt(TrainerCallback):
-    """Ends the run at an event of an update, as a kill would: nothing is finished or written after it."""
+class At(TrainerCallback):
+    """Does something once, at an event after a number of updates.
 
-    def __init__(self, event: str, step: int) -> None:
-        setattr(self, event, self._die)
-        self.step = step
+    Args:
+        event: The name of the callback's method.
+        step: The number of updates.
+        act: Gets what the event passes.
+    """
 
-    def _die(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise RunDied
+    def __init__(self, event: str, step: int, act: Callable[[Any], Any]) -> None:
+        setattr(self, event, self._act)
+        self.step, self.act, self.has_acted = step, act, False
+
+    def _act(self, args: Any, state: Any, control: Any, **passed: Any) -> None:
+        if state.global_step == self.step and not self.has_acted:
+            self.has_acted = True
+            self.act(SimpleNamespace(args=args, control=control, **passed))
+
+
+def die(_: Any = None) -> None:
+    """End a run as a kill would: nothing is finished or written after it."""
+    raise RunDied
 
 
 class RecordingTrainer(PPOTrainer):
@@ -163,7 +179,7 @@ def assert_identical(actual: Any, expected: Any, path: str = "run") -> None:
 
 
 def die_and_resume(
-    make_trainer: Callable[..., Any], folder: Path, arguments: Callable[[], Mapping[str, Any]]
+    make_trainer: MakeTrainer, folder: Path, arguments: Callable[[], Mapping[str, Any]]
 ) -> tuple[Any, Any]:
     """Train once without a stop, and once with a death before the second update and a second start.
 
@@ -183,7 +199,7 @@ def die_and_resume(
     whole = make("whole")
     whole.train()
     with pytest.raises(RunDied):
-        make("died", callbacks=[DieAt("on_step_begin", 1)]).train()
+        make("died", callbacks=[At("on_step_begin", 1, die)]).train()
     resumed = make("died")
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(whole))

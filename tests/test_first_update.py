@@ -78,11 +78,13 @@ SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 """What must move no number."""
 
+LORA: dict[str, Any] = {"adapter": "lora", "reference": "the policy"}
 TURNS: dict[str, Any] = {"responses": "turns", "gamma": 0.9, "lam": 0.8}
 ALL_REWARDS: dict[str, Any] = {
     "reward": "of all kinds",
     "reward_weights": {"length": -2.0, "share": 1.5, "tokens": 3.0, "reward_model": 0.5},
 }
+ONE_BASE: dict[str, Any] = {**LORA, "share_base_model": True, "value_model": "made"}
 NUMBERS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.3},
     "k3": {"kl_estimator": "k3"},
@@ -114,16 +116,10 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "a_norm_that_clips": {"max_grad_norm": 0.05},
     "no_norm": {"max_grad_norm": 0.0},
     "at_once": {"loss": "at once", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 12},
-    "adapters": {"adapter": "lora", "reference": "the policy"},
-    "one_base": {"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
-    "one_base_recomputed": {
-        **{"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
-        "gradient_checkpointing": True,
-    },
-    "one_base_at_once": {
-        **{"adapter": "lora", "reference": "the policy", "share_base_model": True, "value_model": "made"},
-        "loss": "at once",
-    },
+    "adapters": LORA,
+    "one_base": ONE_BASE,
+    "one_base_recomputed": {**ONE_BASE, "gradient_checkpointing": True},
+    "one_base_at_once": {**ONE_BASE, "loss": "at once"},
     "stop_strings": {"stop_strings": ["w3", "w4"], "missing_eos_score": -5.0},
     "stop_strings_without_a_token": {"stop_strings": ["w3", "w4"], "stop_token": None, "missing_eos_penalty": 1.0},
     "an_engine_that_says": {"engine": "says log-probabilities", "importance_sampling_clip_max": 1.2},
@@ -140,7 +136,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "nothing_shared": {"share_prefixes": False},
     "turns": {**TURNS, "bootstrap_truncated": True, "missing_eos_penalty": 1.5},
     "advantages_of_turns": {**TURNS, "gae_level": "turn", "bootstrap_truncated": True},
-    "turns_of_adapters": {**TURNS, "gae_level": "turn", "adapter": "lora", "reference": "the policy"},
+    "turns_of_adapters": {**TURNS, **LORA, "gae_level": "turn"},
     "padded_advantages_of_turns": {**TURNS, "gae_level": "turn"},
     "padded_turns": {**TURNS, "reward": "tokens", "reward_weights": [2.0, 0.5], "whiten_rewards": True},
     "turns_of_few_tokens_a_pass": {

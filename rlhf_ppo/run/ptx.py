@@ -176,7 +176,7 @@ class LanguageModeling:
         if self.critic_only.warms_up:
             return 0.0
         run, coef = self.run, self.run.args.ptx_coef
-        rows = self._rows()
+        rows = self.next_rows()
         num_tokens = run.sum_over_ranks(rows.response_mask.sum())
         total = torch.zeros((), device=rows.response_mask.device)
         args, models = run.args, run.unwrapped(model)
@@ -199,16 +199,17 @@ class LanguageModeling:
         if not self.critic_only.warms_up:
             self.num_drawn += self.sizes.mini_batch_size
 
-    def _rows(self) -> Responses:
+    def next_rows(self) -> Responses:
         """Return this rank's rows of the next step, the longest first."""
         run, number = self.run, self.sizes.local_mini_batch_size
         first = self.num_drawn + run.accelerator.process_index * number
-        texts = [self._drawn(index) for index in range(first, first + number)]
+        texts = [self.text_at(index) for index in range(first, first + number)]
         context, learned = ([torch.tensor(ids) for ids in parts] for parts in zip(*texts, strict=True))
         rows = padded_responses(context, learned, None, number, run.tokens.pad, run.args.device)
         return rows[rows.longest_first()]
 
-    def _drawn(self, index: int) -> Text:
+    def text_at(self, index: int) -> Text:
+        """Return the text of a place in the order of all passes."""
         number, place = divmod(index, len(self.texts))
         if number not in self._orders:
             args = self.run.args

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.generation.protocol import Sampled
+from tests.runs import record_rollouts
 
 ENDS: dict[str, tuple[str, ...]] = {
     "qwen3": ("<|im_end|>",),
@@ -149,19 +150,14 @@ def run_ours(directory: Any, name: str, script: Any, options: dict[str, Any] | N
         engine=ScriptedEngine(tokenizer, script),
         **given,
     )
-    play = trainer._play
-    assert play is not None
-
-    def keep(*arguments: Any) -> Any:
-        responses, prompts = play(*arguments)
-        for row in range(len(responses)):
-            real, behind = prompts.attention_mask[row], responses.episode_mask[row]
-            ids, written = responses.responses[row][behind].tolist(), responses.response_mask[row][behind].tolist()
-            seen.rows.append((prompts.input_ids[row][real].tolist(), ids, written))
-        return responses, prompts
-
-    trainer._play = keep
+    rollouts = record_rollouts(trainer)
     trainer.train()
+    for rollout in rollouts:
+        context = rollout.context_length
+        prompts, masks = rollout.query_responses[:, :context], rollout.attention_mask[:, :context]
+        for row, behind in enumerate(rollout.episode_mask):
+            ids, written = rollout.responses[row][behind].tolist(), rollout.response_mask[row][behind].tolist()
+            seen.rows.append((prompts[row][masks[row]].tolist(), ids, written))
     seen.metrics = next(log for log in trainer.state.log_history if "objective/kl" in log)
     return seen
 

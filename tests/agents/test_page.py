@@ -32,10 +32,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("example", "options"),
     [
-        (
-            "agent_frozen_lake",
-            ["--held_out", "64", "--size", "8", "--moves", "9", "--progress"],
-        ),
+        ("agent_frozen_lake", ["--held_out", "64", "--size", "8", "--moves", "9", "--progress"]),
         ("agent_calculator", ["--price", "0.3"]),
     ],
 )

@@ -17,11 +17,6 @@ from rlhf_ppo.data.conversation import check_versions
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def benchmark_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "learning"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "best", "at_random"),
     [("", 1.0, 0.0124), ("--slippery --rate 0.8", 0.7846, 0.0124), ("--slippery --moves 50", 0.5459, 0.0139)],

@@ -16,11 +16,6 @@ import torch
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-
 PROMPTS, RESPONSES = torch.tensor([2, 3]), torch.tensor([1, 2])
 SIZES = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "vocab_size": 10}
 LLAMA, NEOX = SIZES | {"model_type": "llama"}, SIZES | {"model_type": "gpt_neox"}

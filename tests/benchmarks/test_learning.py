@@ -10,13 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "learning"
-
-
-@pytest.fixture(autouse=True)
-def benchmark_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-
 
 @pytest.mark.thorough
 def test_a_small_cell_is_the_same_run_that_plain_options_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("used/checkpoint-1/trainer_state.json").write_text('{"global_step": 1}')
         row = {"prompt": "w4 w5", "text": "w4 w5", "completion": " w6", "chosen": " w4", "rejected": " w7"}
         write_rows("rows.jsonl", [row] * 12)
-        write_rows("few.jsonl", [row] * 2)
         write_rows("questions.jsonl", [{"question": "w4"}] * 12)
         write_rows("numbers.jsonl", [row | {"text": 5, "chosen": 1}] * 12)
         write_rows("gap.jsonl", [row] * 6 + [row | {"text": None, "rejected": None}] * 6)
@@ -59,9 +58,6 @@ def number(completions, **_):
 
 def word(completions, **_):
     return ["0.5"] * len(completions)
-
-def lone(completions, **_):
-    return 0.5
 
 def needs(completions, answer):
     return [1.0] * len(completions)
@@ -98,7 +94,6 @@ MISTAKES = [
     (f"{RUN} --config unknown.yaml", "learning_rte"),
     (f"{RUN} --config list.yaml", "must contain a YAML mapping"),
     (f"{RUN} --dataset_train_split dev", "dataset_train_split='dev', but the data s"),
-    (f"{PPO} --dataset_name few.jsonl", "the training set has 2 prompts, fewer than the 4"),
     (PPO, "dataset_name is not set"),
     (f"{PPO} --dataset_name nowhere.jsonl", "dataset_name='nowhere.jsonl'"),
     (f"{PPO} --dataset_name torn.jsonl", "dataset_name='torn.jsonl'"),
@@ -124,7 +119,6 @@ MISTAKES = [
         f"{RUN} --reward_funcs own.py:word",
         "the reward function 'word' returned '0.5' for row 0: return a finite number",
     ),
-    (f"{RUN} --reward_funcs own.py:lone", "the reward function 'lone' returned 0.5 for 1 completions: return a list"),
     (f"{RUN} --reward_funcs own.py:needs", "'needs' requires the argument 'answer', which no column has"),
     (f"{RUN} --reward_funcs http://", "reward_funcs holds 'http://': write"),
     (f"{RUN} --tools own.py:untold", "a tool cannot be used: DocstringParsingException"),
@@ -143,7 +137,6 @@ MISTAKES = [
     ),
     (f"{PPO} --dataset_name empty.jsonl", "dataset_name='empty.jsonl' cannot be loaded as a file"),
     (f"{PPO} --dataset_name sheet.xlsx", "files of another kind are not read"),
-    (f"{RUN} --report_to comet_ml", "comet-ml"),
     (f"sft {TRL} base --dataset_name numbers.jsonl", "row 0 text=5: write texts"),
     (f"sft {TRL} base --dataset_name gap.jsonl", "row 6 text=None: write texts"),
     (f"sft {TRL} base --dataset_name flat.jsonl", "row 0 messages='w4 w5': write conversations"),
@@ -160,13 +153,7 @@ MISTAKES = [
     (f"{LLM} --rl-gamma 7", "rl_gamma=7.0 must be in [0, 1]"),
     (f"{LLM} --rl-max-new-tokens 100000", "and rl_max_new_tokens=100000 take 100002 positions"),
     (f"{LLM} --rl-max-new-tokens 63", "set block_size=2, or"),
-    *(
-        (
-            f"{LLM} --rl-multi-objective --rl-env-type {name}",
-            f"contradicts rl_env_type={name!r}: leave one of them out",
-        )
-        for name in ("nonsense", "preference_comparison", "text_generation")
-    ),
+    (f"{LLM} --rl-multi-objective --rl-env-type nonsense", "contradicts rl_env_type='nonsense': leave one of them"),
     (
         f'{LLM} --rl-env-type text_generation --rl-reward-fn length --rl-env-config \'{{"reward_fn": "default"}}\'',
         "reward_fn is given beside the environment's config and in it: leave one of them out",

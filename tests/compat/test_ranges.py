@@ -6,14 +6,12 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_ppo import PPOTrainer
-from tests.runs import QUICK
+from tests.runs import QUICK, MakeTrainer
 
 ROOT = Path(__file__).parents[2]
 ABOVE_THE_FLOOR = {"torch"}
@@ -59,9 +57,7 @@ def test_no_room_of_the_library_imports_trl_when_it_is_imported(room: str) -> No
             assert "trl" not in {name.partition(".")[0] for name in names}, path
 
 
-def test_a_plain_trainer_needs_nothing_of_trl(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_trainer_needs_nothing_of_trl(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*sys.modules, "trl"]:
         if name.partition(".")[0] == "trl":
             monkeypatch.setitem(sys.modules, name, None)  # the next import of it fails

@@ -9,13 +9,13 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo.data.prompts import PromptCollator, PromptEncoder, prepare_prompts
 from rlhf_ppo.data.rollout import Prompts
-from tests.conftest import make_tokenizer
+from tests.conftest import WORDS, make_tokenizer
 from tests.runs import QUICK
 
 EOS = 1
@@ -24,17 +24,9 @@ CONVERSATION = [{"role": "user", "content": "w1 w2"}]
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """<pad>=0 <eos>=1 w0=2 w1=3 ..., padding on the right."""
-    words = ["<pad>", "<eos>", *[f"w{index}" for index in range(20)], "user", "assistant"]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="w0"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        padding_side="right",
-        chat_template="{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant",
-    )
+    """<pad>=0 <eos>=1 <bos>=2 w0=3 w1=4 ..., padding on the right."""
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
+    return make_tokenizer("right", words=[*WORDS, "user", "assistant"], chat_template=template)
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
@@ -70,9 +62,9 @@ def prepare(
 @pytest.mark.parametrize(
     ("column", "values", "expected"),
     [
-        ("prompt", ["w0 w1", "w2"], [[2, 3], [4]]),
-        ("text", ["w0 w1", "w2"], [[2, 3], [4]]),
-        ("prompt", [CONVERSATION, CONVERSATION * 2], [[22, 3, 4, 23], [22, 3, 4, 22, 3, 4, 23]]),
+        ("prompt", ["w0 w1", "w2"], [[3, 4], [5]]),
+        ("text", ["w0 w1", "w2"], [[3, 4], [5]]),
+        ("prompt", [CONVERSATION, CONVERSATION * 2], [[32, 4, 5, 33], [32, 4, 5, 32, 4, 5, 33]]),
         ("input_ids", [[5, 6], [7]], [[5, 6], [7]]),
     ],
 )
@@ -139,7 +131,7 @@ def test_a_torch_stream_can_be_read_again_and_learns_the_epoch(tokenizer: PreTra
     assert stream.epoch == 3
     assert list(prepared) == list(prepared)
     loader = DataLoader(prepared, batch_size=2, collate_fn=PromptCollator(0))
-    assert next(iter(loader))["input_ids"].tolist() == [[3], [4]]
+    assert next(iter(loader))["input_ids"].tolist() == [[4], [5]]
 
 
 def test_collator_pads_on_the_left_and_keeps_columns_as_lists() -> None:

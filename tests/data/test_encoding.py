@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo.data.prompts import PromptEncoder, as_the_template_reads, real_tokens
+from tests.conftest import make_tokenizer
 
 PAD, EOS, BOS = 0, 1, 2
 TEMPLATE = (
@@ -17,15 +18,14 @@ TEMPLATE = (
 )
 
 
-def word_tokenizer(template: str | None = None, post: str | None = None, **tokens: Any) -> PreTrainedTokenizerFast:
+def word_tokenizer(template: str | None = None, post: str | None = None, **more: Any) -> PreTrainedTokenizerFast:
     """<pad>=0 <eos>=1 <bos>=2 a=3 b=4 c=5 user=6 assistant=7 tools=8."""
-    words = ["<pad>", "<eos>", "<bos>", "a", "b", "c", "user", "assistant", "tools"]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="c"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = ["a", "b", "c", "user", "assistant", "tools"]
+    tokenizer = make_tokenizer(words=words, chat_template=template, **more)
     if post is not None:
-        core.post_processor = processors.TemplateProcessing(post, None, [("<eos>", EOS), ("<bos>", BOS)])
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"} | tokens
-    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **names)
+        parts = processors.TemplateProcessing(post, None, [("<eos>", EOS), ("<bos>", BOS)])
+        tokenizer.backend_tokenizer.post_processor = parts
+    return tokenizer
 
 
 def encode(
@@ -156,12 +156,7 @@ def test_padding_without_a_mask_is_no_text_whatever_token_it_is(pad: str, side: 
 
 @pytest.mark.parametrize(
     "row",
-    [
-        {"prompt": ""},
-        {"input_ids": []},
-        {"input_ids": [3, 4], "attention_mask": [0, 0]},
-        {"input_ids": [PAD, PAD]},
-    ],
+    [{"prompt": ""}, {"input_ids": []}, {"input_ids": [3, 4], "attention_mask": [0, 0]}, {"input_ids": [PAD, PAD]}],
 )
 def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
     assert "is empty" in refused(row)

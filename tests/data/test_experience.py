@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_ppo.data.rollout import (
-    Experience,
-    Prompts,
-    Responses,
-    Rollout,
-    sizes_within,
-)
+from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout, sizes_within
 from rlhf_ppo.ranks.random_streams import minibatch_generator
 
 CPU = torch.device("cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.scorer import scaling_scores
-from tests.runs import assert_identical
-
-MakeTrainer = Callable[..., PPOTrainer]
-
+from tests.runs import MakeTrainer, assert_identical
 
 # ---- What stands in the gaps ----
 

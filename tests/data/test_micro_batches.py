@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Experience
+from tests.runs import MakeTrainer
 
 
 class OrderTrainer(PPOTrainer):
@@ -29,18 +29,16 @@ class OrderTrainer(PPOTrainer):
         return super().optimizer_step(minibatch, statistics)
 
 
-def orders(make_trainer: Callable[..., PPOTrainer], **overrides: Any) -> list[list[list[int]]]:
-    trainer = make_trainer(OrderTrainer, num_ppo_epochs=2, num_mini_batches=2, total_episodes=16, **overrides)
-    trainer.train()
-    return trainer.orders
+def orders(make_trained: MakeTrainer, **overrides: Any) -> list[list[list[int]]]:
+    return make_trained(OrderTrainer, num_ppo_epochs=2, num_mini_batches=2, total_episodes=16, **overrides).orders
 
 
-def test_every_epoch_is_a_new_partition_and_every_run_the_same(make_trainer: Callable[..., PPOTrainer]) -> None:
-    first, again = orders(make_trainer), orders(make_trainer)
+def test_every_epoch_is_a_new_partition_and_every_run_the_same(make_trained: MakeTrainer) -> None:
+    first, again = orders(make_trained), orders(make_trained)
     assert first == again
     epochs = [update[start : start + 2] for update in first for start in (0, 2)]
     for epoch in epochs:
         assert [len(minibatch) for minibatch in epoch] == [4, 4]
         assert sorted(epoch[0] + epoch[1]) == list(range(8))
     assert len({str(epoch) for epoch in epochs}) == len(epochs) == 4  # two updates of two epochs, no order twice
-    assert orders(make_trainer, seed=4) != first
+    assert orders(make_trained, seed=4) != first

@@ -6,7 +6,6 @@ The oracles are the tokens of `SFTTrainer` and `RewardTrainer`, each row in a da
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import trl
 from datasets import Dataset
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts
@@ -24,10 +22,9 @@ from rlhf_ppo.rewards import ScoringBatch
 from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids
 from tests.agents.chat import chat_tokenizer
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import QUICK
+from tests.runs import QUICK, MakeTrainer
 from tests.vision import make_processor
 
-MakeTrainer = Callable[..., PPOTrainer]
 ASKED = {"role": "user", "content": "Which?"}
 ANSWERS = {key: [{"role": "assistant", "content": text}] for key, text in (("chosen", "This."), ("rejected", "That."))}
 

@@ -8,25 +8,23 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from rlhf_ppo import PPOTrainer
 from tests.conftest import make_tokenizer
 from tests.data.test_datasets import Stream
-from tests.runs import QUICK
+from tests.runs import QUICK, MakeTrainer
 
-MakeTrainer = Callable[..., PPOTrainer]
 TEXTS = ["w1 w2", "w3", "w4 w5 w6", "w7 w8", "w9 w10 w11 w12", "w13"]
 IDS = [[4, 5], [6], [7, 8, 9], [10, 11], [12, 13, 14, 15], [16]]
 SEQUENTIAL = {**QUICK, "train_sampling_strategy": "sequential"}
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def conversations(**message: Any) -> list[list[dict[str, Any]]]:
-    return [[{"role": "user", "content": text, **message}] for text in TEXTS]
+CONVERSATIONS = [[{"role": "user", "content": text}] for text in TEXTS]
 
 
 def test_a_conversation_opens_the_assistant_s_turn(make_trainer: MakeTrainer) -> None:
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE + "{% if add_generation_prompt %} w28{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} w28{% endif %}"
+    )
     seen: list[Any] = []
 
     def keeps(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
@@ -35,11 +33,11 @@ def test_a_conversation_opens_the_assistant_s_turn(make_trainer: MakeTrainer) ->
 
     trainer = make_trainer(
         **SEQUENTIAL, processing_class=tokenizer, reward_funcs=keeps,
-        train_dataset=Dataset.from_dict({"prompt": conversations()}),
+        train_dataset=Dataset.from_dict({"prompt": CONVERSATIONS}),
     )  # fmt: skip
     assert [row["input_ids"] for row in trainer.train_dataset] == [[*ids, 31] for ids in IDS]
     trainer.train()
-    assert [prompt for prompt, _ in seen] == conversations()
+    assert [prompt for prompt, _ in seen] == CONVERSATIONS
     assert all(answer[0].keys() == {"role", "content"} and answer[0]["role"] == "assistant" for _, answer in seen)
 
 
@@ -48,17 +46,13 @@ COLUMN_FORMS: dict[str, Callable[[], Any]] = {
     "a data set": lambda: Dataset.from_dict({"prompt": TEXTS, **COLUMNS}),
     "ids": lambda: Dataset.from_dict({"input_ids": IDS, **COLUMNS}),
     "a stream": lambda: Dataset.from_dict({"prompt": TEXTS, **COLUMNS}).to_iterable_dataset(),
-    "a torch stream": lambda: Stream(_rows()),
+    "a torch stream": lambda: Stream(list(COLUMN_FORMS["a data set"]())),
 }
-
-
-def _rows() -> list[dict[str, Any]]:
-    return list(Dataset.from_dict({"prompt": TEXTS, **COLUMNS}))  # pyright: ignore
 
 
 @pytest.mark.parametrize(("form", "num_workers"), [*((form, 0) for form in COLUMN_FORMS), ("a data set", 1)])
 def test_reward_functions_get_the_columns_of_the_very_row(
-    form: str, num_workers: int, make_trainer: MakeTrainer
+    form: str, num_workers: int, make_trained: MakeTrainer
 ) -> None:
     seen: list[int] = []
 
@@ -70,10 +64,9 @@ def test_reward_functions_get_the_columns_of_the_very_row(
         seen.extend(number)
         return [float(value) for value in number]
 
-    trainer = make_trainer(
+    trainer = make_trained(
         **QUICK, reward_funcs=checks, train_dataset=COLUMN_FORMS[form](), dataloader_num_workers=num_workers
     )
-    trainer.train()
     assert sorted(seen) == list(range(6))
     for update, entry in enumerate(entry for entry in trainer.state.log_history if "loss" in entry):
         assert entry["objective/scores"] == pytest.approx(sum(seen[2 * update : 2 * update + 2]) / 2)

@@ -14,6 +14,7 @@ from rlhf_ppo.generation.protocol import Sampled, prompt_rows
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests import conftest
 from tests.distributed.scenarios import make_trainer, report, whole_parameters
+from tests.runs import record_rollouts
 
 EOS = 1
 
@@ -93,15 +94,9 @@ def play(
             "tool_timeout": 0.7, **options,
         },
     )  # fmt: skip
-    turns: list[list[int]] = []
-    collect = trainer.collect_rollout
-
-    def noting(*arguments: Any) -> Any:
-        rollout = collect(*arguments)
-        starts = rollout.response_mask[:, 1:] & ~rollout.response_mask[:, :-1]
-        turns.append((starts.sum(dim=1) + rollout.response_mask[:, 0]).tolist())
-        return rollout
-
-    trainer.collect_rollout = noting  # pyright: ignore[reportAttributeAccessIssue]
+    rollouts = record_rollouts(trainer)
     trainer.train()
-    return report(trainer, parameters=whole_parameters(trainer), turns=turns[0], calls=engine.calls)
+    mask = rollouts[0].response_mask
+    starts = mask[:, 1:] & ~mask[:, :-1]
+    turns = (starts.sum(dim=1) + mask[:, 0]).tolist()
+    return report(trainer, parameters=whole_parameters(trainer), turns=turns, calls=engine.calls)

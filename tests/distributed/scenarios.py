@@ -27,7 +27,7 @@ from rlhf_ppo.rewards.judges import PreferenceReward
 from tests import conftest
 from tests.distributed.processes import scenario_named
 from tests.episodes import RespondsInTurns
-from tests.runs import record_rollouts
+from tests.runs import At, record_rollouts
 
 
 def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
@@ -58,15 +58,13 @@ class FixedResponses(PPOTrainer):
         return join_responses(prompts, torch.stack(rows).to(device), self.tokens.stop, self.tokens.pad)
 
 
-class DieAt(TrainerCallback):
-    """Ends every process the hard way before the update after `step`."""
+def signal_this_process(number: int) -> None:
+    os.kill(os.getpid(), number)
 
-    def __init__(self, step: int) -> None:
-        self.step = step
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill(_: Any) -> None:
+    """End this process the hard way."""
+    signal_this_process(signal.SIGKILL)
 
 
 def make_trainer(
@@ -141,7 +139,7 @@ def train_with_checkpoints(
         models,
         FixedResponses if fixed_responses else trainer_class,
         given={
-            "callbacks": [] if die_at is None else [DieAt(die_at)],
+            "callbacks": [] if die_at is None else [At("on_step_begin", die_at, kill)],
             **(lora() if adapters else {}),
             **(given or {}),
         },
@@ -168,7 +166,7 @@ def train_over_one_base(output_dir: str, models: str, **arguments: Any) -> dict[
     torch.manual_seed(0)  # of the adapters
     given = {"value_model": None, **lora()}
     result = train_with_checkpoints(output_dir, models, trainer_class=Kept, given=given, **arguments)
-    wrapper = kept[0]._run.unwrapped(kept[0].model)
+    wrapper = kept[0].accelerator.unwrap_model(kept[0].model)
     policy, value_model = wrapper.policy, wrapper.value_model
     held = {value.data_ptr() for value in wrapper.parameters()}
     return result | {
@@ -272,7 +270,7 @@ def one_step(
         parameters=whole_parameters(trainer),
         table=table.to_dict("list"),
         chunks=chunks,
-        gathered_by_the_way=len(getattr(trainer._run.unwrapped(trainer.model), "_external_params", ())),
+        gathered_by_the_way=len(getattr(trainer.accelerator.unwrap_model(trainer.model), "_external_params", ())),
     )
 
 
@@ -365,7 +363,7 @@ def train_with_reward_model(output_dir: str, models: str, adapters: bool = False
     run = {"max_tokens_per_micro_batch": 24, "stop_strings": ["w1"], **overrides}
     trainer = make_trainer(output_dir, models, given=given, **run)
     built = sum(own_numbers(parameter) for parameter in trainer.model.parameters())
-    widths = note_widths(trainer)
+    rollouts = record_rollouts(trainer)
     before = trainer.evaluate()
     trainer.train()
     reference = trainer.reference.model  # None with adapters
@@ -375,22 +373,8 @@ def train_with_reward_model(output_dir: str, models: str, adapters: bool = False
         before=before,
         frozen_numbers_here=sum(own_numbers(parameter) for parameter in frozen),
         built_numbers_here=built,
-        widths=widths,
+        widths=[int(rollout.response_mask.sum(dim=1).max()) for rollout in rollouts],
     )
-
-
-def note_widths(trainer: PPOTrainer) -> list[int]:
-    """Return a list that is given the length of each generated batch, in tokens."""
-    widths: list[int] = []
-    collect_rollout = trainer.collect_rollout
-
-    def noting(*args: Any) -> Any:
-        rollout = collect_rollout(*args)
-        widths.append(int(rollout.response_mask.sum(dim=1).max()))
-        return rollout
-
-    trainer.collect_rollout = noting
-    return widths
 
 
 def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[float]:
@@ -446,26 +430,16 @@ def train_with_other_settings_on_one_rank(output_dir: str, models: str, what: st
         make_trainer(output_dir, models, learning_rate=0.1 if is_other else 1e-3).train()
 
 
-class SetsAFlag(TrainerCallback):
-    """Sets a flag of `control` on rank 1 at an event of the first update."""
-
-    def __init__(self, event: str, flag: str) -> None:
-        setattr(self, event, self._set)
-        self.flag = flag
-
-    def _set(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.process_index == 1 and state.global_step == 1:
-            setattr(control, self.flag, True)
-
-
 def set_flags_on_one_rank(output_dir: str, models: str, event: str, flag: str) -> list[Any]:
     """Train with a callback that sets a flag; return the updates evaluated and saved, and the last one.
 
     Before `on_evaluate` the first update is evaluated because rank 1 asks for it.
     """
-    callbacks = [SetsAFlag(event, flag)]
-    if event == "on_evaluate":
-        callbacks.append(SetsAFlag("on_step_end", "should_evaluate"))
+    flags = {event: flag} | ({"on_step_end": "should_evaluate"} if event == "on_evaluate" else {})
+    callbacks = [
+        At(place, 1, lambda now, name=name: now.args.process_index == 1 and setattr(now.control, name, True))
+        for place, name in flags.items()
+    ]
     trainer = make_trainer(
         output_dir, models, given={"callbacks": callbacks}, eval_strategy="steps", eval_steps=2,
         save_strategy="steps", save_steps=2, ddp_timeout=20,
@@ -476,22 +450,10 @@ def set_flags_on_one_rank(output_dir: str, models: str, event: str, flag: str) -
     return [evaluated, saved, trainer.state.global_step]
 
 
-class SigtermInLearning(TrainerCallback):
-    """Sends SIGTERM to rank 1 when an event comes for the first time in an update."""
-
-    def __init__(self, event: str, step: int) -> None:
-        setattr(self, event, self._signal)
-        self.step, self.is_sent = step, False
-
-    def _signal(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step and args.process_index == 1 and not self.is_sent:
-            self.is_sent = True
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def train_until_sigterm(output_dir: str, models: str, at: tuple[str, int], **run: Any) -> dict[str, Any]:
     """Rank 1 receives SIGTERM at an event of an update."""
-    given = {"callbacks": [SigtermInLearning(*at)]}
+    sends = At(*at, lambda now: now.args.process_index == 1 and signal_this_process(signal.SIGTERM))
+    given = {"callbacks": [sends]}
     trainer = make_trainer(output_dir, models, given=given, num_ppo_epochs=1, **run)
     code = None
     try:

@@ -156,9 +156,9 @@ def test_the_reference_shows_what_exists_and_every_public_method_of_the_trainer(
 OF_EPISODES = ("episode/", "environment/", "tools/", "time/environment", "rewards/turns/mean")
 
 
-def test_the_page_of_metrics_lists_exactly_what_a_run_logs(make_trainer, tmp_path):
+def test_the_page_of_metrics_lists_exactly_what_a_run_logs(make_trained, tmp_path):
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
-    trainer = make_trainer(
+    trainer = make_trained(
         eval_dataset=[{"input_ids": [5, 6]}, {"input_ids": [7]}] * 4,
         eval_strategy="steps",
         eval_steps=1,
@@ -169,7 +169,6 @@ def test_the_page_of_metrics_lists_exactly_what_a_run_logs(make_trainer, tmp_pat
         critic_warmup_steps=1,
         score_scaling=True,
     )
-    trainer.train()
     entries = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
     logged = {key.replace("/count_w4/", "/<name>/") for entry in entries for key in entry} - {"step"}
     played = made(tmp_path, [("add", {"x": 2.0})], DONE)

@@ -199,9 +199,9 @@ class Recorder(PPOTrainer):
 
     def collect_rollout(self, prompts: Prompts, *given: Any) -> Rollout:
         real = [ids[mask].tolist() for ids, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
-        weights = weights_of(self._models)
+        weights = weights_of(self.model)
         vars(self).setdefault("updates", []).append(SeenUpdate(real, weights))
-        engine: Any = self._sampler.engine
+        engine: Any = self.sampler.engine
         engine.is_kept = True
         rollout = super().collect_rollout(prompts, *given)
         engine.is_kept = False
@@ -243,13 +243,13 @@ class Snapshots(TrainerCallback):
             self._copy(args)
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        step, model = self.trainer.updates[-1].steps[-1], self.trainer._run.unwrapped(self.trainer.model)
+        step, model = self.trainer.updates[-1].steps[-1], self.trainer.model
         step.before = weights_of(model)
         gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         step.gradients = {name: value.double().numpy().copy() for name, value in gradients.items()}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.updates[-1].steps[-1].after = weights_of(self.trainer._run.unwrapped(self.trainer.model))
+        self.trainer.updates[-1].steps[-1].after = weights_of(self.trainer.model)
         if self.waits and state.global_step == self.update:
             self.waits = False
             self._copy(args)
@@ -317,8 +317,8 @@ def make(
         "callbacks": list(callbacks),
     }
     trainer = made_class(args, **{**values, **given_models(objects), **(given or {})})
-    engine: Any = Engine(trainer._sampler.engine, objects["engine"] != "transformers", answers)
-    trainer._sampler.engine = engine
+    engine: Any = Engine(trainer.sampler.engine, objects["engine"] != "transformers", answers)
+    trainer.sampler.engine = engine
     _keep_texts(trainer)
     return trainer
 
@@ -345,9 +345,9 @@ def make_stepped(configuration: Configuration, output_dir: Path) -> PPOTrainer:
 
 
 def _keep_texts(trainer: Any) -> None:
-    if trainer._ptx is None:
+    if trainer.ptx is None:
         return
-    rows = trainer._ptx._rows
+    rows = trainer.ptx.next_rows
 
     def kept() -> Any:
         texts = rows()
@@ -355,7 +355,7 @@ def _keep_texts(trainer: Any) -> None:
             trainer.updates[-1].steps[-1].texts = keys_of(texts)
         return texts
 
-    trainer._ptx._rows = kept
+    trainer.ptx.next_rows = kept
 
 
 @contextmanager

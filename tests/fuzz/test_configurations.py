@@ -174,7 +174,7 @@ def uncut(configuration: Configuration, trainer: Any, output_dir: Path) -> Any:
     options, _ = split(configuration)
     size = options["per_device_train_batch_size"] * options["gradient_accumulation_steps"]
     whole = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1, "max_tokens_per_micro_batch": None}
-    answers = trainer._sampler.engine.answers or None
+    answers = trainer.sampler.engine.answers or None
     return make(configuration, output_dir, answers=answers, save_strategy="no", **whole)
 
 

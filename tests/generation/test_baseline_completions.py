@@ -63,21 +63,19 @@ def test_the_opponent_is_who_it_is_said_to_be(make_trainer: Any, opponent: str) 
     assert (ours == seen["theirs"]) is (opponent == "self")
 
 
-def run(make_trainer: Any, *rewards: Any, **arguments: Any) -> PPOTrainer:
-    trainer = make_trainer(
+def run(make_trained: Any, *rewards: Any, **arguments: Any) -> PPOTrainer:
+    return make_trained(
         reward_funcs=list(rewards), **(QUICK | {"temperature": 1.0, "train_dataset": ROWS} | arguments)
     )
-    trainer.train()
-    return trainer
 
 
 def constant(completions: Any, **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def test_the_policys_run_is_the_same_with_opponents(make_trainer: Any) -> None:
+def test_the_policys_run_is_the_same_with_opponents(make_trained: Any) -> None:
     """Parameters, optimizer and random numbers, where the comparisons score nothing."""
-    alone = run(make_trainer, constant)
-    watched = run(make_trainer, constant, Watching("self", scored=False), Watching("reference", scored=False))
+    alone = run(make_trained, constant)
+    watched = run(make_trained, constant, Watching("self", scored=False), Watching("reference", scored=False))
     for key in ("parameters", "optimizer", "rng"):
         assert_identical(end_of_run(watched)[key], end_of_run(alone)[key], key)

@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GenerationConfig
 
-from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import Sampled
@@ -20,8 +19,7 @@ from rlhf_ppo.generation.transformers_engine import greedy_config, sample_respon
 from tests import oracles
 from tests.conftest import tiny_policy
 from tests.generation.test_transformers_engine import filtered, prompts, scripted_policy
-
-MakeArgs = Callable[..., PPOConfig]
+from tests.runs import MakeArgs
 
 RAGGED = ([5, 9, 3], [4], list(range(3, 23)), [8, 8], [30, 2, 7, 7, 7])
 
@@ -33,10 +31,7 @@ def sample(policy: nn.Module, given: Prompts, config: GenerationConfig, max_rows
 
 def adapted_policy() -> Any:
     torch.manual_seed(1)
-    policy = get_peft_model(
-        tiny_policy(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
-    return policy
+    return get_peft_model(tiny_policy(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
 @pytest.mark.parametrize("make_policy", [tiny_policy, adapted_policy])

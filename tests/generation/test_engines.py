@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,9 +19,7 @@ from rlhf_ppo.generation.sampler import called
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
-from tests.runs import QUICK, assert_identical, history, parameters, record_rollouts
-
-MakeTrainer = Callable[..., PPOTrainer]
+from tests.runs import QUICK, MakeTrainer, assert_identical, history, parameters, record_rollouts
 
 
 class Talkative:
@@ -48,7 +45,7 @@ class Talkative:
 
 
 def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
-    trainer._sampler.engine = Talkative(trainer, off)
+    trainer.sampler.engine = Talkative(trainer, off)
     return trainer
 
 
@@ -81,7 +78,7 @@ def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: Mak
             **QUICK, top_k=1, generation_engine=engine, eval_dataset=prompt_rows(5), num_sample_generations=1,
             importance_sampling_correction=False, eval_strategy="steps", eval_steps=2, bf16=False,
         )  # fmt: skip
-        assert isinstance(trainer._sampler.engine, ContinuousEngine) is (engine == "continuous")
+        assert isinstance(trainer.sampler.engine, ContinuousEngine) is (engine == "continuous")
         rollouts = record_rollouts(trainer)
         trainer.train()
         log = [{key: value for key, value in entry.items() if "sampling/" not in key} for entry in history(trainer)]
@@ -92,7 +89,7 @@ def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: Mak
 
 def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeTrainer) -> None:
     trainer = talkative(make_trainer(**QUICK, eval_dataset=prompt_rows(9), per_device_eval_batch_size=2), off=0.0)
-    engine: Any = trainer._sampler.engine
+    engine: Any = trainer.sampler.engine
     trainer.train()
     assert (engine.calls, engine.changes) == (3, 1 + 3), "at the start, and after each update"
     trainer.evaluate()

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation import transformers_engine
-from rlhf_ppo.generation.sampling import (
-    FiniteLogitsCheck,
-    InverseCDFSampling,
-    NonFiniteLogitsError,
-)
+from rlhf_ppo.generation.sampling import FiniteLogitsCheck, InverseCDFSampling, NonFiniteLogitsError
 from rlhf_ppo.generation.transformers_engine import sample_responses
 from tests.conftest import needs_continuous, tiny_policy
 from tests.generation.test_dropping import greedy
-from tests.runs import QUICK
+from tests.runs import QUICK, At, MakeTrainer
 
 
 def with_uniform(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
@@ -45,7 +38,6 @@ def test_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- Non-finite logits ----
 
 
-MakeTrainer = Callable[..., PPOTrainer]
 BROKEN = {
     "NaN": torch.tensor([0.0, torch.nan, 1.0]),
     "infinite": torch.tensor([0.0, torch.inf, 1.0]),
@@ -53,13 +45,8 @@ BROKEN = {
 }
 
 
-class BreaksWeights(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+def break_weights(now: Any) -> None:
+    torch.nn.init.constant_(now.model.lm_head.weight, torch.nan)
 
 
 @pytest.mark.parametrize("logits", BROKEN.values(), ids=BROKEN)
@@ -71,7 +58,7 @@ def test_one_broken_row_of_a_batch_is_an_error(logits: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_a_run_says_in_which_update_the_policy_broke(engine: str, make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**QUICK, generation_engine=engine, callbacks=[BreaksWeights(2)])
+    trainer = make_trainer(**QUICK, generation_engine=engine, callbacks=[At("on_step_end", 2, break_weights)])
     with pytest.raises(NonFiniteLogitsError, match=r"update 3: the policy \(LlamaForCausalLM\) .* NaN") as error:
         trainer.train()
     assert "learning_rate" in str(error.value) and "\n" not in str(error.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_ppo import PPOConfig
 from rlhf_ppo.generation.sampling import StopsAtStrings, StopStrings, ended, join_responses
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
-from tests.runs import QUICK, record_rollouts
+from tests.runs import QUICK, MakeArgs, record_rollouts
 
-MakeArgs = Callable[..., PPOConfig]
 CORPUS = [
     "The end. END of the naïve café — 日本語 🙂🙂!",
     "Answer: 12\n\nQuestion: what is it?",
@@ -164,6 +161,6 @@ def test_each_eos_token_of_the_generation_config_ends_a_response(make_trainer: A
     assert all(not {*listed} & {*row[:-1]} for row in rows)
     assert torch.cat([each.ended for each in rollouts]).tolist() == [row[-1] in listed for row in rows]
     assert any(row[-1] in listed[1:] for row in rows)
-    assert trainer._sampler.settings().eos_token_id == listed  # what vLLM and episodes take
+    assert trainer.sampler.settings().eos_token_id == listed  # what vLLM and episodes take
     alone = make_trainer(**QUICK, model=policy, stop_token=None, stop_token_id=9)
     assert alone.tokens.stops == (9,)  # the user's own, which is not among them

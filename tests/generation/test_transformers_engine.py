@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.generation.transformers_engine import (
-    greedy_config,
-    sample_responses,
-    sampling_config,
-)
+from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
 from rlhf_ppo.models.packing import looked_at
 from tests import oracles
 from tests.conftest import tiny_policy
-
-MakeArgs = Callable[..., PPOConfig]
+from tests.runs import MakeArgs
 
 
 def prompts(*rows: list[int], fill: int = 0) -> Prompts:

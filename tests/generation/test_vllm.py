@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +18,14 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from rlhf_ppo import PPOConfig
 from rlhf_ppo.config import ppo_config as engine_arguments
 from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts
+from tests.runs import MakeArgs
 
 pytestmark = needs_vllm_of_trl
-
-MakeArgs = Callable[..., PPOConfig]
 
 
 @pytest.fixture

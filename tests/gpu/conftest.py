@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from transformers.modeling_flash_attention_utils import is_flash_attn_available
 from transformers.utils.import_utils import is_kernels_available
 
 from rlhf_ppo import PPOTrainer
+from tests.runs import MakeTrainer
 
 IS_FAST = torch.cuda.is_available() and os.environ.get("PRETEND_CUDA") != "1"
 """Whether there is a GPU; runs are short on the pretended one, which computes on the CPU."""
@@ -92,9 +92,6 @@ def small_policy(**overrides: Any) -> LlamaForCausalLM:
     """A policy of that size."""
     torch.manual_seed(0)
     return LlamaForCausalLM(small_config(**overrides))
-
-
-MakeTrainer = Callable[..., PPOTrainer]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import torch
 
 from tests.distributed import scenarios
 from tests.runs import record_rollouts
+from tests.vllm.training import record_ids
 
 
 def first_update(folder: str, device: str) -> dict[str, Any]:
@@ -43,15 +44,7 @@ def sampled_in_a_group(folder: str, device: str, model: str) -> dict[str, Any]:
         generation_engine="vllm", vllm_tensor_parallel_size=2, vllm_gpu_memory_utilization=0.2,
         vllm_max_model_length=64, ddp_backend=None,
     )  # fmt: skip
-    engine: Any = trainer._sampler.engine
-    generate, ids = engine.vllm.llm.generate, []
-
-    def recording(*given: Any, **how: Any) -> Any:
-        outputs = generate(*given, **how)
-        ids.extend(list(answer.token_ids) for output in outputs for answer in output.outputs)
-        return outputs
-
-    engine.vllm.llm.generate = recording
+    ids = record_ids(trainer)
     trainer.train()
     return {"of_group": ids, "after": torch.rand(4).tolist()}
 

@@ -33,7 +33,7 @@ def test_continuous_batching_says_the_log_probabilities_of_training(
     trainer.train()
     first = trainer.state.log_history[0]
     assert first["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=2 if asked else 0.05)
-    assert trainer._sampler.engine.dtype == torch.bfloat16  # type: ignore
+    assert trainer.sampler.engine.dtype == torch.bfloat16  # type: ignore
 
 
 def test_the_base_under_an_adapter_is_kept_in_the_host_s_memory(device: str) -> None:

@@ -117,9 +117,9 @@ def test_scores_of_encoders_are_those_of_each_text_alone(family: str, make_train
 
 
 @pytest.mark.parametrize("family", cases(["gemma3"]) + cases(["qwen3_5"], is_slow=True))
-def test_composite_models_serve_in_every_role_and_load_again(family: str, make_trainer: Any, tmp_path: Path) -> None:
+def test_composite_models_serve_in_every_role_and_load_again(family: str, make_trained: Any, tmp_path: Path) -> None:
     classifier = AutoModelForSequenceClassification
-    first = make_trainer(
+    first = make_trained(
         model=tiny_model(family),
         value_model=tiny_model(family, classifier, seed=1),
         reward_model=tiny_model(family, classifier, seed=2),
@@ -130,7 +130,6 @@ def test_composite_models_serve_in_every_role_and_load_again(family: str, make_t
         save_steps=1,
         output_dir=str(tmp_path),
     )
-    first.train()
     saved = tmp_path / "checkpoint-1"
     policy = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     value_model = classifier.from_pretrained(saved / "value_model", dtype=torch.float32)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models import packing
 from rlhf_ppo.models.capabilities import check_consistent, positions
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
-from tests.runs import QUICK, record_rollouts
+from tests.runs import QUICK, MakeTrainer, record_rollouts
 
-
-@pytest.fixture(autouse=True)
-def each_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LOOKS", {})
+pytestmark = pytest.mark.usefixtures("each_model_is_looked_at")
 
 
 def hooked(change: Any) -> Any:
@@ -85,7 +79,6 @@ def test_runs_that_may_cross_it_are_refused_at_construction(make_trainer: Any) -
 # ---- Vocabularies of different sizes ----
 
 
-MakeTrainer = Callable[..., PPOTrainer]
 SIZES = {"model": 40, "ref_model": 39, "value_model": 37, "reward_model": 35}
 """Rows of the embeddings; the tokenizer makes the ids 0 to 31."""
 

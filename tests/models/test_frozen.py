@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 from rlhf_ppo.models.frozen import Offload
 from rlhf_ppo.run.construction import place_frozen
 from tests.conftest import tiny_policy, tiny_scorer
-from tests.runs import assert_identical, history, parameters
+from tests.runs import MakeTrainer, assert_identical, history, parameters
 
 # ---- Weights that stay on the CPU ----
 
@@ -50,7 +49,7 @@ class NothingStays(Offload):
             weight.data = torch.full_like(weight, torch.nan)
 
 
-def test_offloaded_models_give_the_same_run(make_trainer: Callable[..., Any]) -> None:
+def test_offloaded_models_give_the_same_run(make_trainer: MakeTrainer) -> None:
     """Reference and reward model are lent once in each of two updates, and never read while they are not there."""
     runs = []
     for offloads in (False, True):
@@ -65,7 +64,7 @@ def test_offloaded_models_give_the_same_run(make_trainer: Callable[..., Any]) ->
 
 
 def test_the_constructor_offloads_whole_models_but_no_adapter_over_the_policys_base(
-    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Moving the latter would take the policy's own weights away."""
     asked: dict[str, bool] = {}

@@ -10,10 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_ppo.models.adapters import add_value_adapter
 from rlhf_ppo.models.heads import last_token_score, token_values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.models.capabilities import check_consistent
 from rlhf_ppo.models.policy_and_value import response_logprobs
 from tests.conftest import count_w4, tiny_policy, tiny_scorer
 from tests.models import architectures
+from tests.runs import MakeTrainer
 
 SCALED: dict[str, dict[str, Any]] = {
     "gemma2": {"final_logit_softcapping": 2.0},
@@ -128,7 +127,7 @@ class LargestOutput(TorchDispatchMode):
 
 
 def test_no_tensor_of_batch_time_and_vocabulary_in_rollout_or_learning(
-    make_trainer: Callable[..., PPOTrainer], monkeypatch: pytest.MonkeyPatch
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound is `B T V` of one micro-batch; parameters and one step's logits `(B, V)` are below it."""
     vocabulary, rows, response_length, chunk = 512, 8, 16, 8

@@ -18,12 +18,11 @@ from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.episodes import RespondsInTurns
+from tests.models.test_logprobs import ragged_batch
 from tests.models.test_one_base import mean_id
 from tests.models.test_peft import lora, trained_adapter
-from tests.models.test_policy_and_value import ragged_batch
-from tests.runs import QUICK, InOnePass, die_and_resume, logged, record
+from tests.runs import QUICK, InOnePass, MakeTrainer, die_and_resume, logged, record
 
-MakeTrainer = Callable[..., Any]
 ONE_BODY: dict[str, Any] = {"value_model": "policy", "reward_funcs": mean_id, "learning_rate": 0.01}
 ONE_STEP = ONE_BODY | QUICK | {"gradient_accumulation_steps": 4, "total_episodes": 8, "max_grad_norm": 0.0}
 POLICIES: dict[str, Callable[[], nn.Module]] = {
@@ -174,15 +173,14 @@ def test_what_is_saved_is_a_plain_language_model_and_a_head_from_which_a_run_sta
         assert torch.equal(again.value_model.state_dict()[name], weight), name
 
 
-def test_the_head_learns_at_its_own_rate_what_prompts_will_score(make_trainer: MakeTrainer) -> None:
+def test_the_head_learns_at_its_own_rate_what_prompts_will_score(make_trained: MakeTrainer) -> None:
     rows = [row | {"known": float(number % 5)} for number, row in enumerate(prompt_rows(16))]
     run = {"per_device_train_batch_size": 16, "num_ppo_epochs": 8, "total_episodes": 80, "response_length": 1}
     rates = {"learning_rate": 0.0, "critic_learning_rate": 0.1, "cliprange_value": 100.0}
-    trainer = make_trainer(
+    trainer = make_trained(
         **ONE_BODY | QUICK | run | rates | {"reward_funcs": lambda known, **_: known},
         train_dataset=Dataset.from_list(rows),
     )
-    trainer.train()
     explained = logged(trainer, "val/explained_variance")
     assert explained[0] == 0.0 and explained == sorted(explained) and explained[-1] > 0.8, explained
 

@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AutoModel,
-    AutoModelForCausalLM,
-    GenerationConfig,
-)
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM, GenerationConfig
 
 from rlhf_ppo.models import packing
 from rlhf_ppo.models.packing import PACKED, hidden_states, pack_rows, packed_sdpa, packs_rows
@@ -56,9 +51,7 @@ def gradients(model: Any, states: Tensor) -> dict[str, Tensor]:
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
 
-@pytest.fixture(autouse=True)
-def each_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LOOKS", {})
+pytestmark = pytest.mark.usefixtures("each_model_is_looked_at")
 
 
 @pytest.fixture(params=WAYS)
@@ -68,27 +61,35 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", PACKING)
-def test_states_and_gradients_are_those_of_each_row_alone(name: str, checkpointing: bool, way: str) -> None:
-    computes_in_32_bits = name in ("gemma3_text", "mixtral")  # whatever the weights are
-    model = model_of(name).to(torch.float32 if computes_in_32_bits else torch.float64)
-    tolerance = 1e-5 if computes_in_32_bits else 1e-11
-    expected = alone(model, ROWS)
+def check_alone(model: Any, rows: list[list[int]], tolerance: float, left: int = 0, recomputes: bool = False) -> None:
+    """Packed rows have the states and gradients of each row alone."""
+    expected = alone(model, rows)
     expected_gradients = gradients(model, expected)
     pack_rows(model)
-    assert model.config._attn_implementation == PACKED
-    if checkpointing:
+    if recomputes:
         model.gradient_checkpointing_enable()
         recompute_in_eval_mode(model)
         set_learning(model)
-    ids, mask = padded(ROWS, left=2)
+    ids, mask = padded(rows, left)
     states = hidden_states(model, ids, mask)[mask]
     assert_allclose(states.detach(), expected.detach(), rtol=0, atol=tolerance)
     ours = gradients(model, states)
     assert ours.keys() == expected_gradients.keys() and len(ours) > 10
     for key, value in expected_gradients.items():
         assert_allclose(ours[key], value, rtol=0, atol=tolerance * float(1 + value.abs().max()), err_msg=key)
+
+
+COMPUTES_IN_32_BITS = "gemma3_text", "mixtral"
+"""Whatever the weights are."""
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", PACKING)
+def test_states_and_gradients_are_those_of_each_row_alone(name: str, checkpointing: bool, way: str) -> None:
+    dtype, tolerance = (torch.float32, 1e-5) if name in COMPUTES_IN_32_BITS else (torch.float64, 1e-11)
+    model = model_of(name).to(dtype)
+    check_alone(model, ROWS, tolerance, left=2, recomputes=checkpointing)
+    assert packs_rows(backbone(model))
 
 
 LLAMA, PACKED_LLAMA = model_of("llama"), model_of("llama")
@@ -129,13 +130,6 @@ def test_other_models_keep_padded_rows(name: str, kind: Any, changes: dict[str, 
     implementation = model.config._attn_implementation
     pack_rows(model)
     assert model.config._attn_implementation == implementation != PACKED
-
-
-def test_a_model_whose_rows_reach_each_other_some_other_way_is_found_out() -> None:
-    model = model_of("llama")
-    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: output.cumsum(dim=1))
-    pack_rows(model)
-    assert model.config._attn_implementation == "sdpa"
 
 
 # ---- Windows ----

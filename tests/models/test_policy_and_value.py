@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from tests.conftest import tiny_policy, tiny_scorer
-
-PROMPTS, RESPONSES = [4, 1, 2], [3, 5, 1]
-
-
-def ragged_batch() -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(0))
-    prompt_mask = torch.arange(4) >= 4 - torch.tensor(PROMPTS)[:, None]
-    response_mask = torch.arange(5) < torch.tensor(RESPONSES)[:, None]
-    return ids, torch.cat((prompt_mask, response_mask), dim=1), response_mask
+from tests.models.test_logprobs import ragged_batch
 
 
 def test_the_value_model_is_left_out_where_only_the_policy_is_asked_for() -> None:

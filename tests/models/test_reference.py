@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor, nn
 
 from rlhf_ppo import PPOTrainer
@@ -17,13 +17,11 @@ from rlhf_ppo.models.adapters import adds_nothing
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
 from rlhf_ppo.models.reference import Reference, make_reference
 from tests.conftest import tiny_policy, tiny_scorer
+from tests.models.test_peft import lora
+from tests.runs import MakeTrainer
 
 IDS = torch.arange(2, 26).view(3, 8)
 MASK = torch.ones(3, 8, dtype=torch.bool)
-
-
-def lora(**overrides: Any) -> LoraConfig:
-    return LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "r": 4, **overrides})
 
 
 def trained_adapter(seed: int = 0, **overrides: Any) -> Any:
@@ -96,12 +94,6 @@ def test_a_reference_that_would_be_trained_along_is_an_error() -> None:
 # ---- In training ----
 
 
-def train(make_trainer: Callable[..., PPOTrainer], **overrides: Any) -> PPOTrainer:
-    trainer = make_trainer(learning_rate=0.05, total_episodes=24, temperature=1.0, **overrides)
-    trainer.train()
-    return trainer
-
-
 def kl_of_updates(trainer: PPOTrainer) -> list[float]:
     return [log["objective/kl"] for log in trainer.state.log_history if "objective/kl" in log]
 
@@ -114,11 +106,11 @@ SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves(
-    make_trainer: Callable[..., PPOTrainer], setup: str
+    make_trained: MakeTrainer, setup: str
 ) -> None:
     overrides = SETUPS[setup]()
     before = logprobs(overrides.get("model") or tiny_policy())
-    trainer = train(make_trainer, **overrides)
+    trainer = make_trained(learning_rate=0.05, total_episodes=24, temperature=1.0, **overrides)
     first, *later = kl_of_updates(trainer)
     assert first == pytest.approx(0, abs=1e-6)
     assert len(later) == 2 and all(abs(kl) > 1e-3 for kl in later)

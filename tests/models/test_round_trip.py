@@ -20,11 +20,10 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import save_models, tiny_policy
 from tests.models.test_one_base import mean_id
 from tests.models.test_peft import lora
-from tests.runs import QUICK
+from tests.runs import QUICK, MakeTrainer
 
 peft = pytest.importorskip("peft")
 
-MakeTrainer = Callable[..., Any]
 
 RUN = QUICK | {"learning_rate": 0.05, "reward_funcs": mean_id}
 IDS = torch.arange(3, 15)[None]
@@ -51,6 +50,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "an adapter trained further": lambda folder: {"model": str(folder / "adapter"), **CRITIC},
     "one body under LoRA": lambda _: {"peft_config": language_lora(), **ONE_BODY},
     "full beside a critic's adapter": lambda _: {"value_peft_config": lora(), **CRITIC},
+    "LoRA and a trained head": lambda _: {"peft_config": language_lora(modules_to_save=["lm_head"])},
     "one base": lambda _: {"peft_config": language_lora(), **ONE_BASE},
     "one base under an adapter trained further": lambda folder: {"model": str(folder / "adapter"), **ONE_BASE},
     "full without a critic": lambda _: {},
@@ -91,7 +91,12 @@ def test_the_saved_models_are_the_trained_ones_whatever_the_directory_held(
         expected[kind] = trained
         trainer.save_model(str(tmp_path / "out"))
         trainer.save_model(str(tmp_path / f"fresh{number}"))
-        assert files_of(tmp_path / "out") == files_of(tmp_path / f"fresh{number}"), kind
+        files = files_of(tmp_path / "out")
+        assert files == files_of(tmp_path / f"fresh{number}"), kind
+        of_policy = (
+            "adapter_model.safetensors" if hasattr(trainer.policy_model, "peft_config") else "model.safetensors"
+        )
+        assert {name for name in files if "safetensors" in name and "critic/" not in name} == {of_policy}, kind
         shutil.copytree(tmp_path / "out", tmp_path / "kept" / kind)
     torch.save(expected, tmp_path / "expected.pt")
     code = "import sys; from tests.models.test_round_trip import reload; reload(sys.argv[1])"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models import packing
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.packing import hidden_states, pack_rows, packs_rows, share_prefixes, shares_prefixes
-from rlhf_ppo.models.unwrapping import backbone, recompute_in_eval_mode, set_learning
+from rlhf_ppo.models.unwrapping import backbone, set_learning
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_one_base import mean_id
-from tests.models.test_packing import PACKING, alone, gradients, model_of, padded
-from tests.runs import QUICK, die_and_resume, logged, record_rollouts
-
-MakeTrainer = Callable[..., Any]
+from tests.models.test_packing import COMPUTES_IN_32_BITS, PACKING, alone, check_alone, model_of, padded
+from tests.runs import QUICK, MakeTrainer, die_and_resume, logged, record_rollouts
 
 
 def drawn(length: int, seed: int) -> list[int]:
@@ -41,9 +38,7 @@ TREES: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def each_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LOOKS", {})
+pytestmark = pytest.mark.usefixtures("each_model_is_looked_at")
 
 
 class Lengths:
@@ -61,37 +56,17 @@ class Lengths:
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", PACKING)
 def test_states_and_gradients_are_those_of_each_row_alone(name: str, tree: str, checkpointing: bool) -> None:
-    """Windows are 3 tokens long, shared beginnings 12 to 39."""
-    computes_in_32_bits = name in ("gemma3_text", "mixtral")  # whatever the weights are
-    model = model_of(name).to(torch.float32 if computes_in_32_bits else torch.float64)
-    rows, tolerance = TREES[tree], 1e-5 if computes_in_32_bits else 1e-6  # norms and rotations are in float32
-    expected = alone(model, rows)
-    expected_gradients = gradients(model, expected)
-    pack_rows(model)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-        recompute_in_eval_mode(model)
-        set_learning(model)
-    ids, mask = padded(rows, left=2)
+    """Windows are 3 tokens long, shared beginnings 12 to 39; norms and rotations are in float32."""
+    dtype, tolerance = (torch.float32, 1e-5) if name in COMPUTES_IN_32_BITS else (torch.float64, 1e-6)
+    model, rows = model_of(name).to(dtype), TREES[tree]
     lengths = Lengths(model)
-    states = hidden_states(model, ids, mask)[mask]
-    assert lengths.seen == [prefixes.num_computed(PackedIndices.of(ids, mask).squeezed_rows)]
-    assert lengths.seen[0] < 0.8 * len(states)
-    assert_allclose(states.detach(), expected.detach(), rtol=0, atol=tolerance)
-    ours = gradients(model, states)
-    assert ours.keys() == expected_gradients.keys() and len(ours) > 10
-    for key, value in expected_gradients.items():
-        assert_allclose(ours[key], value, rtol=0, atol=tolerance * float(1 + value.abs().max()), err_msg=key)
+    check_alone(model, rows, tolerance, left=2, recomputes=checkpointing)
+    assert lengths.seen[-1] == prefixes.num_computed(PackedIndices.of(*padded(rows)).squeezed_rows)
+    assert lengths.seen[-1] < 0.8 * sum(map(len, rows))
 
 
 def test_gradients_are_exact_in_float64() -> None:
-    model = model_of("gpt2").double()
-    expected = gradients(model, alone(model, TREES["four deep"]))
-    pack_rows(model)
-    ids, mask = padded(TREES["four deep"])
-    ours = gradients(model, hidden_states(model, ids, mask)[mask])
-    for key, value in expected.items():
-        assert_allclose(ours[key], value, rtol=0, atol=1e-11 * float(1 + value.abs().max()), err_msg=key)
+    check_alone(model_of("gpt2").double(), TREES["four deep"], 1e-11)
 
 
 def test_adapters_with_dropout_share_because_models_learn_without_it() -> None:
@@ -101,17 +76,9 @@ def test_adapters_with_dropout_share_because_models_learn_without_it() -> None:
         if ".lora_B." in key:
             torch.nn.init.normal_(weight, std=0.2)
     set_learning(adapted)
-    expected = alone(adapted, TREES["four deep"])
-    expected_gradients = gradients(adapted, expected)
-    pack_rows(adapted)
-    ids, mask = padded(TREES["four deep"])
     lengths = Lengths(adapted)
-    states = hidden_states(adapted, ids, mask)[mask]
-    assert lengths.seen[0] < 0.5 * len(states)
-    assert_allclose(states.detach(), expected.detach(), rtol=0, atol=1e-5)
-    for key, value in expected_gradients.items():
-        ours = gradients(adapted, hidden_states(adapted, ids, mask)[mask])[key]
-        assert_allclose(ours, value, rtol=0, atol=1e-5 * float(1 + value.abs().max()), err_msg=key)
+    check_alone(adapted, TREES["four deep"], 1e-5)
+    assert lengths.seen[-1] < 0.5 * sum(map(len, TREES["four deep"]))
 
 
 @torch.no_grad()
@@ -171,9 +138,9 @@ def test_a_branch_that_sees_another_is_found_out(monkeypatch: pytest.MonkeyPatch
     assert not packs_rows(backbone(other))
 
 
-@pytest.mark.parametrize(("attention", "given", "shares"), [("sdpa", None, True), ("sdpa", False, False)])
-def test_the_option_decides(attention: str, given: bool | None, shares: bool) -> None:
-    model = model_of("llama", attn_implementation=attention)
+@pytest.mark.parametrize(("given", "shares"), [(None, True), (False, False)])
+def test_the_option_decides(given: bool | None, shares: bool) -> None:
+    model = model_of("llama")
     assert not shares_prefixes(backbone(model)), "it does not pack yet"
     pack_rows(model)
     share_prefixes(given, model)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -17,6 +15,7 @@ from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from tests.conftest import save_models, tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
+from tests.runs import MakeTrainer
 
 RATES: dict[str, dict[str, Any]] = {
     "llama": {"attention_dropout": 0.5},
@@ -84,24 +83,15 @@ def count_calls(model: Any, calls: list[int]) -> None:
     projection.register_forward_hook(lambda *_: calls.append(1))
 
 
-def test_dropout_of_adapters_is_off_too() -> None:
-    config = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
-    model = get_peft_model(tiny_policy(), config).train()
-    assert not torch.equal(states(model), states(model))
-    PolicyAndValue(model, tiny_scorer(), 1.0).train()
-    assert torch.equal(states(model), states(model))
-
-
 def test_a_generation_config_with_ignored_settings_is_saved_without_them(
-    tmp_path: Path, make_trainer: Callable[..., Any]
+    tmp_path: Path, make_trained: MakeTrainer
 ) -> None:
     """Llama 2 was published with a temperature and without `do_sample`; the first checkpoint ended the run."""
     save_models(tmp_path, sft=tiny_policy())
     odd = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "bos_token_id": 2, "eos_token_id": 1}
     (tmp_path / "sft/generation_config.json").write_text(json.dumps(odd))
-    trainer = make_trainer(model=str(tmp_path / "sft"), total_episodes=8, save_strategy="steps", save_steps=1)
+    trainer = make_trained(model=str(tmp_path / "sft"), total_episodes=8, save_strategy="steps", save_steps=1)
 
-    trainer.train()
     trainer.save_model()
 
     for folder in (trainer.args.output_dir, f"{trainer.args.output_dir}/checkpoint-1"):

@@ -65,12 +65,11 @@ def test_a_language_models_directory_gives_its_backbone_and_a_new_head(tmp_path:
         assert torch.equal(loaded.base_model.get_parameter(name), weight)
 
 
-def test_it_shares_the_base_of_a_policy_and_loads_from_its_adapter(make_trainer: Any, tmp_path: Path) -> None:
+def test_it_shares_the_base_of_a_policy_and_loads_from_its_adapter(make_trained: Any, tmp_path: Path) -> None:
     tiny_model("granite").save_pretrained(tmp_path / "base")
     given = {"value_model": None, "reward_funcs": mean_id, "peft_config": lora(), "share_base_model": True}
     steps = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.05}
-    trainer = make_trainer(model=str(tmp_path / "base"), **given, **steps, **QUICK)
-    trainer.train()
+    trainer = make_trained(model=str(tmp_path / "base"), **given, **steps, **QUICK)
     (*_, checkpoint) = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))
     (ids, mask), trained = ragged(), trainer.value_model.eval()
     loaded = load_value_model(checkpoint / "value_model", "value_model").eval()

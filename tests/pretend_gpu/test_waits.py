@@ -18,10 +18,7 @@ EXPECTED = {
         "generation/transformers_engine.py:_repeats": 1,
     },
     "score": {"rewards/scorer.py:_rows": 1, "rewards/scorer.py:weighted_sum": 1},
-    "learn": {
-        "trainer.py:optimizer_step": 2,
-        "run/learning.py:check_step": 2,
-    },
+    "learn": {"trainer.py:optimizer_step": 2, "run/learning.py:check_step": 2},
 }
 """Waits of an update of two mini-batches, of two micro-batches each, without those in transformers.
 

@@ -13,12 +13,10 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.ranks.random_streams import isolated_rng, upcoming_seed
 from tests.conftest import count_w4, prompt_rows
-from tests.runs import QUICK, assert_identical, end_of_run
+from tests.runs import QUICK, MakeTrainer, assert_identical, end_of_run
 
-MakeTrainer = Callable[..., PPOTrainer]
 Numbers = tuple[float, float, float]
 
 
@@ -95,13 +93,12 @@ def drawing(drawn: list[Numbers], is_async: bool = False) -> Callable[..., Any]:
 
 @pytest.mark.usefixtures("slow_exchanges")
 @pytest.mark.parametrize("is_async", [False, True])
-def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trainer: MakeTrainer) -> None:
+def test_code_that_draws_changes_nothing_of_a_run(is_async: bool, make_trained: MakeTrainer) -> None:
     run = {**QUICK, "eval_dataset": Dataset.from_list(prompt_rows(4)), "eval_strategy": "steps", "eval_steps": 1}
     ends, by_reward, callback = [], [], Draws()
     for is_drawing in (False, True):
         reward = drawing(by_reward, is_async) if is_drawing else count
-        trainer = make_trainer(**run, reward_funcs=reward, callbacks=[callback] if is_drawing else [])
-        trainer.train()
+        trainer = make_trained(**run, reward_funcs=reward, callbacks=[callback] if is_drawing else [])
         ends.append(end_of_run(trainer))
     assert_identical(*ends)
     assert len(by_reward) == 6 and by_reward[1] == by_reward[3] == by_reward[5], "those of the evaluations"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
 from rlhf_ppo.ranks import signals
 from rlhf_ppo.ranks.signals import RunStopped, StopOnSignal
 from tests.conftest import count_w4, prompt_rows
-from tests.runs import QUICK, assert_identical, end_of_run
+from tests.runs import QUICK, At, MakeTrainer, assert_identical, end_of_run
 
 RUN: dict[str, Any] = {**QUICK, "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2}
 
@@ -23,16 +21,8 @@ def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-class SignalAt(TrainerCallback):
-    """Sends this process a signal at an event after a number of updates."""
-
-    def __init__(self, event: str, number: int, step: int = 1) -> None:
-        self.number, self.step = number, step
-        setattr(self, event, self._send)
-
-    def _send(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            send(self.number)
+def sending(event: str, number: int, step: int = 1) -> At:
+    return At(event, step, lambda _: send(number))
 
 
 def count_w4_after_a_signal(trainer_state: Any, **columns: Any) -> list[float]:
@@ -45,9 +35,9 @@ def count_w4_after_a_signal(trainer_state: Any, **columns: Any) -> list[float]:
     ("given", "number", "last"),
     [
         ({"reward_funcs": count_w4_after_a_signal}, signal.SIGINT, 2),
-        ({"callbacks": [SignalAt("on_optimizer_step", signal.SIGTERM)]}, signal.SIGTERM, 2),
-        ({"callbacks": [SignalAt("on_step_end", signal.SIGHUP)]}, signal.SIGHUP, 1),
-        ({"callbacks": [SignalAt("on_evaluate", signal.SIGTERM, step=2)]}, signal.SIGTERM, 3),
+        ({"callbacks": [sending("on_optimizer_step", signal.SIGTERM)]}, signal.SIGTERM, 2),
+        ({"callbacks": [sending("on_step_end", signal.SIGHUP)]}, signal.SIGHUP, 1),
+        ({"callbacks": [sending("on_evaluate", signal.SIGTERM, 2)]}, signal.SIGTERM, 3),
     ],
     ids=["in a reward", "while learning", "at the end of an update", "in an evaluation"],
 )
@@ -55,7 +45,7 @@ def test_the_run_ends_after_the_update_and_resumes_exactly(
     given: dict[str, Any],
     number: int,
     last: int,
-    make_trainer: Callable[..., Any],
+    make_trainer: MakeTrainer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -80,8 +70,8 @@ def test_the_run_ends_after_the_update_and_resumes_exactly(
     assert_identical(end_of_run(resumed), end_of_run(whole))
 
 
-def test_a_signal_after_the_last_update_ends_the_program_with_a_checkpoint(make_trainer: Callable[..., Any]) -> None:
-    trainer = make_trainer(**RUN, eval_dataset=prompt_rows(2), callbacks=[SignalAt("on_train_end", signal.SIGTERM, 3)])
+def test_a_signal_after_the_last_update_ends_the_program_with_a_checkpoint(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**RUN, eval_dataset=prompt_rows(2), callbacks=[sending("on_train_end", signal.SIGTERM, 3)])
     with pytest.raises(RunStopped) as ended:
         trainer.train()
     assert ended.value.code == 143 and Path(ended.value.checkpoint, "trainer_state.json").is_file()

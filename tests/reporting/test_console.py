@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.console import LogLines, log_line
 from tests.conftest import prompt_rows
-from tests.runs import QUICK
+from tests.runs import QUICK, MakeTrainer
 
 TRAINING = {
     "loss": 0.1, "episode": 448, "objective/scores": -0.5304, "objective/kl": -0.0001, "response/length_mean": 8.75,
@@ -62,12 +60,9 @@ def test_a_log_is_one_line(logs: dict[str, Any], line: str | None) -> None:
 
 
 @pytest.mark.parametrize("log_console", ["line", "full", "none"])
-def test_what_a_run_prints(
-    make_trainer: Callable[..., PPOTrainer], capsys: pytest.CaptureFixture[str], log_console: str
-) -> None:
+def test_what_a_run_prints(make_trained: MakeTrainer, capsys: pytest.CaptureFixture[str], log_console: str) -> None:
     held_out = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": Dataset.from_list(prompt_rows(3))}
-    trainer = make_trainer(**{**QUICK, "disable_tqdm": False, "log_console": log_console}, **held_out)
-    trainer.train()
+    make_trained(**{**QUICK, "disable_tqdm": False, "log_console": log_console}, **held_out)
     printed = capsys.readouterr().out
     lines = [re.split(r" +\| +", line)[0] for line in printed.splitlines() if " | " in line]
     expected = ["update    1/3", "update    2/3", "update    3/3", "evaluated 3/3"]

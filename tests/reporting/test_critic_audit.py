@@ -18,6 +18,7 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit, pair_counts
 from rlhf_ppo.run.auditor import batches_of, draw_cuts
 from tests.conftest import prompt_rows, tiny_policy
+from tests.runs import MakeTrainer
 
 W4, W5, VOCABULARY, LENGTH = 7, 8, 32, 8
 
@@ -45,7 +46,7 @@ def true_values(rollout: Rollout, tokens: tuple[int, ...] = (W4, W5), share: flo
 
 
 @pytest.fixture
-def make_audited(make_trainer: Callable[..., PPOTrainer]) -> Callable[..., PPOTrainer]:
+def make_audited(make_trainer: MakeTrainer) -> Callable[..., PPOTrainer]:
     def make(values: Callable[[Rollout], Tensor], **options: Any) -> PPOTrainer:
         class WithValues(PPOTrainer):
             def collect_rollout(self, *given: Any) -> Rollout:

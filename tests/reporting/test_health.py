@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainerCallback
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOConfig
 from rlhf_ppo.reporting.health import CHECKS, RunContext, add_console_and_health, health_settings, warnings_of
 from rlhf_ppo.reporting.judgements import RewardAccuracy
 from rlhf_ppo.reporting.run_log import RunSettings, read_log
 from tests.conftest import tiny_scorer
-from tests.runs import assert_identical, history
+from tests.runs import MakeTrainer, assert_identical, history
 
-MakeTrainer = Callable[..., PPOTrainer]
 BY_NAME = {check.name: check for check in CHECKS}
 KEYS = {check.key for check in CHECKS}
 RUN = RunContext(num_episodes=8)
@@ -134,10 +132,10 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_collapsing_run_is_warned_once_of_each_finding(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+    make_trained: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Tracker()
-    trainer = make_trainer(
+    trainer = make_trained(
         per_device_train_batch_size=8,
         gradient_accumulation_steps=1,
         total_episodes=96,
@@ -147,7 +145,6 @@ def test_a_collapsing_run_is_warned_once_of_each_finding(
         lr_scheduler_type="constant",
         callbacks=[tracker],
     )
-    trainer.train()
     found = {key for log in trainer.state.log_history for key in KEYS if log.get(key)}
     assert {"health/kl", "health/entropy", "health/repeated"} <= found
     assert sorted(line.split(":")[0] for line in warned(caplog)) == sorted(f"Health ({key[7:]})" for key in found)
@@ -163,12 +160,11 @@ def test_a_collapsing_run_is_warned_once_of_each_finding(
 
 
 def test_a_healthy_run_is_not_warned_and_the_checks_change_no_number(
-    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+    make_trained: MakeTrainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     ends = []
     for on in (True, False):
-        trainer = make_trainer(total_episodes=32, learning_rate=1e-4, num_ppo_epochs=1, health_checks=on)
-        trainer.train()
+        trainer = make_trained(total_episodes=32, learning_rate=1e-4, num_ppo_epochs=1, health_checks=on)
         logged = [{key: value for key, value in log.items() if key not in KEYS} for log in history(trainer)]
         assert any(KEYS & log.keys() for log in trainer.state.log_history) is on
         assert warned(caplog) == []

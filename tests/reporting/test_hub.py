@@ -57,9 +57,9 @@ def named(model: Any, name: str) -> Any:
 
 
 @pytest.fixture
-def trained(make_trainer) -> Any:
+def trained(make_trained) -> Any:
     """A trainer after three updates with a reward model and a reward function."""
-    trainer = make_trainer(
+    return make_trained(
         model=named(tiny_policy(), "some-org/tiny-sft"),
         reward_model=named(tiny_scorer(), "some-org/tiny-reward"),
         reward_funcs=[count_w4],
@@ -67,8 +67,6 @@ def trained(make_trainer) -> Any:
         kl_coef=0.125,
         **QUICK,
     )
-    trainer.train()
-    return trainer
 
 
 def card_of(trainer: Any) -> ModelCard:
@@ -78,12 +76,11 @@ def card_of(trainer: Any) -> ModelCard:
 # ---- push_to_hub ----
 
 
-def test_a_push_uploads_the_policy_with_its_card_and_no_responses_and_no_secrets(make_trainer, hub, tmp_path):
-    trainer = make_trainer(
+def test_a_push_uploads_the_policy_with_its_card_and_no_responses_and_no_secrets(make_trained, hub, tmp_path):
+    trainer = make_trained(
         **QUICK, num_sample_generations=1, save_strategy="steps", save_steps=2, hub_model_id="some-org/tiny-ppo",
         hub_token="hf_secret", hub_private_repo=True,
     )  # fmt: skip
-    trainer.train()
 
     trainer.push_to_hub(commit_message="Three updates", revision="v2", license="mit")
 

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_ppo.reporting.completion_files import (
-    TOKEN_VALUES,
-    find_completions,
-    read_completions,
-)
+from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, find_completions, read_completions
 from tests.conftest import count_w4, make_tokenizer
 from tests.runs import QUICK, record, record_rollouts
 

@@ -13,11 +13,7 @@ from torch import Tensor
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
-from rlhf_ppo.reporting.metrics import (
-    UpdateStatistics,
-    sampling_metrics,
-    unique_fraction,
-)
+from rlhf_ppo.reporting.metrics import UpdateStatistics, sampling_metrics, unique_fraction
 
 NAN = float("nan")
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)

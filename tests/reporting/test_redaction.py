@@ -93,7 +93,7 @@ def assert_clean(folder: Path, printed: str, expects: tuple[str, ...]) -> None:
 
 
 def test_a_run_writes_and_prints_no_secret(
-    make_trainer: Any, server: Any, tmp_path: Path, monkeypatch: Any, capfd: Any, caplog: Any
+    make_trained: Any, server: Any, tmp_path: Path, monkeypatch: Any, capfd: Any, caplog: Any
 ) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("HF_TOKEN", ENVIRONMENT)
@@ -101,7 +101,7 @@ def test_a_run_writes_and_prints_no_secret(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
     caplog.set_level(logging.DEBUG)
-    trainer = make_trainer(
+    trainer = make_trained(
         **QUICK,
         hub_token=HUB,
         vllm_server_base_url=with_secrets("http://localhost:8000"),
@@ -113,7 +113,6 @@ def test_a_run_writes_and_prints_no_secret(
         eval_dataset=Dataset.from_list(prompt_rows(4)),
         output_dir=str(tmp_path / "run"),
     )
-    trainer.train()
     trainer.save_model()
     trainer.create_model_card(dataset_name=with_secrets("https://host/prompts.jsonl"))
     wandb.finish()

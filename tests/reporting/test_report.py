@@ -220,9 +220,8 @@ def test_first_and_last_by_hand() -> None:
     assert first_and_last([[{"b": 1.0}]], "a") is None
 
 
-def test_a_run_makes_a_report(make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer(**QUICK, num_sample_generations=2)
-    trainer.train()
+def test_a_run_makes_a_report(make_trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trained(**QUICK, num_sample_generations=2)
     main(["report", trainer.args.output_dir, "--output", str(tmp_path / "report.html")])
     [run] = Page(tmp_path / "report.html").data["runs"]
     assert run["last_step"] == 3 and len(run["responses"]) == 3 and len(run["samples"]) == 2

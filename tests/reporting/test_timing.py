@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.cli.training import running
 from rlhf_ppo.reporting.metrics import PhaseTimer, note_on_memory
-from tests.runs import QUICK
+from tests.runs import QUICK, MakeTrainer
 
-MakeTrainer = Callable[..., PPOTrainer]
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory")
 LOWERED = {

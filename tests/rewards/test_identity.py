@@ -47,12 +47,11 @@ FILE = "def length(completions, **kwargs):\n    return [len(text) for text in co
 
 
 def test_a_function_is_itself_by_any_path_and_in_a_copy_and_no_other_of_its_name(
-    tmp_path: Path, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_trained: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rewards.py").write_text(FILE)
-    trainer = make_trainer(**QUICK, reward_funcs="rewards.py:length")
-    trainer.train()
+    trainer = make_trained(**QUICK, reward_funcs="rewards.py:length")
     made_of = json.loads(Path(str(trainer.args.output_dir), "ppo_settings.json").read_text())["made_of"]
     own = {*made_of["reward_identities"]}
 

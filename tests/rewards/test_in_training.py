@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from rlhf_ppo import PPOTrainer
 from tests.conftest import tiny_policy
-from tests.runs import QUICK
-
-MakeTrainer = Callable[..., PPOTrainer]
+from tests.runs import QUICK, MakeTrainer
 
 
 def test_evaluation_clips_in_deviations_of_training_and_leaves_the_moments_alone(make_trainer: MakeTrainer) -> None:

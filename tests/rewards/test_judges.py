@@ -12,7 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.compat.environments import make_environment
+from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts, Responses
+from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.models.frozen import FrozenScorer
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import url
@@ -88,11 +90,12 @@ def test_a_judge_reads_what_the_same_model_reads_in_training(
         reward_funcs=environment.reward_funcs,
         train_dataset=Dataset.from_dict({"prompt": QUESTIONS}),
     )
-    sources = trainer.scorer.sources
+    sources, encode = trainer.scorer.sources, PromptEncoder(tokenizer, "prompts", None)
+    baselines = BaselineCompletions(("reference",), tokenizer, trainer.tokens)
     conversations = [[{"role": "user", "content": text}] for text in QUESTIONS]
     prefilled = [[*messages, {"role": "assistant", "content": "Well, my sister"}] for messages in conversations]
     for column in (QUESTIONS, conversations, prefilled):
-        encoded = trainer._preparation.prepared(Dataset.from_dict({"prompt": column}), "d")["input_ids"]
+        encoded = [encode({"prompt": prompt}, 0)["input_ids"] for prompt in column]
         ours, theirs = answered(tokenizer, encoded, OURS), answered(tokenizer, encoded, THEIRS)
         context = ours.context_length
         prompts = Prompts(ours.query_responses[:, :context], ours.attention_mask[:, :context], {"prompt": column})
@@ -101,7 +104,7 @@ def test_a_judge_reads_what_the_same_model_reads_in_training(
             trainer.score_responses(made, prompts)
         in_training = taken(read)
         trainer.scorer.sources, trainer.scorer.names = {"preference": sources["preference"]}, ["preference"]
-        trainer.score_responses(ours, trainer._baselines.respond(prompts, lambda _, other=theirs: other))
+        trainer.score_responses(ours, baselines.respond(prompts, lambda _, other=theirs: other))
         judged = taken(read)
         assert judged.keys() == in_training.keys() and len(judged) == 2 * len(QUESTIONS)
         assert judged == pytest.approx(in_training, abs=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,9 +23,8 @@ from rlhf_ppo.rewards.judges import RewardModelJudge
 from rlhf_ppo.rewards.reward_model import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import silent_ids
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
-from tests.runs import QUICK
+from tests.runs import QUICK, MakeTrainer
 
-MakeTrainer = Callable[..., PPOTrainer]
 EOS = 1
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}[end]{% endfor %}"

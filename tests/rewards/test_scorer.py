@@ -24,15 +24,13 @@ class Fixed:
         return self.scores * 1
 
 
-def make_batch(rows: int = 3, **columns: list[Any]) -> ScoringBatch:
-    ids = torch.full((rows, 4), 3)
-    return ScoringBatch(ids, torch.ones(rows, 4).bool(), torch.ones(rows, 2).bool(), columns, torch.ones(rows).bool())
+def make_batch(rows: int = 3, mask: Any = None) -> ScoringBatch:
+    ids, mask = torch.full((rows, 4), 3), torch.ones(rows, 2) if mask is None else torch.tensor(mask)
+    return ScoringBatch(ids, torch.ones(rows, 4).bool(), mask.bool(), {}, torch.ones(rows).bool())
 
 
 def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
-    mask = torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
-    ids = torch.full((3, 4), 3)
-    batch = ScoringBatch(ids, torch.ones(3, 4).bool(), mask, {}, torch.ones(3).bool())
+    batch = make_batch(mask=[[1, 1], [1, 0], [1, 1]])
     a, b = Fixed("a", [1.0, NAN, NAN]), Fixed("b", [[1.0, 2.0], [4.0, 99.0], [NAN, NAN]])
     c = Fixed("c", [[0.5, 0.25], [NAN, NAN], [NAN, NAN]])
     scores = Scorer([a, b, c], {"c": 2.0, "b": -1.0, "a": 10.0})(batch)
@@ -45,8 +43,7 @@ def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
 
 def test_rewards_of_tokens_that_the_policy_did_not_write_are_not_paid() -> None:
     """Whatever stands there: NaN at a response's first token says nothing if a tool wrote that."""
-    mask = torch.tensor([[False, True, True], [True, False, True], [False, True, False]])
-    batch = ScoringBatch(torch.full((3, 4), 3), torch.ones(3, 4).bool(), mask, {}, torch.ones(3).bool())
+    batch = make_batch(mask=[[0, 1, 1], [1, 0, 1], [0, 1, 0]])
     scores = Scorer([Fixed("a", [[NAN, 1.0, 2.0], [3.0, 999.0, 4.0], [5.0, NAN, 6.0]])])(batch)
     assert scores.per_token.tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
     assert scores.total.tolist() == pytest.approx([3.0, 7.0, NAN], nan_ok=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.runs import QUICK
-
-MakeTrainer = Callable[..., Any]
+from tests.runs import QUICK, MakeTrainer
 
 TEXTS: list[dict[str, Any]] = [
     *({"text": " ".join(f"w{number + step}" for step in range(1 + number))} for number in range(5)),
@@ -23,13 +20,13 @@ LEARNED += [([12, 11, 10, 9, 1], 2), ([6, 4, 1], 1), ([5, 6, 7, 8], 2)]
 
 
 def test_every_pass_draws_each_text_once_in_an_order_of_its_own(make_trainer: MakeTrainer) -> None:
-    modelling = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=TEXTS)._ptx
-    passes = [[modelling._drawn(8 * number + place) for place in range(8)] for number in range(3)]
+    modelling = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=TEXTS).ptx
+    passes = [[modelling.text_at(8 * number + place) for place in range(8)] for number in range(3)]
     assert all(sorted(drawn) == sorted(modelling.texts) for drawn in passes)
     assert passes[0] != passes[1] != passes[2] != passes[0]
-    assert [modelling._drawn(place) for place in range(8)] == passes[0]
-    other = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=TEXTS, seed=4)._ptx
-    assert [other._drawn(place) for place in range(8)] != passes[0]
+    assert [modelling.text_at(place) for place in range(8)] == passes[0]
+    other = make_trainer(**QUICK, ptx_coef=1.0, ptx_dataset=TEXTS, seed=4).ptx
+    assert [other.text_at(place) for place in range(8)] != passes[0]
 
 
 def test_the_ranks_take_rows_of_one_order(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +34,7 @@ def test_the_ranks_take_rows_of_one_order(make_trainer: MakeTrainer, monkeypatch
     found: list[list[int]] = []
     for rank in (0, 1):
         monkeypatch.setattr(type(trainer.accelerator), "process_index", rank)
-        rows = trainer._ptx._rows()
+        rows = trainer.ptx.next_rows()
         masks = zip(rows.query_responses, rows.attention_mask, rows.response_mask.sum(dim=1).tolist(), strict=True)
         found += [(ids[mask].tolist(), int(mask.sum()) - num_learned) for ids, mask, num_learned in masks]
     assert sorted(found) == sorted(LEARNED)

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.prompts import PromptCollator
 from rlhf_ppo.ranks.processes import num_processes
 from tests.conftest import count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK
-
-MakeTrainer = Callable[..., PPOTrainer]
+from tests.runs import QUICK, MakeTrainer
 
 
 def of_length(length: int) -> Dataset:

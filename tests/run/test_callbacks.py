@@ -11,11 +11,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from rlhf_ppo import PPOTrainer
 from tests.conftest import prompt_rows, tiny_policy
-from tests.runs import QUICK
+from tests.runs import QUICK, At, MakeTrainer
 
-MakeTrainer = Callable[..., PPOTrainer]
 # Two epochs of two updates; an update has 2 epochs of 2 mini-batches of 2 micro-batches.
 RUN: dict[str, Any] = {
     **QUICK,
@@ -50,9 +48,9 @@ class Recorder(TrainerCallback):
         return [name for name, _, _ in self.events]
 
 
-def test_every_event_fires_in_its_order_and_number(make_trainer: MakeTrainer) -> None:
+def test_every_event_fires_in_its_order_and_number(make_trained: MakeTrainer) -> None:
     recorder = Recorder()
-    trainer = make_trainer(
+    trainer = make_trained(
         **RUN,
         eval_dataset=Dataset.from_list(prompt_rows(3)),
         per_device_eval_batch_size=2,
@@ -62,7 +60,6 @@ def test_every_event_fires_in_its_order_and_number(make_trainer: MakeTrainer) ->
         save_steps=2,
         callbacks=[recorder],
     )
-    trainer.train()
 
     mini_batch = ["on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"]
     update = ["on_step_begin", *mini_batch * 4, "on_step_end", "on_log"]
@@ -92,23 +89,16 @@ def test_a_callback_can_generate_with_the_model_and_save_it(make_trainer: MakeTr
     assert torch.equal(loaded.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False), uses.generated)
 
 
-class Asking(TrainerCallback):
-    """Sets one flag of `control` at one event of one update."""
-
-    def __init__(self, event: str, step: int, flag: str) -> None:
-        setattr(self, event, self._ask)
-        self.step, self.flag = step, flag
-
-    def _ask(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            setattr(control, self.flag, True)
+def asking(event: str, step: int, flag: str) -> At:
+    """Set one flag of `control` at one event of one update."""
+    return At(event, step, lambda now: setattr(now.control, flag, True))
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_step_begin", "on_substep_end", "on_optimizer_step"])
 def test_should_training_stop_ends_the_run_after_the_update(event: str, make_trainer: MakeTrainer) -> None:
     step = 3 if event == "on_step_end" else 2  # in the middle of the second epoch
     recorder = Recorder()
-    output = make_trainer(**RUN, callbacks=[Asking(event, step, "should_training_stop"), recorder]).train()
+    output = make_trainer(**RUN, callbacks=[asking(event, step, "should_training_stop"), recorder]).train()
     assert output.global_step == 3
     assert recorder.names[-1] == "on_train_end"
 
@@ -122,7 +112,7 @@ def test_should_log_evaluate_and_save_are_obeyed_once(flag: str, answer: str, ma
         **RUN,
         logging_strategy="no",
         eval_dataset=Dataset.from_list(prompt_rows(2)),
-        callbacks=[Asking("on_step_end", 3, flag), recorder],
+        callbacks=[asking("on_step_end", 3, flag), recorder],
     ).train()
     answers = [event[1] for event in recorder.events if event[0] == answer]
     summary = [4] if answer == "on_log" else []  # Trainer logs how long the run took

@@ -10,23 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.run.checkpoints import last_complete_checkpoint
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_stopping import byte_level
-from tests.runs import QUICK, Bomb, RunDied, assert_identical, parameters
+from tests.models.test_peft import lora
+from tests.runs import QUICK, Bomb, MakeTrainer, RunDied, assert_identical, parameters
 
-MakeTrainer = Callable[..., PPOTrainer]
 SAVING: dict[str, Any] = {**QUICK, "total_episodes": 4, "save_strategy": "steps", "save_steps": 1}
 IDS = torch.tensor([[5, 6, 7, 8]])
 
 
 @pytest.fixture
-def run(make_trainer: MakeTrainer) -> Path:
+def run(make_trained: MakeTrainer) -> Path:
     """The directory of a run that has written checkpoint-1; the next trainer has the same."""
-    trainer = make_trainer(**{**SAVING, "total_episodes": 2})
-    trainer.train()
+    trainer = make_trained(**{**SAVING, "total_episodes": 2})
     return Path(str(trainer.args.output_dir))
 
 
@@ -34,13 +32,8 @@ def files_of(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
 
 
-def lora(rank: int = 4) -> Any:
-    return pytest.importorskip("peft").LoraConfig(r=rank, target_modules=["q_proj"])
-
-
-def test_a_checkpoint_holds_what_resuming_needs_and_loads_as_the_trained_models(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(**SAVING)
-    trainer.train()
+def test_a_checkpoint_holds_what_resuming_needs_and_loads_as_the_trained_models(make_trained: MakeTrainer) -> None:
+    trainer = make_trained(**SAVING)
     checkpoint = Path(str(trainer.args.output_dir), "checkpoint-2")
     assert files_of(checkpoint) == {
         *("config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "ppo_state.json"),
@@ -123,11 +116,10 @@ def test_code_hidden_in_a_checkpoint_does_not_run(name: str, run: Path, make_tra
     assert mark.exists()  # the bomb does work
 
 
-def test_save_model_writes_the_policy_alone(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_save_model_writes_the_policy_alone(make_trained: MakeTrainer, tmp_path: Path) -> None:
     policy = tiny_policy()
     policy.generation_config.repetition_penalty = 1.3
-    trainer = make_trainer(**QUICK, model=policy)
-    trainer.train()
+    trainer = make_trained(**QUICK, model=policy)
     trainer.save_model(str(tmp_path / "saved"))
     assert files_of(tmp_path / "saved") == {
         *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
@@ -145,7 +137,7 @@ def test_the_saved_policy_stops_where_training_stopped_it(make_trainer: MakeTrai
     models = {"model": tiny_policy(vocab_size=310), "value_model": None, "processing_class": byte_level()}
     trainer = make_trainer(**QUICK | {"response_length": 40}, **stopping, **models)
     prompts = torch.arange(100, 116)[:, None].repeat(1, 2)
-    sampled = trainer.generate_responses(Prompts(prompts, prompts > 0, {}), trainer._sampler.settings(greedy=True))
+    sampled = trainer.generate_responses(Prompts(prompts, prompts > 0, {}), trainer.sampler.settings(greedy=True))
     trainer.save_model(str(tmp_path))
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for row, (ids, real) in enumerate(zip(sampled.responses, sampled.response_mask, strict=True)):
@@ -156,11 +148,10 @@ def test_the_saved_policy_stops_where_training_stopped_it(make_trainer: MakeTrai
 
 
 def test_a_policy_is_saved_in_the_type_of_the_directory_that_it_came_from(
-    make_trainer: MakeTrainer, tmp_path: Path
+    make_trained: MakeTrainer, tmp_path: Path
 ) -> None:
     tiny_policy(tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(tmp_path / "given")
-    trainer = make_trainer(**SAVING, model=str(tmp_path / "given"))
-    trainer.train()
+    trainer = make_trained(**SAVING, model=str(tmp_path / "given"))
     trainer.save_model(str(tmp_path / "saved"))
     loaded, trained = AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), trainer.policy_model
     assert loaded.dtype == torch.bfloat16 and trained.dtype == torch.float32

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models.loading import load_policy
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
-from tests.runs import QUICK, assert_identical, end_of_run
+from tests.runs import QUICK, MakeTrainer, assert_identical, end_of_run
 
-MakeTrainer = Callable[..., PPOTrainer]
 RUN: dict[str, Any] = {**QUICK, "total_episodes": 4, "learning_rate": 0.01}
 FLAGS: dict[str, Any] = {"return_dict": False, "output_hidden_states": True, "output_attentions": True}
 ROLES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -30,7 +28,7 @@ ROLES: dict[str, Callable[[], dict[str, Any]]] = {
 EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "phimoe", "jamba"]
 
 
-def assert_changes_nothing(make_trainer: MakeTrainer, models: Callable[[], dict[str, Any]], **flags: Any) -> Any:
+def assert_changes_nothing(make_trained: MakeTrainer, models: Callable[[], dict[str, Any]], **flags: Any) -> Any:
     ends, trainer = [], None
     for is_set in (False, True):
         made = models()
@@ -41,8 +39,7 @@ def assert_changes_nothing(make_trainer: MakeTrainer, models: Callable[[], dict[
                 setattr(model.config, name, value)
                 if name.startswith("output") and getattr(model, "generation_config", None) is not None:
                     setattr(model.generation_config, name, value)  # as transformers copies it
-        trainer = make_trainer(**RUN, **made)
-        trainer.train()
+        trainer = make_trained(**RUN, **made)
         ends.append(end_of_run(trainer))
     assert_identical(*ends)
     return trainer
@@ -50,16 +47,16 @@ def assert_changes_nothing(make_trainer: MakeTrainer, models: Callable[[], dict[
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_of_a_model_changes_nothing(role: str, flag: str, make_trainer: MakeTrainer) -> None:
-    assert_changes_nothing(make_trainer, ROLES[role], **{flag: FLAGS[flag]})
+def test_a_flag_of_a_model_changes_nothing(role: str, flag: str, make_trained: MakeTrainer) -> None:
+    assert_changes_nothing(make_trained, ROLES[role], **{flag: FLAGS[flag]})
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_the_flag_of_trl_s_sft_changes_nothing_and_is_saved(
-    family: str, make_trainer: MakeTrainer, tmp_path: Path
+    family: str, make_trained: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = assert_changes_nothing(
-        make_trainer, lambda: {"model": tiny_model(family, vocab_size=32)}, output_router_logits=True
+        make_trained, lambda: {"model": tiny_model(family, vocab_size=32)}, output_router_logits=True
     )
     trainer.save_model(str(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["output_router_logits"] is True

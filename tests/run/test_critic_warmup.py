@@ -14,14 +14,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.run.optimization import Optimization
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
-from tests.runs import (
-    QUICK,
-    InOnePass,
-    history,
-    parameters,
-)
-
-MakeTrainer = Callable[..., Any]
+from tests.runs import QUICK, InOnePass, MakeTrainer, history, parameters
 
 WARM: dict[str, Any] = QUICK | {
     **{"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 12},
@@ -38,15 +31,11 @@ class Snapshots(TrainerCallback):
         self.num_begun: list[int] = []
         self.trainer: Any = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._take()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._take()
-
-    def _take(self) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.weights.append(parameters(self.trainer))
         self.num_begun.append(sum(each in self.trainer.optimizer.state for each in own_of_policy(self.trainer)))
+
+    on_train_end = on_step_begin
 
     def moved(self, update: int) -> set[str]:
         before, after = self.weights[update : update + 2]

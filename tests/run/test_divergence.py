@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.run.learning import DivergenceError
 from tests.conftest import tiny_policy
-from tests.runs import QUICK
+from tests.runs import QUICK, At, MakeTrainer
 
 RUN: dict[str, Any] = {**QUICK, "num_ppo_epochs": 2, "save_strategy": "steps", "save_steps": 1}
 AT = 2
@@ -55,18 +54,6 @@ class LossWith(PPOTrainer):
         return value._replace(loss=value.loss * (math.inf if self.state.global_step == AT - 1 else 1))
 
 
-class Breaks(TrainerCallback):
-    """Breaks something of the model at an event of one update."""
-
-    def __init__(self, event: str, how: Callable[[Any], None]) -> None:
-        self.how = how
-        setattr(self, event, self._break)
-
-    def _break(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        if state.global_step == AT - 1:
-            self.how(model)
-
-
 def nan_gradient(model: Any) -> None:
     next(model.parameters()).register_hook(lambda gradient: gradient * math.nan)
 
@@ -74,6 +61,10 @@ def nan_gradient(model: Any) -> None:
 def nan_weight(model: Any) -> None:
     with torch.no_grad():
         getattr(model, "value_model", model).model.norm.weight[0] = math.nan
+
+
+def breaking(event: str, how: Callable[[Any], None]) -> dict[str, Any]:
+    return {"callbacks": [At(event, AT - 1, lambda now: how(now.model))]}
 
 
 def variant(base: type, **changes: Any) -> dict[str, Any]:
@@ -90,12 +81,12 @@ def variant(base: type, **changes: Any) -> dict[str, Any]:
         (variant(RolloutWith, field="scores", value=math.inf), "the score of response 1"),
         (variant(ExperienceWith), "the returns of response 1"),
         (variant(LossWith), "the value loss became not finite"),
-        ({"callbacks": [Breaks("on_step_begin", nan_gradient)]}, "the norm of the gradient became not finite"),
-        ({"callbacks": [Breaks("on_optimizer_step", nan_weight)]}, "the policy's log-probabilities became not finite"),
+        (breaking("on_step_begin", nan_gradient), "the norm of the gradient became not finite"),
+        (breaking("on_optimizer_step", nan_weight), "the policy's log-probabilities became not finite"),
     ],
 )
 def test_the_run_stops_and_names_update_value_and_checkpoint(
-    given: dict[str, Any], named: str, make_trainer: Callable[..., Any], tmp_path: Path
+    given: dict[str, Any], named: str, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(**{**RUN, **given}, output_dir=str(tmp_path))
     with pytest.raises(DivergenceError, match=named) as error:
@@ -104,18 +95,18 @@ def test_the_run_stops_and_names_update_value_and_checkpoint(
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
-def test_weights_in_float16_are_told_to_be_loaded_in_another_type(make_trainer: Callable[..., Any]) -> None:
+def test_weights_in_float16_are_told_to_be_loaded_in_another_type(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(RolloutWith, **RUN, model=tiny_policy().half())
     with pytest.raises(DivergenceError, match=r"weights in float16, .* dtype=torch\.float32") as error:
         trainer.train()
     assert "rewards" not in str(error.value)
 
 
-def test_nan_is_no_score(make_trainer: Callable[..., Any]) -> None:
+def test_nan_is_no_score(make_trainer: MakeTrainer) -> None:
     assert make_trainer(**variant(RolloutWith, field="scores"), **QUICK).train().global_step == 3
 
 
-def test_weights_that_are_not_finite_are_not_saved(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     trainer = make_trainer(**QUICK)
     nan_weight(trainer.model)
     with pytest.raises(DivergenceError, match=r"value_model\.model\.norm\.weight"):

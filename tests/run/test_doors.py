@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
-from rlhf_ppo.data.rollout import Experience, Prompts, Rollout
+from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, die_and_resume, history, logged, parameters
-
-MakeTrainer = Callable[..., Any]
+from tests.runs import QUICK, InOnePass, MakeTrainer, die_and_resume, history, logged, parameters, record_rollouts
 
 
 class Doubling:
@@ -38,10 +36,9 @@ class Doubling:
         self.coef = state["coef"]
 
 
-def test_a_kl_controller_sets_the_coefficient_of_the_next_update(make_trainer: MakeTrainer) -> None:
+def test_a_kl_controller_sets_the_coefficient_of_the_next_update(make_trained: MakeTrainer) -> None:
     controller = Doubling()
-    trainer = make_trainer(**QUICK, ref_model=tiny_policy(seed=5), kl_controller=controller)
-    trainer.train()
+    trainer = make_trained(**QUICK, ref_model=tiny_policy(seed=5), kl_controller=controller)
 
     kl, paid = logged(trainer, "objective/kl"), logged(trainer, "objective/non_score_reward")
     assert logged(trainer, "objective/kl_coef") == [0.5, 1.0, 2.0] and controller.coef == 4.0
@@ -109,16 +106,12 @@ def test_reward_sources_stand_beside_functions(make_trainer: MakeTrainer) -> Non
     def seven(completions: list[str], **_: Any) -> list[float]:
         return [7.0] * len(completions)
 
-    class Keeping(PPOTrainer):
-        def collect_rollout(self, prompts: Prompts, *given: Any) -> Rollout:
-            self.rollout = super().collect_rollout(prompts, *given)
-            return self.rollout
-
     funcs = [Lengths(), seven, Evens()]
-    trainer = make_trainer(Keeping, **QUICK, reward_funcs=funcs, reward_weights=[1, 10, 100])
+    trainer = make_trainer(**QUICK, reward_funcs=funcs, reward_weights=[1, 10, 100])
+    rollouts = record_rollouts(trainer)
     trainer.train()
-
-    rollout, evens = trainer.rollout, (trainer.rollout.responses % 2 == 0) & trainer.rollout.response_mask
+    rollout = rollouts[-1]
+    evens = (rollout.responses % 2 == 0) & rollout.response_mask
     assert trainer.scorer.names == ["lengths", "seven", "evens"] and evens.any()
     assert torch.equal(rollout.scores, rollout.response_mask.sum(dim=1) / 10 + 70)
     assert torch.equal(rollout.token_scores, 100 * evens.float())
@@ -139,9 +132,8 @@ class Trusting(PPOTrainer):
         return ValueLoss(error.abs(), torch.zeros_like(error, dtype=torch.bool), {"val/error": error})
 
 
-class TrustingAtOnce(Trusting):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
+class TrustingAtOnce(InOnePass, Trusting):
+    """Both losses in one backward pass."""
 
 
 def test_losses_of_a_subclass_learn_in_turn_and_log_their_figures(make_trainer: MakeTrainer) -> None:

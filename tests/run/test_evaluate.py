@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -14,9 +12,9 @@ from datasets import Dataset
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.metrics import EVALUATED
 from tests.conftest import prompt_rows, tiny_policy
-from tests.runs import QUICK, RecordingTrainer, assert_identical, end_of_run, history
+from tests.run.test_resume import noise
+from tests.runs import QUICK, MakeTrainer, RecordingTrainer, assert_identical, end_of_run, history
 
-MakeTrainer = Callable[..., PPOTrainer]
 FIVE_ROWS = Dataset.from_list([{**row, "number": index} for index, row in enumerate(prompt_rows(5, seed=1))])
 SPEED = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
 
@@ -83,9 +81,9 @@ class OneRollout(PPOTrainer):
     ],
 )
 def test_every_figure_equals_trainings_on_the_same_responses(
-    settings: dict[str, Any], make_trainer: MakeTrainer
+    settings: dict[str, Any], make_trained: MakeTrainer
 ) -> None:
-    trainer = make_trainer(
+    trainer = make_trained(
         OneRollout,
         **{**QUICK, "per_device_train_batch_size": 5, "total_episodes": 5, "per_device_eval_batch_size": 2},
         train_dataset=FIVE_ROWS,
@@ -94,7 +92,6 @@ def test_every_figure_equals_trainings_on_the_same_responses(
         reward_funcs=[by_token, odd],
         **settings,
     )
-    trainer.train()
     training = next(log for log in trainer.state.log_history if "objective/scores" in log)
     metrics = trainer.evaluate()
 
@@ -108,16 +105,10 @@ def test_every_figure_equals_trainings_on_the_same_responses(
         assert metrics[evaluated] == pytest.approx(training[key], rel=1e-5), (evaluated, key)
 
 
-def drawn(completions: list[str], **columns: Any) -> list[float]:
-    """Reward: random numbers."""
-    return [random.random() + float(torch.rand(())) for _ in completions]
-
-
-def test_training_does_not_notice_evaluations_and_sample_tables(make_trainer: MakeTrainer) -> None:
+def test_training_does_not_notice_evaluations_and_sample_tables(make_trained: MakeTrainer) -> None:
     def run(**overrides: Any) -> RecordingTrainer:
-        settings = {**QUICK, "total_episodes": 8, "reward_funcs": drawn, **overrides}
-        trainer = make_trainer(RecordingTrainer, **settings)
-        trainer.train()
+        settings = {**QUICK, "total_episodes": 8, "reward_funcs": noise, **overrides}
+        trainer = make_trained(RecordingTrainer, **settings)
         return cast(RecordingTrainer, trainer)
 
     plain = run(eval_dataset=FIVE_ROWS)
@@ -132,16 +123,15 @@ def test_training_does_not_notice_evaluations_and_sample_tables(make_trainer: Ma
     assert_identical(end, end_of_run(plain))
 
 
-def test_evaluation_does_not_leak_into_the_training_log(make_trainer: MakeTrainer) -> None:
+def test_evaluation_does_not_leak_into_the_training_log(make_trained: MakeTrainer) -> None:
     def logging(log_metric: Any, completions: list[str], **columns: Any) -> list[float]:
         log_metric("rows", len(completions))
         return [0.0] * len(completions)
 
-    trainer = make_trainer(
+    trainer = make_trained(
         **QUICK, eval_dataset=FIVE_ROWS, reward_funcs=logging, eval_strategy="steps", eval_steps=1,
         per_device_eval_batch_size=5, num_sample_generations=3,
     )  # fmt: skip
-    trainer.train()
     assert [entry["rows"] for entry in history(trainer) if "rows" in entry] == [2.0] * 3
     assert [entry["eval_rows"] for entry in history(trainer) if "eval_rows" in entry] == [5.0] * 3
     assert all("time/generate" not in entry for entry in trainer.state.log_history if "eval_score" in entry)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from rlhf_ppo import PPOTrainer
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, SeenPrompts, record_rollouts
-
-MakeTrainer = Callable[..., PPOTrainer]
-
+from tests.runs import QUICK, MakeTrainer, SeenPrompts, record_rollouts
 
 # ---- The order of the prompts ----
 

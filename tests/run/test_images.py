@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from rlhf_ppo.reporting.completion_files import find_completions, read_completio
 from rlhf_ppo.reporting.report import write_report
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.generation.test_vllm import fake_generation
-from tests.runs import QUICK, die_and_resume
+from tests.runs import QUICK, MakeTrainer, die_and_resume
 from tests.vision import image_rows, make_model, make_processor
 
 PROCESSOR = make_processor("llava")
 SCORER = make_value_model(make_model("llava", PROCESSOR))
 COLUMNS: list[dict[str, Any]] = []
-MakeTrainer = Callable[..., PPOTrainer]
 
 
 def number_of_images(prompts: Any, completions: Any, images: Any, **columns: Any) -> list[float]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rlhf_ppo.models.unwrapping import backbone
-from tests.runs import QUICK, parameters
+from tests.runs import QUICK, MakeTrainer, parameters
 
 RUN = QUICK | {"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "vf_coef": 0.7, "learning_rate": 0.01}
 
 
-def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer: Callable[..., Any]) -> None:
+def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer: MakeTrainer) -> None:
     states: list[Any] = []
     seen: list[tuple[bool, bool]] = []
     trainer = make_trainer(**RUN)
@@ -42,7 +41,7 @@ def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer
     ],
     ids=str,
 )
-def test_equal_scores_teach_the_policy_nothing(make_trainer: Callable[..., Any], options: dict[str, Any]) -> None:
+def test_equal_scores_teach_the_policy_nothing(make_trainer: MakeTrainer, options: dict[str, Any]) -> None:
     """Equal advantages whiten to exactly 0, so Adam, which divides by the gradient's size, has nothing to divide."""
     settings = {
         **RUN,

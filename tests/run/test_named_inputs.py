@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rlhf_ppo import PPOTrainer
 from tests.conftest import make_tokenizer, tiny_policy
-
-MakeTrainer = Callable[..., PPOTrainer]
+from tests.runs import MakeTrainer
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import needs_continuous, prompt_rows
-from tests.runs import QUICK
-
-MakeTrainer = Callable[..., Any]
+from tests.runs import QUICK, MakeTrainer
 
 NUMBERED = [{**row, "number": index} for index, row in enumerate(prompt_rows(6))]
 
@@ -32,23 +29,22 @@ class Seen:
         return [ids.count(7) / len(ids) for ids in completion_ids]
 
 
-def trained(make_trainer: MakeTrainer, data: Any = None, **arguments: Any) -> tuple[PPOTrainer, Seen]:
+def trained(make_trained: MakeTrainer, data: Any = None, **arguments: Any) -> tuple[PPOTrainer, Seen]:
     seen = Seen()
     given = QUICK | {"response_length": 8, "total_episodes": None, "num_train_epochs": 1} | arguments
     data = Dataset.from_list(NUMBERED) if data is None else data
-    trainer = make_trainer(**given, train_dataset=data, reward_funcs=[seen])
-    trainer.train()
+    trainer = make_trained(**given, train_dataset=data, reward_funcs=[seen])
     return trainer, seen
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_a_pass_gives_each_prompt_several_different_responses_side_by_side(
-    make_trainer: MakeTrainer, engine: str
+    make_trained: MakeTrainer, engine: str
 ) -> None:
     """In the order in which one response each would have come."""
     kinds = {"per_device_train_batch_size": 8, "num_generations": 4, "generation_engine": engine}
-    trainer, seen = trained(make_trainer, **kinds)
-    order = [number for call in trained(make_trainer)[1].calls for number in call["number"]]
+    trainer, seen = trained(make_trained, **kinds)
+    order = [number for call in trained(make_trained)[1].calls for number in call["number"]]
 
     assert [call["number"] for call in seen.calls] == [
         [one] * 4 + [other] * 4 for one, other in zip(*[iter(order)] * 2, strict=True)
@@ -61,12 +57,12 @@ def test_a_pass_gives_each_prompt_several_different_responses_side_by_side(
     assert trainer.args.total_episodes == 24 and trainer.args.batch_size == 8
 
 
-def test_a_rest_of_prompts_makes_no_batch_and_a_stream_goes_on(make_trainer: MakeTrainer) -> None:
+def test_a_rest_of_prompts_makes_no_batch_and_a_stream_goes_on(make_trained: MakeTrainer) -> None:
     """Five prompts, two an update: the fifth of each pass is left out."""
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "num_generations": 3, "max_steps": 4}
     rows = Dataset.from_list(NUMBERED[:5])
     for data in (rows, rows.to_iterable_dataset()):
-        seen = trained(make_trainer, data, **sizes)[1]
+        seen = trained(make_trained, data, **sizes)[1]
         assert [len(set(call["number"])) for call in seen.calls] == [2] * 4
         numbers = Counter(number for call in seen.calls[:2] for number in call["number"])
         assert set(numbers.values()) == {3} and len(numbers) == 4

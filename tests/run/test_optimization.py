@@ -12,9 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, parameters
-
-MakeTrainer = Callable[..., PPOTrainer]
+from tests.runs import QUICK, MakeTrainer, parameters
 
 
 def moved(trainer: PPOTrainer, before: dict[str, torch.Tensor]) -> set[str]:
@@ -69,13 +67,12 @@ def test_policy_and_value_model_get_each_its_rate(
 
 
 @pytest.mark.parametrize("optimizer", [None, two_rates(0.1, 0.2)])
-def test_a_function_makes_the_scheduler(optimizer: Any, make_trainer: MakeTrainer) -> None:
+def test_a_function_makes_the_scheduler(optimizer: Any, make_trained: MakeTrainer) -> None:
     def make(optimizer: Any, num_updates: int) -> LambdaLR:
         assert num_updates == 3
         return LambdaLR(optimizer, lambda update: 0.5**update)
 
-    trainer = make_trainer(**QUICK, optimizers=(optimizer, make))
-    trainer.train()
+    trainer = make_trained(**QUICK, optimizers=(optimizer, make))
     first = 0.1 if optimizer else trainer.args.learning_rate
     assert rates(trainer) == pytest.approx([first, first / 2, first / 4])
 

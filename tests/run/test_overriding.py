@@ -6,18 +6,13 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.rewards.scorer import Scores
 from tests.conftest import prompt_rows
+from tests.run.test_optimization import moved
 from tests.runs import QUICK, logged, parameters
-
-
-def changed_parts(trainer: Any, before: dict[str, Tensor]) -> set[str]:
-    """Which of `policy` and `value_model` differ from `before`."""
-    return {name.split(".")[0] for name, value in parameters(trainer).items() if not torch.equal(before[name], value)}
 
 
 class AlwaysSays(PPOTrainer):
@@ -33,9 +28,8 @@ class AlwaysSays(PPOTrainer):
         )
 
 
-def test_generate_responses(make_trainer):
-    trainer = make_trainer(AlwaysSays, eval_dataset=prompt_rows(3), **QUICK)
-    trainer.train()
+def test_generate_responses(make_trained):
+    trainer = make_trained(AlwaysSays, eval_dataset=prompt_rows(3), **QUICK)
 
     assert logged(trainer, "objective/scores") == [0.5] * 3
     assert logged(trainer, "response/length_mean") == [4.0] * 3
@@ -44,7 +38,7 @@ def test_generate_responses(make_trainer):
     assert list(trainer.generate_completions()["model response"]) == ["w4 w4 w5 <eos>"] * 3
 
 
-def test_score_responses(make_trainer):
+def test_score_responses(make_trained):
     class Brief(AlwaysSays):
         """Takes a point for every token."""
 
@@ -54,8 +48,7 @@ def test_score_responses(make_trainer):
             by_source = {**scores.by_source, "brevity": brevity}
             return dataclasses.replace(scores, final=scores.final + brevity, by_source=by_source)
 
-    trainer = make_trainer(Brief, eval_dataset=prompt_rows(3), **QUICK)
-    trainer.train()
+    trainer = make_trained(Brief, eval_dataset=prompt_rows(3), **QUICK)
 
     assert logged(trainer, "objective/scores") == [-3.5] * 3
     assert logged(trainer, "rewards/brevity/mean") == [-4.0] * 3
@@ -77,5 +70,5 @@ def test_estimate_advantages(make_trainer):
     before = parameters(trainer)
     trainer.train()
 
-    assert changed_parts(trainer, before) == {"value_model"}
+    assert moved(trainer, before) == {"value_model"}
     assert logged(trainer, "loss/policy_avg") == [0.0] * 3

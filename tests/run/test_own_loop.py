@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_ppo import PPOConfig, PPOTrainer
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo import PPOTrainer
 from rlhf_ppo.run.checkpoints import InUseError, in_use
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
-from tests.runs import QUICK, assert_identical, history, parameters
+from tests.runs import QUICK, MakeArgs, assert_identical, history, parameters, record_rollouts
 
 RUN = QUICK | {"num_ppo_epochs": 2, "learning_rate": 0.01, "kl_coef": 0.3, "missing_eos_penalty": 0.5}
 Rows = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
@@ -24,7 +23,7 @@ Steps = Callable[..., PPOTrainer]
 
 
 @pytest.fixture
-def make_stepper(make_args: Callable[..., PPOConfig]) -> Iterator[Steps]:
+def make_stepper(make_args: MakeArgs) -> Iterator[Steps]:
     """Factory of trainers without prompts and rewards; those that are still open are closed."""
     made: list[weakref.ref[PPOTrainer]] = []
 
@@ -39,7 +38,7 @@ def make_stepper(make_args: Callable[..., PPOConfig]) -> Iterator[Steps]:
     yield make
     for kept in made:
         if (trainer := kept()) is not None:
-            trainer._close_steps(saves=False)
+            trainer.close()
 
 
 def rows(number: int) -> Rows:
@@ -111,20 +110,17 @@ def test_what_is_no_update_changes_nothing(make_stepper: Steps, tmp_path: Path) 
 
 
 def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) -> None:
-    class Kept(PPOTrainer):
-        def estimate_advantages(self, rollout: Rollout) -> Any:
-            self.kept = rollout
-            return super().estimate_advantages(rollout)
-
-    trainer: Any = make_stepper(Kept, missing_eos_penalty=None, missing_eos_score=-3.0, kl_coef=0.0)
+    trainer: Any = make_stepper(missing_eos_penalty=None, missing_eos_score=-3.0, kl_coef=0.0)
     queries, responses, _ = rows(0)
+    rollouts = record_rollouts(trainer)
     paid = [torch.tensor([0.5, 9.0, -1.0]), torch.tensor([2.0])]
     masks = [torch.tensor([True, False, True]), torch.tensor([True])]
     logged = trainer.step(queries, responses, paid, masks, ended=[False, True])
+    (rollout,) = rollouts
     assert logged.items() <= trainer.state.log_history[0].items() and logged["objective/scores"] == -0.75
 
-    assert trainer.kept.response_mask.tolist() == [[True, False, True], [True, False, False]]
-    assert trainer.kept.attention_mask[:, 2:].tolist() == [[True, True, True], [True, False, False]]
-    assert trainer.kept.token_scores.tolist() == [[0.5, 0.0, -1.0], [2.0, 0.0, 0.0]]
-    assert trainer.kept.scores.tolist() == [0.0, 0.0] and trainer.kept.ended.tolist() == [False, True]
-    assert trainer.shape_rewards(trainer.kept).tolist() == [[0.5, 0.0, -4.0], [2.0, 0.0, 0.0]]
+    assert rollout.response_mask.tolist() == [[True, False, True], [True, False, False]]
+    assert rollout.attention_mask[:, 2:].tolist() == [[True, True, True], [True, False, False]]
+    assert rollout.token_scores.tolist() == [[0.5, 0.0, -1.0], [2.0, 0.0, 0.0]]
+    assert rollout.scores.tolist() == [0.0, 0.0] and rollout.ended.tolist() == [False, True]
+    assert trainer.shape_rewards(rollout).tolist() == [[0.5, 0.0, -4.0], [2.0, 0.0, 0.0]]

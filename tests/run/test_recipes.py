@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss, clipped_policy_loss
 from rlhf_ppo.data.rollout import Experience
-from tests.runs import QUICK, parameters
-
-MakeTrainer = Callable[..., Any]
+from tests.runs import QUICK, MakeTrainer, parameters
 
 UPDATE: dict[str, Any] = QUICK | {
     **{"per_device_train_batch_size": 8, "num_ppo_epochs": 2, "num_mini_batches": 2, "total_episodes": 8},
-    **{
-        "stop_token_id": 7,
-        "stop_token": None,
-        "response_length": 8,
-        "learning_rate": 1.0,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-    },
+    **{"stop_token": None, "stop_token_id": 7, "response_length": 8},
+    **{"learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant"},
 }
 """One update of eight responses of several lengths, in four steps that move the policy far."""
-
-
-def trained(make_trainer: MakeTrainer, *trainer_class: Any, **arguments: Any) -> PPOTrainer:
-    trainer = make_trainer(*trainer_class, **UPDATE | arguments)
-    trainer.train()
-    return trainer
 
 
 def plain(logprobs: Tensor, experience: Experience, args: Any) -> PolicyLoss:
@@ -48,9 +32,9 @@ def loss(logprobs, experience, args):
 """
 
 
-def test_a_loss_of_ones_own_is_a_function_a_file_or_a_dotted_name(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_a_loss_of_ones_own_is_a_function_a_file_or_a_dotted_name(make_trained: MakeTrainer, tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text(FILE)
-    expected = parameters(trained(make_trainer))
+    expected = parameters(make_trained(**UPDATE))
     for named in (f"{tmp_path}/losses.py:loss", f"{__name__}.plain"):
-        weights = parameters(trained(make_trainer, policy_loss=named))
+        weights = parameters(make_trained(**UPDATE, policy_loss=named))
         assert all(torch.equal(weights[name], expected[name]) for name in expected)

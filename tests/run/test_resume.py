@@ -12,12 +12,9 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows
-from tests.runs import DieAt, RecordingTrainer, RunDied, assert_identical, end_of_run
-
-MakeTrainer = Callable[..., PPOTrainer]
+from tests.runs import At, MakeTrainer, RecordingTrainer, RunDied, assert_identical, die, end_of_run
 
 # Eight prompts in batches of four: two updates to an epoch, four in all.
 RUN: dict[str, Any] = {
@@ -38,11 +35,6 @@ def rows() -> Dataset:
 
 def stream() -> IterableDataset:
     return rows().to_iterable_dataset().shuffle(seed=1, buffer_size=4)
-
-
-def lora() -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 def logs_more(log_metric: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -87,7 +79,6 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, int]]] = {
         ("on_step_begin", 3),
     ),
     "on a stream, in its second pass": ({"train_dataset": stream}, ("on_step_begin", 3)),
-    "with LoRA": ({"peft_config": lora}, ("on_step_begin", 1)),
     "with prompts grouped by length that a worker loads, and a seed for the data": (
         {"train_sampling_strategy": "group_by_length", "dataloader_num_workers": 1, "data_seed": 11},
         ("on_step_begin", 3),
@@ -103,8 +94,7 @@ def new_run(make_trainer: MakeTrainer) -> Callable[..., RecordingTrainer]:
     def make(overrides: dict[str, Any], *callbacks: TrainerCallback) -> RecordingTrainer:
         values = {"train_dataset": rows, "eval_dataset": rows, **RUN, **overrides}
         made = {
-            name: value() if name in ("train_dataset", "eval_dataset", "peft_config") else value
-            for name, value in values.items()
+            name: value() if name in ("train_dataset", "eval_dataset") else value for name, value in values.items()
         }
         return cast(RecordingTrainer, make_trainer(RecordingTrainer, callbacks=list(callbacks), **made))
 
@@ -116,7 +106,7 @@ def test_resumed_run_equals_one_that_never_stopped(case: str, new_run: Callable[
     overrides, death = CASES[case]
     whole = new_run({**overrides, "save_strategy": "no"})
     whole.train()
-    died = new_run(overrides, DieAt(*death))
+    died = new_run(overrides, At(*death, die))
     with pytest.raises(RunDied):
         died.train()
     resumed = new_run(overrides)
@@ -136,7 +126,7 @@ def test_a_patience_goes_on_where_it_stopped_and_no_evaluation_at_the_start_is_r
     evaluated |= {"metric_for_best_model": "kl", "greater_is_better": False, "total_episodes": 32}
     whole = run(output_dir=str(new_run({}).args.output_dir) + "-whole")
     assert whole.train().global_step == 4, "the KL is lowest after the first update"
-    died = run(DieAt("on_step_begin", 2))
+    died = run(At("on_step_begin", 2, die))
     with pytest.raises(RunDied):
         died.train()
     resumed = run()

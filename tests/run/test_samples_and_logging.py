@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -11,22 +10,20 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
-from tests.runs import QUICK, RecordingTrainer, assert_identical
+from tests.runs import QUICK, MakeTrainer, RecordingTrainer, assert_identical
 
-MakeTrainer = Callable[..., PPOTrainer]
 PROMPTS = Dataset.from_list(prompt_rows(5, seed=1))
 
 # ---- The log ----
 
 
-def test_what_reward_functions_log_is_averaged_over_calls(make_trainer: MakeTrainer) -> None:
+def test_what_reward_functions_log_is_averaged_over_calls(make_trained: MakeTrainer) -> None:
     def logging(log_metric: Any, trainer_state: Any, completions: list[str], **columns: Any) -> list[float]:
         log_metric("reward/first", 10.0 * trainer_state.global_step)
         log_metric("reward/first", 10.0 * trainer_state.global_step + 4)
         return [0.0] * len(completions)
 
-    trainer = make_trainer(**QUICK, reward_funcs=logging, logging_steps=3)
-    trainer.train()
+    trainer = make_trained(**QUICK, reward_funcs=logging, logging_steps=3)
     logged = [entry["reward/first"] for entry in trainer.state.log_history if "reward/first" in entry]
     assert logged == pytest.approx([2.0, 17.0])  # the first update, and the mean of 12 and 22
 
@@ -34,21 +31,13 @@ def test_what_reward_functions_log_is_averaged_over_calls(make_trainer: MakeTrai
 # ---- Sample tables ----
 
 
-def tables_of(make_trainer: MakeTrainer, **overrides: Any) -> list[int]:
-    trainer = cast(RecordingTrainer, make_trainer(RecordingTrainer, **{**QUICK, **overrides}))
-    trainer.train()
-    return sorted(trainer.tables)
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "updates", "due"),
-    [(0, 4, []), (1, 4, [4]), (3, 6, [0, 3, 6])],
-)
+@pytest.mark.parametrize(("num_samples", "updates", "due"), [(0, 4, []), (1, 4, [4]), (3, 6, [0, 3, 6])])
 def test_tables_are_spread_over_the_run(
-    num_samples: int, updates: int, due: list[int], make_trainer: MakeTrainer
+    num_samples: int, updates: int, due: list[int], make_trained: MakeTrainer
 ) -> None:
     run = {"eval_dataset": PROMPTS, "total_episodes": 2 * updates, "num_sample_generations": num_samples}
-    assert tables_of(make_trainer, **run) == due
+    trainer = cast(RecordingTrainer, make_trained(RecordingTrainer, **QUICK | run))
+    assert sorted(trainer.tables) == due
 
 
 def test_table_shows_greedy_answers_and_their_scores(
@@ -76,7 +65,7 @@ def test_table_shows_greedy_answers_and_their_scores(
     assert_identical(trainer.generate_completions(), table)
 
 
-def test_an_overridden_shape_rewards_is_part_of_the_objective(make_trainer: Any) -> None:
+def test_an_overridden_shape_rewards_is_part_of_the_objective(make_trained: Any) -> None:
     """A price of 0.5 for each token is in the reward that is not score, and so in the RLHF reward."""
 
     class Priced(PPOTrainer):
@@ -85,8 +74,7 @@ def test_an_overridden_shape_rewards_is_part_of_the_objective(make_trainer: Any)
 
     logs = []
     for made_class in (PPOTrainer, Priced):
-        trainer = make_trainer(made_class, **QUICK)
-        trainer.train()
+        trainer = make_trained(made_class, **QUICK)
         logs.append(trainer.state.log_history[0])
     plain, priced = logs
     assert priced["objective/scores"] == plain["objective/scores"]

@@ -15,9 +15,8 @@ from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import prompt_rows, tiny_scorer
-from tests.runs import QUICK, SeenPrompts, assert_identical, end_of_run, history, logged, parameters
+from tests.runs import QUICK, MakeTrainer, SeenPrompts, assert_identical, end_of_run, history, logged, parameters
 
-MakeTrainer = Callable[..., PPOTrainer]
 EVALUATED: dict[str, Any] = {
     **QUICK,
     "total_episodes": 8,
@@ -44,12 +43,6 @@ def steps_with(trainer: PPOTrainer, key: str) -> list[int]:
 def checkpoints(trainer: PPOTrainer) -> list[int]:
     folders = Path(cast(str, trainer.args.output_dir)).glob("checkpoint-*")
     return sorted(int(folder.name.split("-")[1]) for folder in folders)
-
-
-def seen_in(make_trainer: MakeTrainer, **overrides: Any) -> list[list[list[int]]]:
-    trainer = cast(SeenPrompts, make_trainer(SeenPrompts, **{**QUICK, **overrides}))
-    trainer.train()
-    return trainer.seen
 
 
 # ---- The best model, and when to stop ----
@@ -97,16 +90,14 @@ logs: dict[str, list[dict[str, Any]]] = {}
     ],
 )
 def test_logs_come_when_asked_for_and_average_the_updates_between(
-    arguments: dict[str, Any], logged: list[int], make_trainer: MakeTrainer
+    arguments: dict[str, Any], logged: list[int], make_trained: MakeTrainer
 ) -> None:
     run = {**QUICK, "total_episodes": 8, "train_dataset": Dataset.from_list(prompt_rows(4))}
-    trainer = make_trainer(**run, **arguments)
-    trainer.train()
+    trainer = make_trained(**run, **arguments)
     assert steps_with(trainer, "loss") == logged == steps_with(trainer, "objective/kl")
 
     if "each update" not in logs:  # the cases share one run
-        each = make_trainer(**run)
-        each.train()
+        each = make_trained(**run)
         logs["each update"] = history(each)
     for start, end in zip([0, *logged], logged, strict=False):
         window, entry = logs["each update"][start:end], next(e for e in history(trainer) if e["step"] == end)
@@ -129,10 +120,9 @@ def test_logs_come_when_asked_for_and_average_the_updates_between(
     ],
 )
 def test_evaluations_come_when_asked_for(
-    arguments: dict[str, Any], evaluated: list[int], make_trainer: MakeTrainer
+    arguments: dict[str, Any], evaluated: list[int], make_trained: MakeTrainer
 ) -> None:
-    trainer = make_trainer(**{**EVALUATED, "train_dataset": Dataset.from_list(prompt_rows(4)), **arguments})
-    trainer.train()
+    trainer = make_trained(**{**EVALUATED, "train_dataset": Dataset.from_list(prompt_rows(4)), **arguments})
     assert steps_with(trainer, "eval_score") == evaluated
 
 
@@ -146,12 +136,11 @@ def test_evaluations_come_when_asked_for(
     ],
 )
 def test_checkpoints_come_when_asked_for(
-    arguments: dict[str, Any], written: list[int], make_trainer: MakeTrainer
+    arguments: dict[str, Any], written: list[int], make_trained: MakeTrainer
 ) -> None:
     dataset = Dataset.from_list(prompt_rows(4))
     run = {**QUICK, "total_episodes": 10, "train_dataset": dataset, "save_strategy": "steps"}
-    trainer = make_trainer(**{**run, **arguments})
-    trainer.train()
+    trainer = make_trained(**{**run, **arguments})
     assert checkpoints(trainer) == written
 
 
@@ -191,7 +180,9 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_no_number(make_tra
     assert_identical(recomputed, plain)
 
 
-def test_bf16_multiplies_in_bf16_everywhere_and_keeps_float32_weights(make_trainer: MakeTrainer) -> None:
+def test_bf16_multiplies_in_bf16_everywhere_and_keeps_float32_weights(
+    make_trainer: MakeTrainer, make_trained: MakeTrainer
+) -> None:
     trainer = make_trainer(**QUICK, bf16=True)
     dtypes: dict[str, set[torch.dtype]] = {"rollout": set(), "learning": set()}
     for model in (trainer.model.policy, trainer.model.value_model, trainer.reference.model.model):
@@ -207,39 +198,31 @@ def test_bf16_multiplies_in_bf16_everywhere_and_keeps_float32_weights(make_train
     assert set(moments) == {torch.float32}
     # Old and new log-probabilities come from one path: before the first step they differ by less than bf16 resolves.
     assert max(logged(trainer, "policy/approxkl_avg")) < 1e-6
-    assert history(trainer) != history(_trained(make_trainer, bf16=False))
-
-
-def _trained(make_trainer: MakeTrainer, **overrides: Any) -> PPOTrainer:
-    trainer = make_trainer(**{**QUICK, **overrides})
-    trainer.train()
-    return trainer
+    assert history(trainer) != history(make_trained(**QUICK))
 
 
 # ---- Seeds ----
 
 
-def test_seed_decides_everything(make_trainer: MakeTrainer) -> None:
-    first, again, other = (_trained(make_trainer, seed=seed) for seed in (3, 3, 4))
+def test_seed_decides_everything(make_trained: MakeTrainer) -> None:
+    first, again, other = (make_trained(SeenPrompts, **{**QUICK, "seed": seed}) for seed in (3, 3, 4))
     assert_identical(end_of_run(again), end_of_run(first))
     assert history(other) != history(first)
-    assert seen_in(make_trainer, seed=4) != seen_in(make_trainer, seed=3)
+    assert other.seen != first.seen
 
 
 # ---- Data ----
 
 
 @pytest.mark.parametrize("remove", [True, False])
-def test_remove_unused_columns_drops_what_no_reward_function_reads(remove: bool, make_trainer: MakeTrainer) -> None:
+def test_remove_unused_columns_drops_what_no_reward_function_reads(remove: bool, make_trained: MakeTrainer) -> None:
     rows = [{**row, "answer": "w1", "length": 3} for row in prompt_rows(8)]
     dataset = Dataset.from_list(rows)
-    trainer = make_trainer(
+    trainer = make_trained(
         SeenPrompts, **QUICK, train_dataset=dataset, reward_model=tiny_scorer(), remove_unused_columns=remove
     )
-    trainer.train()
     assert cast(SeenPrompts, trainer).columns[0] == (set() if remove else {"answer", "length"})
-    with_function = make_trainer(SeenPrompts, **QUICK, train_dataset=dataset, remove_unused_columns=remove)
-    with_function.train()
+    with_function = make_trained(SeenPrompts, **QUICK, train_dataset=dataset, remove_unused_columns=remove)
     assert cast(SeenPrompts, with_function).columns[0] == {"answer", "length"}
 
 

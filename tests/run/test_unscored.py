@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rlhf_ppo.rewards.scorer import WrongRewardError
-from tests.runs import QUICK, parameters
-
-MakeTrainer = Callable[..., Any]
+from tests.runs import QUICK, MakeTrainer, parameters
 
 
 def nothing_at_first(completions: list[str], trainer_state: Any, **columns: Any) -> list[float | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,9 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController
 from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, history, parameters, record_rollouts
+from tests.runs import QUICK, MakeTrainer, history, parameters, record_rollouts
 
-MakeTrainer = Callable[..., PPOTrainer]
-
-
-def train(make_trainer: MakeTrainer, **arguments: Any) -> PPOTrainer:
-    trainer = make_trainer(**QUICK | {"kl_coef": 0.0} | arguments)
-    trainer.train()
-    return trainer
+RUN: dict[str, Any] = QUICK | {"kl_coef": 0.0}
 
 
 def keys(trainer: PPOTrainer) -> set[str]:
@@ -30,14 +23,14 @@ def keys(trainer: PPOTrainer) -> set[str]:
 
 
 def test_nothing_is_made_held_or_run_and_the_policy_learns_the_same(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_trainer: MakeTrainer, make_trained: MakeTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    compared = train(make_trainer, ref_model=tiny_policy(), output_dir=str(tmp_path / "compared"))
+    compared = make_trained(**RUN, ref_model=tiny_policy(), output_dir=str(tmp_path / "compared"))
     assert compared.reference is not None and "objective/kl" in keys(compared)
 
     monkeypatch.setattr(reference, "make_reference", None)
     monkeypatch.setattr(reference.Reference, "forward", None)
-    trainer = make_trainer(**QUICK, kl_coef=0.0, output_dir=str(tmp_path / "alone"))
+    trainer = make_trainer(**RUN, output_dir=str(tmp_path / "alone"))
     rollouts = record_rollouts(trainer)
     trainer.train()
 
@@ -52,8 +45,8 @@ def test_nothing_is_made_held_or_run_and_the_policy_learns_the_same(
     assert None not in kept[0]["token_value"]
 
 
-def test_a_given_reference_is_used(make_trainer: MakeTrainer) -> None:
-    trainer = train(make_trainer, ref_model=tiny_policy(seed=5))
+def test_a_given_reference_is_used(make_trained: MakeTrainer) -> None:
+    trainer = make_trained(**RUN, ref_model=tiny_policy(seed=5))
     logged = [entry for entry in history(trainer) if "objective/kl" in entry]
     assert len(logged) == 3 and abs(logged[-1]["objective/kl"]) > 0
     assert {entry["objective/non_score_reward"] for entry in logged} == {0.0}
@@ -61,4 +54,4 @@ def test_a_given_reference_is_used(make_trainer: MakeTrainer) -> None:
 
 def test_a_controller_of_the_coefficient_has_a_reference(make_trainer: MakeTrainer) -> None:
     controller = AdaptiveKLController(0.1, 3.0, 100)
-    assert make_trainer(**QUICK, kl_coef=0.0, kl_controller=controller).reference is not None
+    assert make_trainer(**RUN, kl_controller=controller).reference is not None

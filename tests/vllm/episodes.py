@@ -94,8 +94,8 @@ def check_episodes(saved: Path, output_dir: Path, turns: int = 4, **given: Any) 
 
 def _recorded(trainer: PPOTrainer) -> tuple[list[Any], list[Any]]:
     """Record what vLLM was asked, and what was played with the policy's log-probabilities at that time."""
-    calls, played, vllm = [], [], trainer._sampler.engine.vllm  # type: ignore
-    generate, play = vllm.generate, trainer._play
+    calls, played, vllm = [], [], trainer.sampler.engine.vllm  # type: ignore
+    generate, collect = vllm.generate, trainer.collect_rollout
 
     def asked(prompts: list[list[int]], **how: Any) -> Any:
         answer = generate(prompts, **how)
@@ -103,16 +103,16 @@ def _recorded(trainer: PPOTrainer) -> tuple[list[Any], list[Any]]:
         return answer
 
     def kept(*given: Any) -> Any:
-        responses, prompts = play(*given)  # type: ignore
-        positions = (responses.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        rollout = collect(*given)
+        positions = (rollout.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         with torch.no_grad():
             logits = policy_of(trainer)(
-                responses.query_responses, attention_mask=responses.attention_mask, position_ids=positions
-            ).logits[:, prompts.input_ids.shape[1] - 1 : -1]
+                rollout.query_responses, attention_mask=rollout.attention_mask, position_ids=positions
+            ).logits[:, rollout.context_length - 1 : -1]
         own = (logits / trainer.args.temperature).log_softmax(dim=-1)
-        own = own.gather(-1, responses.responses[..., None]).squeeze(-1)
-        played.append((responses, own))
-        return responses, prompts
+        own = own.gather(-1, rollout.responses[..., None]).squeeze(-1)
+        played.append((rollout, own))
+        return rollout
 
-    vllm.generate, trainer._play = asked, kept
+    vllm.generate, trainer.collect_rollout = asked, kept
     return calls, played

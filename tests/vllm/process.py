@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
 
+from tests.runs import At
 from tests.vllm.episodes import check_episodes
-from tests.vllm.training import first_logs, make_vllm_trainer
+from tests.vllm.training import first_logs, make_vllm_trainer, record_ids
 
 
 def straight(folder: Path, saved: Path) -> dict[str, Any]:
@@ -25,12 +25,7 @@ def straight(folder: Path, saved: Path) -> dict[str, Any]:
 def dies(folder: Path, saved: Path) -> dict[str, Any]:
     """The same, killed at the end of the third."""
 
-    class Dies(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return _run(folder / "resumed", saved, Dies())
+    return _run(folder / "resumed", saved, At("on_step_end", 3, lambda _: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 def resumes(folder: Path, saved: Path) -> dict[str, Any]:
@@ -53,15 +48,7 @@ def two(folder: Path, saved: Path, tensor_parallel: str) -> dict[str, Any]:
     trainer = make_vllm_trainer(
         saved, folder / "run", vllm_tensor_parallel_size=int(tensor_parallel), ddp_backend="gloo", total_episodes=32
     )
-    llm: Any = trainer._sampler.engine.vllm.llm  # type: ignore
-    generate, ids = llm.generate, []
-
-    def recording(*given: Any, **how: Any) -> Any:
-        outputs = generate(*given, **how)
-        ids.extend(list(answer.token_ids) for output in outputs for answer in output.outputs)
-        return outputs
-
-    llm.generate = recording
+    ids = record_ids(trainer)
     trainer.train()
     largest = max(log["sampling/sampling_logp_difference/max"] for log in first_logs(trainer) or [{}])
     trainer.evaluate()

@@ -80,7 +80,7 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_asked_for(
 def test_rows_end_at_a_stop_token_or_have_all_tokens(trained: PPOTrainer, stops: list[int]) -> None:
     config = sampling_config(trained.args, trained.tokens.stop, None)
     config.temperature, config.eos_token_id = 2.0, stops
-    sampled = sample_with(trained._sampler.engine, policy_of(trained), some_prompts(), config)
+    sampled = sample_with(trained.sampler.engine, policy_of(trained), some_prompts(), config)
     assert sampled.lengths is not None
     lengths = sampled.lengths.tolist()
     assert len(set(lengths)) > 1 and max(lengths) == 12
@@ -131,8 +131,8 @@ def test_lora_with_another_stop_token_than_eos(saved: Path, tmp_path: Path) -> N
         saved, tmp_path, peft_config=lora, stop_token=None, stop_token_id=13, response_length=24, learning_rate=2e-2
     )
     before, answers = frozen(trainer), []
-    generate = trainer._sampler.engine.vllm.generate  # type: ignore
-    trainer._sampler.engine.vllm.generate = lambda *a, **k: answers.append(generate(*a, **k)) or answers[-1]  # type: ignore
+    generate = trainer.sampler.engine.vllm.generate  # type: ignore
+    trainer.sampler.engine.vllm.generate = lambda *a, **k: answers.append(generate(*a, **k)) or answers[-1]  # type: ignore
     trainer.train()
     trainer.evaluate()
     trainer.evaluate()

@@ -71,7 +71,7 @@ def test_episodes_of_several_turns(server: Server, saved: Path, tmp_path: Path) 
 
 def test_a_server_that_dies_while_it_generates(server: Server, saved: Path, tmp_path: Path) -> None:
     trainer = make_served(server, saved, tmp_path, total_episodes=800)
-    generate, calls = trainer._sampler.engine.vllm.vllm_client.generate, []
+    generate, calls = trainer.sampler.engine.vllm.vllm_client.generate, []
 
     def generating(*given: Any, **how: Any) -> Any:
         calls.append(None)
@@ -79,7 +79,7 @@ def test_a_server_that_dies_while_it_generates(server: Server, saved: Path, tmp_
             server.send(signal.SIGKILL)
         return generate(*given, **how)
 
-    trainer._sampler.engine.vllm.vllm_client.generate = generating
+    trainer.sampler.engine.vllm.vllm_client.generate = generating
     with pytest.raises(ConnectionError, match=f"the vLLM server at {server.url} cannot be used: "):
         trainer.train()
     assert trainer.state.global_step == 1

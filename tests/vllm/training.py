@@ -73,6 +73,20 @@ def policy_of(trainer: PPOTrainer) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model).policy
 
 
+def record_ids(trainer: Any) -> list[list[int]]:
+    """Return a list that is given the ids of each response that vLLM samples in this process."""
+    llm = trainer.sampler.engine.vllm.llm
+    generate, ids = llm.generate, list[list[int]]()
+
+    def recording(*given: Any, **how: Any) -> Any:
+        outputs = generate(*given, **how)
+        ids.extend(list(answer.token_ids) for output in outputs for answer in output.outputs)
+        return outputs
+
+    llm.generate = recording
+    return ids
+
+
 def some_prompts(count: int = 16) -> Prompts:
     rows = prompt_rows(count, seed=9, longest=20)
     return Prompts.from_collated(PromptCollator(0)(rows), torch.device("cpu"))
@@ -81,7 +95,7 @@ def some_prompts(count: int = 16) -> Prompts:
 def greedy_agreement(trainer: PPOTrainer, policy: Any) -> float:
     """Return the share of tokens in which vLLM's likeliest responses are those of a policy."""
     config, prompts = greedy_config(trainer.args, trainer.tokens.stop), some_prompts()
-    sampled = sample_with(trainer._sampler.engine, policy_of(trainer), prompts, config).ids
+    sampled = sample_with(trainer.sampler.engine, policy_of(trainer), prompts, config).ids
     own = TransformersEngine(8).sample(policy, prompts, config).ids
     width = min(sampled.shape[1], own.shape[1])
     mask = response_mask(own, trainer.tokens.stop)[:, :width]
@@ -95,7 +109,7 @@ def sample_as(trainer: PPOTrainer, suppressed: list[int] | None = None, **option
         setattr(args, name, value)
     prompts = some_prompts()
     config = sampling_config(args, trainer.tokens.stop, suppressed)
-    return sample_with(trainer._sampler.engine, policy_of(trainer), prompts, config), prompts
+    return sample_with(trainer.sampler.engine, policy_of(trainer), prompts, config), prompts
 
 
 @torch.no_grad()
