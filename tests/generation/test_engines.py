@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOTrainer
 from rlhf_ppo.config.checks import EngineName
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine_factory import make_engine
@@ -19,7 +19,7 @@ from rlhf_ppo.generation.sampler import called
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
-from tests.runs import QUICK, MakeTrainer, assert_identical, history, parameters, record_rollouts
+from tests.runs import QUICK, MakeArgs, MakeTrainer, assert_identical, history, parameters, record_rollouts
 
 
 class Talkative:
@@ -60,7 +60,7 @@ def test_the_docs_explain_an_engine(name: str) -> None:
 
 @needs_continuous
 @pytest.mark.parametrize("name", [name for name in get_args(EngineName) if name != "vllm"])  # see tests/vllm
-def test_an_engine_is_made_by_its_name(make_args: Callable[..., PPOConfig], name: str) -> None:
+def test_an_engine_is_made_by_its_name(make_args: MakeArgs, name: str) -> None:
     args = make_args(generation_engine=name)
     engine = make_engine(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), None)
     assert called(engine) == f"generation_engine={name!r}"
