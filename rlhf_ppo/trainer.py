@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,23 +21,19 @@ from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput, ResponseLogprobs
 from rlhf_ppo.ranks.random_streams import minibatch_generator
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, shape_scores
 from rlhf_ppo.run import construction, learning
 from rlhf_ppo.run.construction import ModelOrPath
-from rlhf_ppo.run.learning import PolicyLossFunction
+from rlhf_ppo.run.learning import Losses, PolicyLossFunction
 from rlhf_ppo.run.optimization import Optimizers
 from rlhf_ppo.run.rollouts import policy_and_value_outputs, reference_logprobs
 from rlhf_ppo.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
-Losses = tuple[PolicyAndValueOutput, PolicyLoss, ValueLoss]
-"""Model outputs, policy loss and value loss of each token of a micro-batch."""
 
 
 class PPOTrainer(TrainerBase):
@@ -344,33 +341,17 @@ class PPOTrainer(TrainerBase):
         return self._clip_and_step(losses, statistics)
 
     def _backward(self, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
-        """Run the backward pass of a micro-batch; return its loss, and model outputs and losses of each token.
+        """Run a micro-batch's passes forward and backward; return its loss, and outputs and losses of each token.
 
-        Several processes, one body, `torch_compile` and an overridden `compute_loss` use `compute_loss` and one pass.
-        Otherwise, and in warm-up, each model has its own pass, to hold one model's activations at a time.
+        The backward pass of one model runs before the other model's forward pass, to hold one model's activations at a
+        time. An overridden `compute_loss` has one backward pass.
         """
-        model, args, warms_up = self._prepared, self.args, self._critic_only.warms_up
-        has_own_loss = type(self).compute_loss is not PPOTrainer.compute_loss
-        if has_own_loss or not (learning.has_separate_passes(self.accelerator, args, self.value_model) or warms_up):
-            with self._forward_context():
-                loss, figures = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
-            return learning.backward(self.accelerator, loss), figures
-        if warms_up:  # the old log-probabilities take the place of a forward pass
-            of_policy = ResponseLogprobs(part.logprobs, torch.full_like(part.logprobs, torch.nan))
-            policy_share, policy = 0.0, learning.no_policy_loss(part.logprobs)
-        else:
-            with self._forward_context():
-                of_policy = model(*part.batch, only="policy", places=part.places)
-                policy = self.policy_loss(of_policy.logprobs, part)
-            term = learning.policy_term(policy, of_policy, part, num_tokens, args)
-            policy_share = learning.backward(self.accelerator, term)
+        model, run_backward = self._prepared, partial(learning.backward, self.accelerator)
+        if type(self).compute_loss is PPOTrainer.compute_loss:
+            return self._sum_of_passes(model, part, num_tokens, run_backward)
         with self._forward_context():
-            of_values = model(*part.batch, only="value_model", places=part.places)
-            value = self.value_loss(of_values.values, part)
-        term = learning.value_term(value, part, num_tokens, args)
-        term = term + learning.zero_of_policy(model, self.policy_model) if warms_up else term
-        loss = policy_share + learning.backward(self.accelerator, term)
-        return loss, (PolicyAndValueOutput(*of_policy, *of_values), policy, value)
+            loss, losses = self.compute_loss(model, part, return_outputs=True, num_items_in_batch=num_tokens)
+        return run_backward(loss), losses
 
     def compute_loss(
         self,
@@ -381,8 +362,8 @@ class PPOTrainer(TrainerBase):
     ) -> Any:
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
-        To change a term, override `policy_loss` or `value_loss`. Training calls this method if you override it, and
-        with several processes, one body or `torch_compile`; else one term at a time. In warm-up the policy loss is 0.
+        To change a term, override `policy_loss` or `value_loss`. If you override this method, training calls it, and
+        runs one backward pass for both models. In warm-up the policy loss is 0.
 
         Args:
             model: The `PolicyAndValue`.
@@ -394,16 +375,36 @@ class PPOTrainer(TrainerBase):
             The loss, a scalar; with `return_outputs` also `(PolicyAndValueOutput, PolicyLoss, ValueLoss)`.
         """
         num_tokens = float(inputs.loss_mask.sum() if num_items_in_batch is None else num_items_in_batch)
-        output = PolicyAndValueOutput(*model(*inputs.batch, places=inputs.places))
-        value = self.value_loss(output.values, inputs)
-        if self._critic_only.warms_up:  # a gradient of 0, because DDP and DeepSpeed wait for every gradient
-            policy_share = 0.0 * output.logprobs.sum()
-            policy, output = learning.no_policy_loss(inputs.logprobs), output._replace(logprobs=inputs.logprobs)
-        else:
-            policy = self.policy_loss(output.logprobs, inputs)
-            policy_share = learning.policy_term(policy, output, inputs, num_tokens, self.args)
-        loss = policy_share + learning.value_term(value, inputs, num_tokens, self.args)
-        return (loss, (output, policy, value)) if return_outputs else loss
+        loss, losses = self._sum_of_passes(model, inputs, num_tokens, lambda term: term)
+        return (loss, losses) if return_outputs else loss
+
+    def _sum_of_passes(
+        self, model: nn.Module, part: Experience, num_tokens: float, finish: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Losses]:
+        """Run the policy, the value model, or both in one pass, and add up the terms of the loss.
+
+        Args:
+            model: The `PolicyAndValue`.
+            part: The micro-batch.
+            num_tokens: Number of tokens to divide by.
+            finish: Takes the term of each pass, before the next pass begins.
+        """
+        args, losses, zero = self.args, Losses.before(part), part.logprobs.new_zeros(())
+        total = zero
+        for only in learning.passes(self.accelerator, args, self.value_model, self._critic_only.warms_up):
+            output, policy, value = losses
+            with self._forward_context():
+                output = output._replace(**model(*part.batch, only=only, places=part.places)._asdict())
+                if only == "value_model":
+                    term = zero + learning.zero_of_policy(model, self.policy_model)
+                else:
+                    policy = self.policy_loss(output.logprobs, part)
+                    term = learning.policy_term(policy, output, part, num_tokens, args)
+                if only != "policy":
+                    value = self.value_loss(output.values, part)
+                    term = term + learning.value_term(value, part, num_tokens, args)
+            total, losses = total + finish(term), Losses(output, policy, value)
+        return total, losses
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
         """Compute the policy loss of each token: PPO's clipped loss, or the function that `policy_loss` gives.

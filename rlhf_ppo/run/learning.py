@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from rlhf_ppo.config.checks import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
 from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.models.heads import ValueHead
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput, ResponseLogprobs
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.models.unwrapping import advice_by_type
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -134,9 +134,53 @@ def weighted_micro_batches(
     return micro_batches(minibatch, max_rows, max_tokens, run.gather, models.packs_rows, models.shares_prefixes)
 
 
+def passes(
+    accelerator: Accelerator, args: PPOConfig, value_model: nn.Module, warms_up: bool
+) -> tuple[Literal["policy", "value_model"] | None, ...]:
+    """Return which model each pass over a micro-batch runs, None for both; the loss is the sum of the passes' terms.
+
+    A pass for each model saves memory. DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every
+    parameter takes part, and a value model that is a head of the policy has no pass of its own. In critic warm-up only
+    the value model has a pass.
+
+    Args:
+        accelerator: Gives the kind of distribution.
+        args: Gives `torch_compile`.
+        value_model: The value model.
+        warms_up: Whether this is an update of critic warm-up.
+    """
+    if warms_up:
+        return ("value_model",)
+    is_plain = accelerator.distributed_type == DistributedType.NO and not args.torch_compile
+    return (None,) if not is_plain or isinstance(value_model, ValueHead) else ("policy", "value_model")
+
+
+class Losses(NamedTuple):
+    """Outputs and losses of each token of a micro-batch.
+
+    Attributes:
+        output: Outputs of both models.
+        policy: The policy loss.
+        value: The value loss.
+    """
+
+    output: PolicyAndValueOutput
+    policy: PolicyLoss
+    value: ValueLoss
+
+    @classmethod
+    def before(cls, part: Experience) -> Losses:
+        """Return those of models that have not changed since the rollout: a ratio of 1, and losses of 0."""
+        logprobs, values = part.logprobs, part.values
+        unknown = torch.full_like(logprobs, torch.nan)
+        loss, clipped = torch.zeros_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
+        output = PolicyAndValueOutput(logprobs, unknown, values, unknown[:, 0])
+        return cls(output, PolicyLoss(loss, torch.ones_like(loss), clipped), ValueLoss(loss, clipped))
+
+
 def policy_term(
     policy: PolicyLoss,
-    output: ResponseLogprobs | PolicyAndValueOutput,
+    output: PolicyAndValueOutput,
     part: Experience,
     num_tokens: float,
     args: PPOConfig,
@@ -260,12 +304,6 @@ def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
     return torch.stack([0.0 * parameter.sum().float() for parameter in trained]).sum()
 
 
-def no_policy_loss(logprobs: Tensor) -> PolicyLoss:
-    """Return the policy loss of an unchanged policy: 0, with a ratio of 1."""
-    nothing = torch.zeros_like(logprobs)
-    return PolicyLoss(nothing, torch.ones_like(logprobs), nothing.bool())
-
-
 def accumulate(
     accelerator: Accelerator, model: nn.Module, is_last: bool, args: PPOConfig
 ) -> AbstractContextManager[Any]:
@@ -317,16 +355,6 @@ def gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor |
     device = next(grads[0].device for grads in owned if grads)
     result = torch.stack([norm.float().to(device) for norm in norms])
     return result if accelerator.scaler is None else result / accelerator.scaler.get_scale()
-
-
-def has_separate_passes(accelerator: Accelerator, args: PPOConfig, value_model: nn.Module) -> bool:
-    """Return whether policy and value model run forward and backward one after the other, which saves memory.
-
-    DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every parameter takes part. A value model
-    that is a head of the policy has no pass of its own.
-    """
-    is_plain = accelerator.distributed_type == DistributedType.NO and not args.torch_compile
-    return is_plain and not isinstance(value_model, ValueHead)
 
 
 # ---- Values that are not finite ----
