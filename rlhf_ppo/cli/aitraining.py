@@ -99,7 +99,7 @@ def wanted_columns(columns: list[str], params: LLMTrainingParams) -> dict[str, s
         params: Names them; instead of a default, the trainer's own name is accepted too.
 
     Returns:
-        For the trainer's name of each column that of the data set.
+        The data set's name of each column that the trainer reads.
 
     Raises:
         ValueError: A column is missing.

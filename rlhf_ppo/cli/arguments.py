@@ -40,7 +40,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
     """
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
-        """Parse the command line, over the YAML file or the preset after `--config`."""
+        """Parse the command line; its options override those of the file or preset that `--config` names."""
         first = CommandParser(self.prog, add_help=False)
         first.add_argument("--config")
         options, words = first.parse_known_args(None if args is None else [*args])
@@ -48,7 +48,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         return super().parse_args_and_config([*config, *words])
 
     def _config_file(self, name: str, words: list[str]) -> str:
-        """Return a preset's file, the one for LoRA if only adapters are trained; another name is a path."""
+        """Return a preset's file, with LoRA's rates if only adapters are trained; any other name is a path."""
         for_all, for_lora = (PRESETS / f"{name.removesuffix('-lora')}{kind}.yaml" for kind in ("", "-lora"))
         if not for_lora.is_file():
             return str(for_all if for_all.is_file() else name)
@@ -71,7 +71,9 @@ class PPOArgumentParser(CommandParser, TrlParser):
             hint = hint_for(name, known, CONFIG_HINTS, {})
             advice.append(f"{word} ({hint})" if hint else word)
         if unknown:
-            raise ValueError(f"there is no option {', '.join(advice)}" if advice else "words without an option")
+            raise ValueError(
+                f"there is no option {', '.join(advice)}" if advice else f"no option takes {' '.join(unknown)!r}"
+            )
         return parsed, unknown
 
 
@@ -109,7 +111,7 @@ def group_help(parser: Any) -> None:
 
 
 def check_single_process(task: str) -> None:
-    """Check that no launcher has started the command in several processes, each of which would do all of its work.
+    """Check that the command runs in one process: each of several would do all of the work.
 
     Args:
         task: What the command does, such as "responses are judged".
@@ -128,7 +130,7 @@ def check_single_process(task: str) -> None:
 
 @dataclass
 class DryRunScriptArguments(ScriptArguments):
-    """TRL's `ScriptArguments`, a dry run, and what is saved of an adapter."""
+    """TRL's `ScriptArguments`, a dry run, and how an adapter is saved."""
 
     dry_run: bool = option(False, "Load data and models, check everything, and exit.")
     merge_adapter: bool = option(False, "Save the merged model instead of the adapter.")

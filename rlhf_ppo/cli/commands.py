@@ -64,7 +64,7 @@ def sft(argv: Sequence[str] | None = None) -> Trainer:
 
 
 def parse_step(command: str, argv: Sequence[str] | None, program: str) -> tuple[Any, Any]:
-    """Parse the options of a command, load its data and the user's functions: all of its mistakes that need no model.
+    """Parse the options of a command, load its data and the user's functions; find every mistake that needs no model.
 
     Args:
         command: A key of `OPTIONS`.

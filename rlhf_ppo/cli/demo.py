@@ -48,10 +48,10 @@ class DemoSize:
     """Size of the demo's data and training.
 
     Attributes:
-        num_stories: Number of stories that the language model learns from, each seen twice.
+        num_stories: Number of stories that the language model learns from, in two passes.
         num_pairs: Number of preference pairs that the reward model learns from.
         num_updates: Number of PPO updates.
-        num_episodes: Number of stories told in each update.
+        num_episodes: Number of stories sampled in each update.
         num_held_out: Number of openings, and of preference pairs, that no model trains on.
     """
 
@@ -103,7 +103,7 @@ def train_reward_model(sft_dir: Path, output_dir: Path, size: DemoSize) -> float
         size: Gives `num_pairs` and `num_held_out`.
 
     Returns:
-        Share of held-out pairs whose liked story scores higher, in [0, 1].
+        Share of held-out pairs whose preferred story scores higher, in [0, 1].
     """
     settings = _settings(output_dir, learning_rate=1e-3)
     args = RewardConfig(**settings, num_train_epochs=1, max_length=None, center_rewards_coefficient=0.01)
@@ -202,7 +202,7 @@ def _settings(output_dir: Path, learning_rate: float, batch_size: int = 32) -> d
         "per_device_train_batch_size": batch_size,
         "per_device_eval_batch_size": 64,
         "seed": TRAINING_SEED,
-        "use_cpu": True,  # so small a model is no faster on a GPU, and the same numbers come out everywhere
+        "use_cpu": True,  # such a small model is no faster on a GPU, and its numbers are the same everywhere
         "bf16": False,
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
@@ -292,7 +292,7 @@ class DemoResult:
 def run_demo(output_dir: Path, size: DemoSize | None = None, console: Console | None = None) -> DemoResult:
     """Train a language model, a reward model and a PPO policy, and ask the judge whether PPO helped.
 
-    Sets torch to one thread: as fast as more for models so small, and sums then round the same way on every machine.
+    Sets torch to one thread: more threads are no faster for such small models, and sums round the same way everywhere.
 
     Args:
         output_dir: Gets `sft/`, `reward_model/`, `ppo/` (each loads with `from_pretrained`) and `curves.png`.
@@ -432,7 +432,7 @@ def draw_continuation(opening: Opening, rng: random.Random) -> Continuation:
 
 
 def draw_repetitive_continuation(opening: Opening, rng: random.Random) -> Continuation:
-    """Draw a story that says one of its sentences again in other words, which no reader likes."""
+    """Draw a story that repeats one of its sentences in other words, which no reader likes."""
     templates = _draw_templates(rng)
     templates.insert(rng.randint(0, len(templates)), rng.choice(templates))
     sentences = _draw_sentences(opening, templates, rng)

@@ -42,7 +42,7 @@ class EstimateArguments(PPOScriptArguments):
 
     num_devices: AtLeastOne = option(1, "Devices that train together.")
     zero_stage: Annotated[int, Interval(0, 3)] = option(
-        0, "What the devices share: 0, nothing (DDP); 1 to 3, as DeepSpeed ZeRO does; 3 also for FSDP2."
+        0, "What is sharded over the devices: 0, nothing (DDP); 1 to 3, as in DeepSpeed ZeRO; 3 also for FSDP2."
     )
     prompt_length: AtLeastOne = option(512, "Tokens of a prompt.")
 

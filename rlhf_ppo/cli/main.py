@@ -104,7 +104,7 @@ def configs(argv: Sequence[str] | None = None) -> list[Path]:
         ]
         if others and not options.overwrite:
             names = ", ".join(map(str, others))
-            raise ValueError(f"other files are in the way: {names}; add --overwrite to replace them")
+            raise ValueError(f"these files exist with other contents: {names}; add --overwrite to replace them")
         for source, path in copies.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(source.read_bytes())
@@ -148,7 +148,7 @@ def init(argv: Sequence[str] | None = None) -> None:
     path, folder = Path(args.file).expanduser(), Path(args.output_dir).expanduser() / "data"
     for existing, option in ((path, "file"), (folder, "output_dir")):
         if existing.exists():
-            parser.error(f"{existing} is there already: name another {option}, or rename it")
+            parser.error(f"{existing} already exists: name another {option}, or rename it")
     if not args.preferences and not args.reward_funcs:
         parser.error("PPO has no reward: give --preferences for a reward model, or --reward_funcs")
     from rlhf_ppo.cli.init import write_file

@@ -305,7 +305,7 @@ def run_pipeline(
     """Run the unfinished steps, each in its own process.
 
     A training step that was interrupted continues from its newest complete checkpoint. A step whose input was written
-    again begins anew; its old result is moved to `replaced`. After the last step, the verdict is printed and saved.
+    again starts over; its old result is moved to `replaced`. After the last step, the verdict is printed and saved.
 
     Args:
         pipeline: The steps.
@@ -363,7 +363,7 @@ def _run(
             kept = _free(pipeline.output_dir / REPLACED / step.name)
             kept.parent.mkdir(exist_ok=True)
             os.rename(step.output_dir, kept)
-            say(f"{step.name} begins anew, as {' and '.join(inputs)} ran again; its earlier files are in {kept}")
+            say(f"{step.name} starts over, because {' and '.join(inputs)} ran again; its earlier files are in {kept}")
         elif _has_checkpoint(step):
             words += ["--resume_from_checkpoint", "true"]
     entry = record[step.name] = {"options": step.recorded_options(), "inputs": inputs, "finished": None}
@@ -414,7 +414,7 @@ class Signals:
 
 @contextmanager
 def _signals() -> Iterator[Signals]:
-    """Let signals end the pipeline after the step that runs; ignored ones stay ignored, as under nohup."""
+    """Let signals end the pipeline after the running step; ignored signals stay ignored, as under nohup."""
     received = Signals()
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     previous = {number: signal.getsignal(number) for number in numbers}

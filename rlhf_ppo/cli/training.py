@@ -81,7 +81,7 @@ logger = visible_logger(__name__)
 
 
 class DefaultBf16(ExplainsUnknown, RedactsSecrets):
-    """Base of TRL's configurations with the default of `bf16` of `PPOConfig`: on if the device supports it."""
+    """Base of TRL's configurations, with `PPOConfig`'s default of `bf16`: on if the device supports it."""
 
     def __post_init__(self) -> None:
         """Set `bf16`, which TRL switches on everywhere."""
@@ -148,7 +148,7 @@ def check_lora(model_args: ModelConfig) -> None:
 
 
 def lora_config(model_args: ModelConfig) -> Any:
-    """Return the configuration of LoRA, or None; a single module's name is a name.
+    """Return the LoRA configuration, or None; a single target module stays in a list.
 
     TRL turns a list of one name into a text, which PEFT reads as a pattern for the whole path of a module.
     """
@@ -258,7 +258,7 @@ def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Load the reward model and the value model, which learns in float32; None makes it from the reward model.
 
-    With `share_base_model`, paths are returned: the trainer puts the adapters over the policy's base. So is "policy".
+    With `share_base_model`, paths are returned: the trainer puts the adapters over the policy's base. "policy" stays.
 
     Returns:
         Arguments of `PPOTrainer`.
@@ -309,7 +309,7 @@ def _load_reward_model(path: str, settings: Mapping[str, Any]) -> Any:
 
 
 class _SavesWhole(Trainer):
-    """A trainer of TRL's that replaces what a directory held; its card names local models, without hub links."""
+    """Base of TRL's trainers: saving replaces an earlier model; the card names local models, without hub links."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         directory = output_dir or str(self.args.output_dir)
@@ -492,7 +492,7 @@ def _trl_trainer(
 
 
 def _adapted_model(trainer_class: Any, path: str, settings: dict[str, Any], model_args: ModelConfig) -> Any:
-    """Load an adapter over its base; with `use_peft` it continues to train, else it is merged and all weights do."""
+    """Load an adapter over its base; with `use_peft` train it further, else merge it and train all weights."""
     is_reward = trainer_class is _RewardTrainer
     auto_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     settings = {**settings, "num_labels": 1} if is_reward else settings

@@ -342,7 +342,8 @@ class AgentArguments:
         "not run. None: no limit.",
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
-        60.0, "Seconds for a call; then a tool answers with an error, and an environment's episode is cut. None: any."
+        60.0,
+        "Seconds for a call; then a tool answers with an error, and an environment's episode is cut. None: no limit.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = _option(
         None,
@@ -400,7 +401,7 @@ class PPOConfig(
     )
     dataloader_drop_last: bool = _option(True, "Drop the last, smaller batch of an epoch; False is an error.")
     warmup_ratio: ShareBelowOne | None = _option(
-        None, "Share of all updates in which the learning rate rises, where warmup_steps is not set."
+        None, "Share of all updates in which the learning rate rises, if warmup_steps is not set."
     )
     restore_callback_states_from_checkpoint: bool = _option(True, "Restore the counters of callbacks on a resume.")
 
@@ -426,7 +427,7 @@ class PPOConfig(
     )
     share_prefixes: bool | None = _option(
         None,
-        "Compute tokens with which rows of a pass begin alike once; each row's numbers stay those of the row alone. "
+        "Compute a beginning that several rows of a pass share once; the numbers stay those of each row alone. "
         "None: on a CPU. True: also on an accelerator (unmeasured), except with flash attention or padded rows.",
     )
     dataset_num_proc: Annotated[int, Interval(1, 1024)] | None = _option(None, "Processes that tokenize the dataset.")

@@ -76,7 +76,7 @@ class ContinuousEngine:
         config = copy.deepcopy(config)
         max_new_tokens, filling = length_and_filling(config)
         if config.eos_token_id is None:
-            config.eos_token_id = -1  # no token; transformers warns about None and sets this
+            config.eos_token_id = -1  # no token: transformers would warn about None and set this
         with (
             in_eval_mode(policy),
             default_generation_config(policy) as model,
@@ -96,7 +96,7 @@ class ContinuousEngine:
     def check(self, policy: nn.Module) -> None:
         """Generate three tokens to two prompts, and compare with passes over each row alone.
 
-        transformers does not say which models its continuous batching can run; some ignore that rows share a pass.
+        transformers does not say which models its continuous batching can run; some mix the rows of a pass.
 
         Args:
             policy: A causal language model, or a `PeftModel` around one.
@@ -205,7 +205,7 @@ def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: Con
         manager.start()
         outputs: dict[str, Any] = {}
         while len(outputs) < len(rows):
-            is_running = manager.is_running()  # before reading: its last results are read too
+            is_running = manager.is_running()  # before reading, so that its last results are read too
             output = manager.get_result(timeout=1)
             if output is not None:
                 outputs[output.request_id] = output
@@ -225,4 +225,4 @@ def _check(row: int, output: Any) -> None:
         raise NonFiniteLogitsError(f"its logits are NaN or infinite for prompt {row} of the batch")
     if output is None or output.error is not None or len(output.generated_tokens) != len(output.logprobs):
         reason = "its thread ended" if output is None else output.error
-        raise RuntimeError(f"continuous batching gave no whole response to prompt {row} of the batch: {reason}")
+        raise RuntimeError(f"continuous batching gave no complete response to prompt {row} of the batch: {reason}")

@@ -113,7 +113,7 @@ def make_engine(
     if not is_recent_enough(engine):
         name, lowest = ENGINE_NEEDS[engine]
         raise ValueError(
-            f"generation_engine={engine!r} needs {name} {lowest} or newer, and here is {version(name)}; "
+            f"generation_engine={engine!r} needs {name} {lowest} or newer, but {version(name)} is installed; "
             f"`pip install -U {name}`, or set generation_engine='transformers'"
         )
     rows = args.local_rollout_forward_batch_size

@@ -23,7 +23,7 @@ class Sampled(NamedTuple):
         logprobs: Log-probabilities of these tokens in the distribution that the engine sampled from, after
             temperature, top_k, top_p and min_p, nats, float32 `(B, T)`, ignored after a row's end; None if unknown.
         lengths: Number of sampled ids of each row, long `(B,)`. None: all `T`, or up to the stop token. An engine that
-            may cut a row must return them: with stop tokens as filling, a cut row would look ended.
+            may cut a row must return them: with stop tokens as padding, a cut row would look ended.
     """
 
     ids: Tensor

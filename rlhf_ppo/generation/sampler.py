@@ -106,7 +106,7 @@ def whole_policy(model: nn.Module, accelerator: Accelerator, gathers: bool) -> I
     """
     policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
     is_prepared = not isinstance(model, PolicyAndValue)
-    # After a step all small parameters may be gathered; hooks would still reshard them, on each rank at another time.
+    # After a step all small parameters may be gathered; hooks would reshard them, at a different time on each rank.
     if zero_stage(accelerator) == 3 and gathers and is_prepared:
         with _gathered(model, policy):
             yield policy

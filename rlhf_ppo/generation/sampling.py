@@ -328,7 +328,7 @@ StopIds = int | Sequence[int] | None
 
 
 def is_one_of(ids: Tensor, tokens: StopIds) -> Tensor:
-    """Return which ids are one of these tokens, a bool tensor of their shape."""
+    """Return which ids are one of these tokens, bool, with their shape."""
     found = torch.zeros_like(ids, dtype=torch.bool)
     for token in [tokens] if isinstance(tokens, int) else tokens or ():
         found |= ids == token
@@ -469,7 +469,7 @@ class SpecialTokens:
         return responses.ended if responses.ended is not None else ended(responses, self.ends, self.stop_strings)
 
     def with_those_of(self, policy: nn.Module, args: PPOConfig) -> SpecialTokens:
-        """Add the several EOS tokens that a policy's `generation_config` lists, if EOS or one of them is to stop."""
+        """Add all EOS tokens that a policy's `generation_config` lists, if EOS or one of them is a stop token."""
         own = getattr(transformers_model(policy), "generation_config", None)
         listed = None if own is None else own.eos_token_id
         if not isinstance(listed, list) or not (args.stop_token == "eos" or self.stop in listed):
@@ -507,7 +507,7 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
             )
     if stop is None and eos is not None and not args.stop_strings:
         logger.warning_once(
-            "No stop token is set: every response has response_length tokens, also if EOS comes earlier. Set "
+            "No stop token is set: every response has response_length tokens, even if EOS comes earlier. Set "
             "stop_token='eos' to end responses at EOS."
         )
     strings = StopStrings(tokenizer, tuple(args.stop_strings)) if args.stop_strings else None

@@ -117,13 +117,13 @@ def sampling_config(
 
 
 def continues(policy: nn.Module) -> bool:
-    """Return whether keys and values of a row can be continued beside other rows: attention alone reads the row."""
+    """Return whether the cache of a row can be continued beside other rows: only attention reads the row."""
     look = looked_at(policy)
     return look.packs and look.pads_left and not gathers_in_passes(policy)
 
 
 def _forget_earlier_calls(policy: nn.Module) -> bool:
-    """Drop what modules keep of the rows of an earlier call; return whether a module keeps their states.
+    """Drop what modules have kept of the rows of an earlier call; return whether a module keeps their states.
 
     RecurrentGemma keeps states, which compaction does not divide, and Qwen the images' shift of positions.
     """
@@ -465,7 +465,7 @@ class KeptCaches:
         return self._taken(range(len(ids)), starts, width - fewest)
 
     def _num_known(self, name: int, row: np.ndarray) -> int:
-        """Return the number of a row's first tokens that are kept; the last, whose logits are needed, is not one."""
+        """Return how many of a row's first tokens are cached, without the last, whose logits are needed."""
         known = self.kept[name][0][: len(row) - 1] if name in self.kept else row[:0]
         differs = np.flatnonzero(known != row[: len(known)])
         return int(differs[0]) if len(differs) else len(known)

@@ -38,7 +38,7 @@ EXACT_KINDS = frozenset(
     "LORA MISS OFT OSF PEANUT PSOFT PVERA RANDLORA ROAD SHIRA SUPERTUNING TINYLORA TRAINABLE_TOKENS UNILORA VBLORA "
     "VERA WAVEFT".split()
 )
-"""PEFT's kinds of adapters whose passes here are those of `PeftModel.forward` on each row alone, and which train.
+"""PEFT's kinds of adapters whose passes here equal `PeftModel.forward` on each row alone, and which train.
 
 Not in it: virtual tokens, routers that read the whole batch (Lily), and what acts in `PeftModel.forward` (X-LoRA)."""
 
@@ -49,7 +49,7 @@ INEXACT_OPTIONS = (
     "ensure_weight_tying",  # PEFT adds half of a second such adapter
     "use_qalora",  # never run
 )
-"""Options of LoRA with which this does not hold."""
+"""Options of LoRA that are not exact."""
 
 LOADED = "_hf_peft_config_loaded"
 """Attribute of a model, no `PeftModel`, into which transformers itself has loaded an adapter: True."""
@@ -414,7 +414,7 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
 
 
 def _check_base_stays(peft_config: Any, argument: str) -> None:
-    """Check that the model without the adapter is the given model, now and after training."""
+    """Check that the model without the adapter is the given model, before and after training."""
     fix = (
         "which is the reference's too, and with share_base_model=True the value model's: choose another setting, or "
         "pass ref_model and leave share_base_model=False"

@@ -60,7 +60,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def _changing_ropes(config: Any) -> Iterable[tuple[str, int]]:
-    """Yield type and original length of rotary embeddings that transformers computes anew for longer batches."""
+    """Yield type and original length of rotary embeddings that transformers recomputes for longer batches."""
     given = getattr(config, "rope_parameters", None) or {}
     for parameters in (given, *given.values()):  # of all layers, or of each type of layer
         kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
@@ -166,7 +166,7 @@ def check_consistent(model: nn.Module, argument: str) -> None:
         argument: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: It does not; names the architecture and the reason.
+        ValueError: It depends on others; the message names the architecture and the reason.
     """
     if is_sharded(model):
         return

@@ -56,7 +56,7 @@ logger = get_logger(__name__)
 CHECKPOINT_DTYPE = "checkpoint_dtype"
 """Attribute of a language model loaded from a path: the type of its files, in which the trained policy is saved."""
 
-NOT_HERE = "is no directory here, and the hub did not give it"
+NOT_HERE = "is not a directory, and the hub does not provide it"
 """Reason of a name that cannot be loaded."""
 
 # ---- Loading ----
@@ -307,7 +307,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
 
 
 def _fault_of_files(loaded: Any, info: Mapping[str, Any], is_language_model: bool) -> str | None:
-    """Return why weights would be random that a model needs, or None; a classifier may get a new head."""
+    """Return why weights that a model needs would be random, or None; a classifier may get a new head."""
     for weight, shape, needed in info["mismatched_keys"]:
         fault = f"holds {weight} of the shape {(*shape,)}, where {type(loaded).__name__} needs {(*needed,)}"
         has_other_labels = not is_language_model and shape[1:] == needed[1:]
@@ -420,7 +420,7 @@ _FILES = (
 
 
 def remove_saved_models(directory: str | os.PathLike[str]) -> None:
-    """Remove what an earlier save has left in a directory and its `critic`: it would be loaded beside the new files.
+    """Remove what an earlier save has left in a directory and its `critic`: it would be loaded with the new files.
 
     Args:
         directory: Where a model is saved next. Files of other kinds stay.

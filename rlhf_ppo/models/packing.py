@@ -103,7 +103,7 @@ def uses_flash_attention(body: nn.Module) -> bool:
 
 
 def share_prefixes(given: bool | None, *models: nn.Module | None) -> None:
-    """Let `hidden_states` compute tokens with which several rows begin once, or not.
+    """Set whether `hidden_states` computes tokens with which several rows begin once.
 
     Args:
         given: `share_prefixes` of the arguments; None: on a CPU.
@@ -296,7 +296,7 @@ AttentionMaskInterface.register(PACKED, sdpa_mask)
 def pack_rows(model: nn.Module, now: bool = False) -> None:
     """Enable packing in `hidden_states` if each row's states are those of the row alone; see `looked_at`.
 
-    A model that ZeRO-3 has sharded cannot run yet and is looked at in its first pass.
+    A model that ZeRO-3 has sharded cannot run yet: its first pass is checked.
 
     Args:
         model: A transformers model with a backbone, or a `PeftModel` around one.

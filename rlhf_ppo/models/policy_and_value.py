@@ -131,7 +131,7 @@ def max_chunk_elements(states: Tensor) -> int:
 def _logprobs_of_called_head(
     policy: nn.Module, states: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Like `token_logprobs`, for a head that can only be called; autograd computes the gradients."""
+    """Like `token_logprobs`, for a head whose layers cannot be read; autograd computes the gradients."""
     chunk = max(1, max_chunk_elements(states) // text_config(policy).vocab_size)
     num_chunks = _same_on_all_ranks(policy, math.ceil(len(states) / chunk))
     recompute = torch.is_grad_enabled() and num_chunks > 1

@@ -189,14 +189,14 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
     if shared:
         raise ValueError(
             f"ref_model holds parameters that the policy trains (the first is {shared[0]}): PEFT puts adapters into "
-            "the very model that it is given; load ref_model anew, or leave it out"
+            "the model that it is given; load ref_model again, or leave it out"
         )
 
 
 def set_up_sharing(
     args: PPOConfig, policy: nn.Module, critic: nn.Module, reference: Reference | None, rewards: Sequence[nn.Module]
 ) -> None:
-    """Let all models share prefixes as asked. Compiled models do not: each prefix tree would compile them anew."""
+    """Let all models share prefixes as asked. Compiled models do not: each prefix tree would recompile them."""
     own_reference = None if reference is None else reference.own_policy
     share_prefixes(False if args.torch_compile else args.share_prefixes, policy, critic, own_reference, *rewards)
 

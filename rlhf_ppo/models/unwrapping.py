@@ -200,8 +200,8 @@ def drop_ignored_generation_settings(model: nn.Module) -> None:
             setattr(config, name, None)
         if names:
             logger.warning(
-                f"The model is saved without {', '.join(names)} of its generation_config, which generate() ignores as "
-                "it is and transformers refuses to save; to keep a setting for sampling, set do_sample=True beside it."
+                f"The model is saved without {', '.join(names)} of its generation_config, which generate() ignores "
+                "and transformers refuses to save; to keep a setting for sampling, also set do_sample=True."
             )
 
 

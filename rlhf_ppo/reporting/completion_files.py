@@ -146,7 +146,7 @@ def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> l
     for token in ids:
         try:
             texts.append(stream.step(tokenizer.backend_tokenizer, token) or "")
-        except Exception:  # the library has no narrower type for bytes that make no character
+        except Exception:  # the library raises nothing more specific for bytes that make no character
             stream = DecodeStream(skip_special_tokens=False)
             texts.append("\ufffd" + (stream.step(tokenizer.backend_tokenizer, token) or ""))
     return texts

@@ -49,7 +49,7 @@ def evaluated(
     """Evaluate held-out prompts batch by batch.
 
     Args:
-        batches: Collated batches of this process.
+        batches: Collated batches of this rank.
         evaluate: Takes a batch's prompts, and returns the `evaluation_columns` of their rollout.
         gather: Concatenates over ranks, without the rows that pad the last batch.
         device: Device of the prompts.
@@ -85,7 +85,7 @@ def runnable(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 def held_out_prompts(
     eval_dataset: Any, loader_of: Callable[[str | None], Iterable[Mapping[str, Any]]], device: torch.device
 ) -> Iterator[Prompts]:
-    """Yield all held-out prompts of this process in batches.
+    """Yield all held-out prompts of this rank in batches.
 
     Args:
         eval_dataset: The evaluation set, or a dict of them.
@@ -105,11 +105,11 @@ def first_prompts(
     accelerator: Accelerator,
     device: torch.device,
 ) -> Prompts:
-    """Return this process' share of the first training prompts.
+    """Return this rank's share of the first training prompts.
 
     Args:
         rows: The training set.
-        num_rows: Rows of each process, at most as many as the data has.
+        num_rows: Rows of each rank, at most as many as the data has.
         collate: Makes a batch.
         accelerator: The accelerator.
         device: Device of the prompts.

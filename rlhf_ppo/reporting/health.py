@@ -264,7 +264,7 @@ class HealthCallback(TrainerCallback):
     """Adds `health/<check>` (0 or 1) to each log of training, and warns once of each finding.
 
     It must come before the callbacks that write logs elsewhere. Its whole state is in the log history, so a resumed
-    run repeats and forgets nothing. After a warning, a check is silent until `SILENT_LOGS` logs had no finding.
+    run repeats no warning and misses none. After a warning, a check is silent until `SILENT_LOGS` logs had no finding.
 
     Args:
         run: Properties of the run.

@@ -196,7 +196,7 @@ AT_LEAST = 0.6
 GOOD = 0.7
 """Accuracy of a good reward model."""
 AT_CHANCE, TOO_FEW_PAIRS = "at chance", "tested on too few pairs"
-"""States of a reward model that enough pairs show to guess, and of one that may guess."""
+"""States of a reward model that guesses, and of one that may guess, for lack of pairs."""
 
 
 @dataclass(frozen=True)

@@ -400,7 +400,7 @@ class UpdateStatistics:
         Returns:
             Token means by `KEYS` and `named`. `val/ratio_var` is the variance of the mean ratios of all ranks'
             micro-batches. `val/first_logratio` is the root mean square of the log-ratio before any step: the distance
-            of two forward passes of the same policy. Those of values are means over the tokens whose values count.
+            of two forward passes of the same policy. Metrics of values are means over the tokens whose values count.
             Empty if no micro-batch was added.
         """
         if not self.sums:

@@ -70,7 +70,9 @@ def write_report(
     """
     path = Path(os.path.expanduser(path))
     if path.exists() and path.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"{path} exists and is no HTML file; the report would replace it: choose a name.html")
+        raise ValueError(
+            f"{path} exists and is not an HTML file, and the report would replace it: choose another name.html"
+        )
     read = read_runs(runs)
     data = report_data(read, read_judged(runs, judged))
     names = [run.name for run in read]

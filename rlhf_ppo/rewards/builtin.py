@@ -134,9 +134,9 @@ class Formatting(TextReward):
     r"""1 if the response matches a pattern, else 0.
 
     Attributes:
-        pattern: A regular expression, searched anywhere in the response with what the chat template has opened it
-            with, such as `<think>`; 0 if that takes longer than `limited.SECONDS`. The default finds an announced
-            answer.
+        pattern: A regular expression, searched anywhere in the response and in the beginning that the chat template
+            has written, such as `<think>`; 0 if that takes longer than `limited.SECONDS`. The default finds an
+            announced answer.
     """
 
     __name__: ClassVar[str] = "formatting"
@@ -150,7 +150,7 @@ class Formatting(TextReward):
 
     def score(self, text: str) -> float:
         """Return 0 or 1."""
-        is_plain = self.pattern == Formatting.pattern  # which takes no long time
+        is_plain = self.pattern == Formatting.pattern  # which is fast
         return float(matches(self.pattern, text) if is_plain else limited("matches", self.pattern, text))
 
 
@@ -262,14 +262,14 @@ class TrlReward:
     def __call__(
         self, completions: Sequence[Any], policy_answers: Sequence[Answer] | None = None, **columns: Any
     ) -> list[float | None]:
-        """Score every response as TRL does; its format too with what the chat template has opened it with."""
+        """Score every response as TRL does; formats include the beginning that the chat template has written."""
         texts = _whole_texts(completions, policy_answers)
         messages = [[{"role": "assistant", "content": text}] for text in texts]
         return self._call(completions=messages, **columns)
 
 
 def response_texts(completions: Sequence[Any]) -> list[str]:
-    """Return the texts of responses that are texts or lists of messages: of an episode the policy's own turns.
+    """Return the texts of responses; of a list of messages, the texts of the policy's turns.
 
     Args:
         completions: `B` texts, or `B` lists of messages `{"role", "content"}`.
@@ -278,13 +278,13 @@ def response_texts(completions: Sequence[Any]) -> list[str]:
 
 
 def _whole_texts(completions: Sequence[Any], policy_answers: Sequence[Answer] | None) -> list[str]:
-    """Return the responses' texts, with their beginnings that stand in the prompts."""
+    """Return the responses' texts, with the beginnings that the chat template has written into the prompts."""
     texts = response_texts(completions)
     return [one.prefilled + text for one, text in zip(policy_answers, texts, strict=True)] if policy_answers else texts
 
 
 def _own_text(messages: Sequence[Any]) -> str:
-    """Return what the assistant says, with a line for each message, without what tools and environments answer."""
+    """Return the assistant's messages, a line each, without the answers of tools and environments."""
     own = [message for message in messages if message.get("role", "assistant") == "assistant"]
     return "\n".join(text for message in own if (text := text_of_content(message.get("content") or "")))
 

@@ -34,7 +34,7 @@ from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, WrongRewardError
 from rlhf_ppo.terminal import escape_error
 
 LogMetric = Callable[[str, float, float], None]
-"""Takes a metric's name, its value, and the weight of the value: the number of rows that it is about."""
+"""Takes a metric's name, its value, and the value's weight: its number of rows."""
 LogExtra = Callable[[str, list[Any]], None]
 
 # Columns that GRPO passes under other names, or not at all.

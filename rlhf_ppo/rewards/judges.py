@@ -275,7 +275,7 @@ OPTIONS: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 16}
 """The default request options."""
 
 GONE = 8
-"""Number of consecutive requests without an answer after which a judge asks no more in this call."""
+"""Number of consecutive requests without an answer after which a judge stops asking in this call."""
 
 _VERDICTS = {"a": 0.0, "b": 1.0, "tie": 0.5}
 _LAST_WORD = re.compile(r"(?:^|[:\[\"'(*`]|\bis)\s*(A|B|tie)[\s.!\])\"'*`]*$", re.IGNORECASE)

@@ -158,7 +158,7 @@ class LoadedRewardModel:
         argument: The caller's argument, for errors.
         model: The sequence-classification model, reduced to one label.
         tokenizer: Its own tokenizer; None if it reads the policy's tokens.
-        template: The tokenizer beside it that has the policy's tokens and a chat template; None: the policy's is used.
+        template: Its saved tokenizer, if that has the policy's tokens and a chat template; None: the policy's is used.
         offloads: Whether its weights stay on the CPU between uses.
         scorer: The module that computes its scores; None until all models are made, which may share its weights, or
             until an engine shards it.
@@ -252,8 +252,8 @@ class RewardModel:
         tokenizers: The policy's tokenizer, and the model's own or None if it reads the policy's tokens; None: it reads
             the tokens of a batch as they are.
         max_positions: Longest text for the model, in its own tokens; None if there is no limit.
-        together: Returns a context that raises one process' error on all, because processes with a sharded model
-            enter each forward pass together; every process enters it the same number of times.
+        together: Returns a context that raises one rank's error on all ranks, because ranks with a sharded model enter
+            each forward pass together; every rank enters it the same number of times.
         chats: Encodes conversations with images for the model; None in a run without images.
         template: Formats conversations in the policy's tokens; None: the policy's tokenizer does.
     """
@@ -341,7 +341,7 @@ class RewardModel:
     def _padded(
         self, answers: Sequence[Answer], tokenizer_for: TokenizerFor
     ) -> tuple[Tensor, Tensor, list[RowImages] | None, Tensor]:
-        """Return ids, mask and images, and which rows fit; of the others one token stands in, for equal passes."""
+        """Return ids, mask and images, and which rows fit; one token replaces each other row, for equal passes."""
         rows: list[Tensor] = []
         fits: list[bool] = []
         images = None if self.chats is None else [encoded_answer(answer, self.chats) for answer in answers]

@@ -36,7 +36,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path, capsys):
         configs([str(tmp_path)])
 
     assert ended.value.code == 2 and own.read_text() == "mine"
-    assert f"other files are in the way: {own}; add --overwrite" in capsys.readouterr().err
+    assert f"these files exist with other contents: {own}; add --overwrite" in capsys.readouterr().err
     assert not (tmp_path / "accelerate_configs").exists()  # all or nothing
 
     configs([str(tmp_path), "--overwrite"])

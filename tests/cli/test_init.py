@@ -149,8 +149,8 @@ def test_lengths_are_counted_in_tokens(row: dict[str, Any], argument: str, expec
     ("options", "words"),
     [
         ("--model base --prompts prompts.jsonl", "PPO has no reward"),
-        (f"{ALL} --file there.yaml", "there.yaml is there already"),
-        (f"{ALL} --output_dir full", "full/data is there already"),
+        (f"{ALL} --file there.yaml", "there.yaml already exists"),
+        (f"{ALL} --output_dir full", "full/data already exists"),
         ("--model base --prompts gone.jsonl --reward_funcs length", "prompts='gone.jsonl'"),
     ],
 )

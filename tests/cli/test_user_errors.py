@@ -73,6 +73,7 @@ LLM = "llm --train --trainer ppo --model base --rl-reward-model-path scorer --da
 JUDGE = "judge --dataset_name rows.jsonl --model_column chosen --opponent_column rejected"
 MISTAKES = [
     (f"{RUN} --learnin_rate 1", "there is no option --learnin_rate (did you mean 'learning_rate'?)"),
+    (f"{RUN} --report_to none stray", "no option takes 'stray'"),
     (f"{RUN} --lora_r 8", "lora_r=8 has no effect without use_peft: add --use_peft"),
     (f"reward {TRL} base --dataset_name rows.jsonl --lora_alpha 8", "lora_alpha=8 has no effect without use_peft"),
     (f"{RUN} --report_to comet_ml", "report_to='comet_ml': CometCallback requires comet-ml"),
@@ -83,7 +84,7 @@ MISTAKES = [
         f"train --sft_model_path base --response_length 4 {QUICK} --dataset_name rows.jsonl",
         "no reward is given, and TRL's default cannot be loaded: give reward_model_path, reward_funcs or environment",
     ),
-    (f"{RUN} --model_name_or_path no/hub", "model_name_or_path='no/hub' is no directory here, and the hub did not"),
+    (f"{RUN} --model_name_or_path no/hub", "model_name_or_path='no/hub' is not a directory, and the hub does not"),
     (f"{RUN} --learning_rate 3e-4x", "learning_rate='3e-4x' must be a number"),
     (f"{RUN} --seed x", "seed='x' must be a whole number"),
     (f"{RUN} --stop_token foo", "stop_token='foo' must be one of 'eos'"),

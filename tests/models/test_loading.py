@@ -48,7 +48,7 @@ def states(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("load", [lambda path: load_policy(path, "model"), lambda path: policy_tokenizer(None, path)])
 def test_a_directory_that_is_not_there_is_no_hub_error_alone(load: Any) -> None:
-    with pytest.raises(ValueError, match="model='runs/stf' is no directory here, and the hub did not give it"):
+    with pytest.raises(ValueError, match="model='runs/stf' is not a directory, and the hub does not provide it"):
         load("runs/stf")
     reason = why_not_loaded(ValueError("Unrecognized configuration class"), "org/encoder", "cannot be loaded")
     assert reason == "cannot be loaded: Unrecognized configuration class"  # the hub gave it

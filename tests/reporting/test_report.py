@@ -202,7 +202,7 @@ def test_hostile_texts_stay_text_and_nothing_is_fetched(runs: list[Path], tmp_pa
 
 def test_a_report_replaces_no_file_of_another_kind(runs: list[Path], tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("mine")
-    with pytest.raises(ValueError, match=r"rewards\.py exists and is no HTML file"):
+    with pytest.raises(ValueError, match=r"rewards\.py exists and is not an HTML file"):
         write_report(runs, tmp_path / "rewards.py")
     with pytest.raises(ValueError, match="py"):
         plot_metrics(runs, tmp_path / "rewards.py")
