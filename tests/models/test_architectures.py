@@ -72,7 +72,7 @@ def test_continuous_batching_reads_each_row_as_if_it_were_alone(family: str, tmp
     [
         ("openai-gpt", "differ from those of each row alone"),
         ("mamba", "Invalid layer type"),
-        ("falcon", "no whole response"),
+        ("falcon", "no complete response"),
     ],
 )
 def test_continuous_batching_refuses_at_construction_what_it_cannot_run(
