@@ -18,6 +18,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from bound import read_clock
+from datasets import Dataset
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import TrainerCallback
 from workloads import WORKLOADS, Workload, hyper_parameters, make_models, make_prompts, make_tokenizer
 
@@ -34,11 +36,13 @@ class Clock(TrainerCallback):
     Attributes:
         updates: Of each update: seconds by phase (generate, score, learn); `wall`, seconds by the time of day; `cpu`,
             CPU seconds of this process.
+        shared: Of each log of ours: `batch/shared_frac`, the share of the rows' tokens that was not computed.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self.read = time.process_time if device == "cpu" else partial(read_clock, device)
         self.updates: list[dict[str, float]] = []
+        self.shared: list[float] = []
         self.on_train_begin()
 
     def enter(self, phase: str) -> None:
@@ -63,6 +67,10 @@ class Clock(TrainerCallback):
         self.phase, self.since = "score", self.read()
         self.began, self.cpu_began = time.perf_counter(), time.process_time()
         self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        """Keep the share of the tokens that rows have in common."""
+        self.shared += [logs["batch/shared_frac"]] if "batch/shared_frac" in logs else []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """End an update."""
@@ -112,6 +120,51 @@ def run_trl(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, len
     return train
 
 
+def run_grpo(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:
+    """Set up TRL's GRPO with a KL penalty, as many passes over the responses, and a reward of no cost.
+
+    Args:
+        models: Of the workload; the policy, its adapter, the tokenizer and the prompts are used.
+        arguments: Of PPO, which are translated.
+        clock: Reads an update at each of GRPO's optimizer steps; `num_ppo_epochs` of them use the same responses.
+        lengths: Stays empty.
+    """
+    from trl import GRPOConfig, GRPOTrainer
+
+    size, steps = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
+    config = GRPOConfig(
+        **{name: arguments[name] for name in SHARED_ARGUMENTS},
+        max_steps=arguments["total_episodes"] // (size * steps) * arguments["num_ppo_epochs"],
+        num_generations=8,
+        steps_per_generation=steps,
+        num_iterations=arguments["num_ppo_epochs"],
+        max_completion_length=arguments["response_length"],
+        beta=0.05,
+    )
+    rows, words = models["train_dataset"], models["processing_class"]
+    words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    texts = [{"prompt": " ".join(words.convert_ids_to_tokens(row["input_ids"]))} for row in rows][
+        :: config.num_generations
+    ]
+    trainer = GRPOTrainer(
+        models["model"], random_rewards, config, Dataset.from_list(texts), processing_class=words,
+        peft_config=models["peft_config"], callbacks=[clock],
+    )  # fmt: skip
+    trainer._generate_and_score_completions = clock.during("generate", trainer._generate_and_score_completions)
+    return trainer.train
+
+
+SHARED_ARGUMENTS = (
+    "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "temperature", "learning_rate", "bf16",
+    "logging_steps", "save_strategy", "report_to", "disable_tqdm", "use_cpu", "gradient_checkpointing", "seed",
+)  # fmt: skip
+
+
+def random_rewards(completions: list[Any], **_: Any) -> list[float]:
+    """Draw a reward for each response, at no cost."""
+    return torch.rand(len(completions)).tolist()
+
+
 def given(workload: Workload, device: str = "cpu") -> dict[str, Any]:
     """Make what both trainers are given besides their arguments."""
     return {
@@ -121,6 +174,9 @@ def given(workload: Workload, device: str = "cpu") -> dict[str, Any]:
         ),
         **make_models(workload, device),
     }
+
+
+TRAINERS = {"ours": run_ours, "trl": run_trl, "grpo": run_grpo}
 
 
 def megabytes(field: str) -> float:
@@ -156,7 +212,7 @@ def measure(
     """Train for a few updates.
 
     Args:
-        trainer: `ours` or `trl`.
+        trainer: `ours`, `trl` (PPO) or `grpo` (TRL's too).
         workload: What to run.
         num_updates: How many; the first, which allocates, is reported apart.
         options: Arguments of the configuration besides the workload's.
@@ -169,7 +225,7 @@ def measure(
     """
     clock, lengths = Clock(device), []
     with tempfile.TemporaryDirectory() as folder:
-        run = {"ours": run_ours, "trl": run_trl}[trainer]
+        run = TRAINERS[trainer]
         arguments = {**hyper_parameters(workload, num_updates, folder, device), **(options or {})}
         train = run({**given(workload, device), **models}, arguments, clock, lengths)
         memory = memory_rise(train, device)
@@ -177,6 +233,7 @@ def measure(
         "first": clock.updates[0],
         "updates": clock.updates[1:],
         "memory": memory,
+        "shared": clock.shared,
         "lengths": [[side.tolist() for side in update] for update in lengths[1:]],
     }
 
@@ -192,16 +249,20 @@ def measure_alone(
 def main() -> None:
     """Read the command line and print the measurement."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("trainer", choices=["ours", "trl"])
+    parser.add_argument("trainer", choices=TRAINERS)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--updates", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--one-body", action="store_true", help="value_model='policy', for ours")
+    parser.add_argument(
+        "--function", action="store_true", help="random rewards in place of the reward model, for ours"
+    )
     parser.add_argument("--unshared", action="store_true", help="share_prefixes=False, for ours")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     workload, models = WORKLOADS[arguments.workload], {"value_model": "policy"} if arguments.one_body else {}
+    models |= {"reward_model": None, "reward_funcs": random_rewards} if arguments.function else {}
     options = {"share_prefixes": False} if arguments.unshared else {}
     how = {"options": options, "device": arguments.device, **models}
     print(json.dumps(measure(arguments.trainer, workload, arguments.updates, **how)))

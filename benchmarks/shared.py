@@ -1,0 +1,89 @@
+"""Measure what is computed once for rows that begin alike: `python benchmarks/shared.py --trl-python PYTHON`.
+
+Each arm runs in a process of its own, with one thread, all of them in turn; the table says CPU seconds of an update
+(medians) and the memory above that of the models, and goes to benchmarks/SHARED.md. Needs `make chat-model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measure import PHASES
+
+FOLDER = Path(__file__).parent
+CHATS, GROUPS = "smollm2-135m-chats", "smollm2-135m-groups"
+ARMS = {  # arguments of measure.py, by the label of the row
+    "chats, two models": ("ours", CHATS),
+    "chats, one body": ("ours", CHATS, "--one-body"),
+    "chats, two models, not shared": ("ours", CHATS, "--unshared"),
+    "chats, TRL's PPO": ("trl", CHATS),
+    "groups, two models": ("ours", GROUPS),
+    "groups, one body": ("ours", GROUPS, "--one-body"),
+    "groups, one body, a function": ("ours", GROUPS, "--one-body", "--function"),
+    "groups, two models, not shared": ("ours", GROUPS, "--unshared"),
+    "groups, TRL's PPO": ("trl", GROUPS),
+    "groups, TRL's GRPO, a function": ("grpo", GROUPS),
+}
+
+
+def measured(arguments: tuple[str, ...], trl_python: str) -> dict[str, Any]:
+    """Run measure.py once; return what it printed."""
+    python = trl_python if arguments[0] == "trl" else sys.executable
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    command = [python, str(FOLDER / "measure.py"), *arguments, "--updates=2"]
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Summarize each arm: an update is all optimizer steps on the same responses, of which GRPO reads each alone."""
+    columns = ("arm", "CPU s of an update, by round", "median", *PHASES, "MB", "tokens computed")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, runs in results.items():
+        updates = [run["updates"] if "GRPO" not in name else [total(run["updates"])] for run in runs]
+        seconds = [update["cpu"] for run in updates for update in run]
+        phases = [median(update[phase] for run in updates for update in run) for phase in PHASES]
+        shared = runs[0].get("shared")
+        kept = "" if not shared else f"{1 - median(shared):.0%}"
+        figures = (f"{phase:.1f}" for phase in phases)
+        memory = median(run["memory"] for run in runs)
+        lines.append(
+            f"| {name} | {', '.join(f'{value:.1f}' for value in seconds)} | **{median(seconds):.1f}** | "
+            f"{' | '.join(figures)} | {memory:.0f} | {kept} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def total(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Add up GRPO's optimizer steps on the responses of its second generation, the last two that were read."""
+    return {key: sum(step[key] for step in steps[-2:]) for key in steps[0]}
+
+
+def main() -> None:
+    """Measure; print and write the table after each process."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).partition(":")[0])
+    parser.add_argument("--trl-python", required=True, help="the interpreter of the environment with trl==1.12.0")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, default=FOLDER / "shared.jsonl", help="rows are appended")
+    given = parser.parse_args()
+    for _ in range(given.rounds):
+        for name in given.arms:
+            row = {"arm": name, **measured(ARMS[name], given.trl_python)}
+            with given.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            rows = [json.loads(line) for line in given.results.read_text(encoding="utf-8").splitlines()]
+            by_arm = {label: [row for row in rows if row["arm"] == label] for label in ARMS}
+            (FOLDER / "SHARED.md").write_text(table({label: runs for label, runs in by_arm.items() if runs}))
+            print(name, [update["cpu"] for update in row["updates"]], row["memory"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
