@@ -171,6 +171,7 @@ IN_BF16 = {
     "pythia-1b-lora": replace(tldr(pythia(16, 2048, 8)), lora_rank=16),
 }
 TINY = Workload(llama(1, 32, 64), (2, 6), 8, mean_length=4, batch_size=4, micro_batch_size=2, num_ppo_epochs=1)
+LORA_GROUPS = replace(TINY, copies=8, batch_size=16, micro_batch_size=8, num_ppo_epochs=2, lora_rank=4)
 TINY_PYTHIA = replace(TINY, model=pythia(1, 32, 2, vocabulary=64), dtype=torch.bfloat16)
 WORKLOADS = {
     **ON_CPU,

@@ -94,6 +94,17 @@ def test_the_tiny_workload_runs_and_is_measured() -> None:
 
 
 @pytest.mark.slow
+def test_grpo_plays_as_many_responses_and_learns_from_each_twice() -> None:
+    from measure import measure
+    from workloads import LORA_GROUPS
+
+    measured = measure("grpo", LORA_GROUPS, 2)
+
+    assert len(measured["updates"]) == 3  # two generations of two optimizer steps, the first of which allocates
+    assert [step["generate"] > 0 for step in measured["updates"]] == [False, True, False]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-8b-lora"])
 def test_what_is_measured_on_a_gpu_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default path, small on a CPU, and the other value model of the large workload."""
