@@ -59,6 +59,9 @@ JUDGE_SHARE = 0.4
 MAX_HELD_OUT = 256
 BATCH = 64
 """Largest number of episodes of an update."""
+SLOW = 10_000_000
+"""Weights above which a model without an accelerator gets less to do: an update takes a minute instead of a second."""
+SLOW_BATCH, SLOW_UPDATES, SLOW_HELD_OUT = 16, 10, 64
 RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 LORA_RATES = {"sft": 2e-4, "reward": 1e-4, "ppo": 7e-5}
 """Learning rates for a billion weights; PPO's for LoRA gives the preset's 2e-4 at 135 million."""
@@ -296,28 +299,39 @@ def propose(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     size = sum(weight.numel() for weight in model.parameters())
+    is_slow = size > SLOW and not torch.accelerator.is_available()
     sections: dict[str, dict[str, Any]] = {}
     for name in ("sft", "reward", "judge_reward"):
         if each := data.get(name):
             totals = np.add(each.prompts, each.responses).tolist()
             sections[name] = {
-                "num_train_epochs": 1 if len(each.rows) > 10_000 else 3,
+                "num_train_epochs": 1 if is_slow or len(each.rows) > 10_000 else 3,
                 "learning_rate": learning_rate(rates["sft" if name == "sft" else "reward"], size),
                 "max_length": min(1024, positions, -(-(quantile(totals, 0.98) + 2) // 8) * 8),
             }
     num_prompts = len(data["ppo"].rows)
     num_prompts -= min(100, num_prompts // 10)  # `train` evaluates on these
-    batch = min(BATCH, 2 ** int(math.log2(num_prompts)))
+    batch = min(SLOW_BATCH if is_slow else BATCH, 2 ** int(math.log2(num_prompts)))
+    num_updates = SLOW_UPDATES if is_slow else min(200, max(20, num_prompts // batch))
+    sizes = {"per_device_train_batch_size": min(8, batch), "gradient_accumulation_steps": batch // min(8, batch)}
+    if is_slow:
+        sizes = {
+            "per_device_train_batch_size": batch,
+            "num_mini_batches": min(4, batch),
+            "num_ppo_epochs": 2,
+            "value_model_path": "policy",
+            "num_sample_generations": 3,
+        }
     sections["ppo"] = {
         "learning_rate": learning_rate(rates["ppo"], size),
         **({"critic_learning_rate": learning_rate(5 * rates["ppo"], size)} if is_lora else {}),
         "response_length": response,
         **({"max_prompt_length": positions - response} if data["ppo"].num_dropped else {}),
-        "total_episodes": min(200, max(20, num_prompts // batch)) * batch,
-        "per_device_train_batch_size": min(8, batch),
-        "gradient_accumulation_steps": batch // min(8, batch),
+        "total_episodes": num_updates * batch,
+        **sizes,
     }
-    sections["judge"] = {"num_prompts": len(data["judge"].rows), "max_new_tokens": response}
+    num_judged = min(SLOW_HELD_OUT if is_slow else MAX_HELD_OUT, len(data["judge"].rows))
+    sections["judge"] = {"num_prompts": num_judged, "max_new_tokens": response}
     return sections
 
 
@@ -339,6 +353,7 @@ def written(args: argparse.Namespace, sections: Mapping[str, Data], options: Map
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         args=args,
         data=sections,
+        is_slow="value_model_path" in options["ppo"],
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         options={name: yaml.safe_dump(each, sort_keys=False) for name, each in options.items()},
     )

@@ -14,7 +14,7 @@ import yaml
 from rlhf_ppo.cli.init import read_data
 from rlhf_ppo.cli.main import init
 from rlhf_ppo.cli.pipeline import check_steps, read_pipeline
-from tests.conftest import make_tokenizer, save_models, tiny_policy, write_rows
+from tests.conftest import make_tokenizer, save_models, tiny_config, tiny_policy, write_rows
 
 ALL = "--model base --texts texts.jsonl --preferences pairs.jsonl --prompts prompts.jsonl"
 
@@ -63,6 +63,25 @@ def test_lora_is_one_switch() -> None:
     training = [steps[name].options for name in ("sft", "reward", "judge_reward", "ppo")]
     assert all(options["use_peft"] and options["lora_r"] == 16 for options in training)
     assert steps["ppo"].options["share_base_model"] and steps["reward"].options["model_name_or_path"].endswith("sft")
+
+
+@pytest.mark.parametrize(
+    ("width", "has_accelerator", "is_slow"), [(1024, False, True), (1024, True, False), (32, False, False)]
+)
+def test_a_large_model_without_an_accelerator_gets_sizes_for_two_cores(
+    width: int, has_accelerator: bool, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: has_accelerator)
+    tiny_config(hidden_size=width, intermediate_size=4 * width).save_pretrained("base")
+    init(ALL.split())
+    text = Path("run.yaml").read_text()
+    written = yaml.safe_load(text)
+    ppo, batch = written["ppo"], 16 if is_slow else 64
+    assert ppo["per_device_train_batch_size"] * ppo.get("gradient_accumulation_steps", 1) == batch
+    assert ppo["total_episodes"] == (10 if is_slow else 20) * batch
+    assert {written[name]["num_train_epochs"] for name in ("sft", "reward", "judge_reward")} == {1 if is_slow else 3}
+    assert (ppo.get("value_model_path") == "policy") == ("No GPU was found" in text) == is_slow
+    check_steps(read_pipeline("run.yaml").steps)
 
 
 def test_no_prompt_is_in_two_parts() -> None:
