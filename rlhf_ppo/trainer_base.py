@@ -51,8 +51,9 @@ from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
 from rlhf_ppo.run.external import given_responses
 from rlhf_ppo.run.learning import CriticOnly, DivergenceGuard, gradient_norms
+from rlhf_ppo.run.loop import LoopState, count_update
 from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
-from rlhf_ppo.run.run_state import LoopState, RunState, Stateful, StatefulParts, count_update
+from rlhf_ppo.run.run_state import RunState, Stateful, StatefulParts
 from rlhf_ppo.run.steps import Steps
 from rlhf_ppo.terminal import print_text
 

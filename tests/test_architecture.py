@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,19 @@ def test_imports_go_one_way():
     ]
 
     assert upward == []
+
+
+@pytest.mark.parametrize("room", sorted({room_of(path) for path in FILES}))
+def test_imports_inside_a_room_form_no_circle(room):
+    """Also imports for type checkers only."""
+    files = [path for path in FILES if room_of(path) == room]
+    circle: list[Path] = []
+    try:
+        TopologicalSorter({path: imported_files(path) & {*files} for path in files}).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+
+    assert [path.name for path in circle] == []
 
 
 def test_the_map_shows_every_room():

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import TrainingArguments
 
-    from rlhf_ppo.config.ppo_config import PPOConfig
-
 
 EngineName = Literal["transformers", "continuous", "vllm"]
 """The engines that `rlhf_ppo.generation.engine_factory.make_engine` makes."""
@@ -590,21 +588,19 @@ def made_of(per_device: int, accumulation: int) -> str:
     return f"per_device_train_batch_size={per_device} x gradient_accumulation_steps={accumulation}"
 
 
-def check_warmup_length(args: PPOConfig, num_updates: int) -> None:
+def check_warmup_length(critic_warmup_steps: int, num_updates: int) -> None:
     """Raise a `ValueError` if critic warm-up lasts for the whole run."""
-    if args.critic_warmup_steps >= num_updates > 0:
+    if critic_warmup_steps >= num_updates > 0:
         raise ValueError(
-            f"critic_warmup_steps={args.critic_warmup_steps} is the whole run of {num_updates} updates, so the policy "
+            f"critic_warmup_steps={critic_warmup_steps} is the whole run of {num_updates} updates, so the policy "
             "would not learn; lower it"
         )
 
 
-def check_kl(args: PPOConfig) -> None:
+def check_kl(kl_target: float | None, kl_coef: float) -> None:
     """Raise a `ValueError` if `kl_target` and `kl_coef` contradict each other."""
-    if args.kl_target is not None and args.kl_coef == 0:
-        raise ValueError(
-            f"kl_target={args.kl_target} multiplies kl_coef=0, which stays 0; start from a positive kl_coef"
-        )
+    if kl_target is not None and kl_coef == 0:
+        raise ValueError(f"kl_target={kl_target} multiplies kl_coef=0, which stays 0; start from a positive kl_coef")
 
 
 def check_output_dir(path: str | None) -> None:
@@ -623,36 +619,44 @@ def check_output_dir(path: str | None) -> None:
         raise ValueError(f"output_dir={path!r} cannot be written: {str(found)!r} {reason}; name another")
 
 
-def check_ptx(args: PPOConfig, ptx_dataset: Any) -> None:
+def check_ptx(ptx_coef: float, ptx_dataset: Any) -> None:
     """Raise a `ValueError` if texts are given without `ptx_coef`, or the reverse."""
-    if (args.ptx_coef > 0) != (ptx_dataset is not None):
-        raise ValueError(f"ptx_coef={args.ptx_coef} weighs a loss on ptx_dataset: set both, or neither")
+    if (ptx_coef > 0) != (ptx_dataset is not None):
+        raise ValueError(f"ptx_coef={ptx_coef} weighs a loss on ptx_dataset: set both, or neither")
 
 
-def check_optimization(args: PPOConfig, optimizers: Sequence[Any]) -> None:
+def check_optimization(critic_learning_rate: float | None, optimizers: Sequence[Any]) -> None:
     """Raise a `ValueError` if `critic_learning_rate` is given together with an optimizer."""
-    if optimizers[0] is not None and args.critic_learning_rate is not None:
+    if optimizers[0] is not None and critic_learning_rate is not None:
         raise ValueError(
-            f"critic_learning_rate={args.critic_learning_rate} is for the trainer's own optimizer, but optimizers[0] "
+            f"critic_learning_rate={critic_learning_rate} is for the trainer's own optimizer, but optimizers[0] "
             "is given: set the rates of its groups"
         )
 
 
-def check_critic_alone(args: PPOConfig, policy: nn.Module, value_model: nn.Module) -> None:
+def check_critic_alone(
+    critic_warmup_steps: int, rates: Mapping[str, float | None], policy: nn.Module, value_model: nn.Module
+) -> None:
     """Check that the value model can learn alone, during critic warm-up.
+
+    Args:
+        critic_warmup_steps: Updates of the warm-up.
+        rates: Options that scale the value model's steps, by name.
+        policy: The policy.
+        value_model: The value model.
 
     Raises:
         ValueError: It cannot.
     """
-    if args.critic_warmup_steps == 0:
+    if critic_warmup_steps == 0:
         return
-    given = f"critic_warmup_steps={args.critic_warmup_steps} trains the value model alone"
-    for rate in ("vf_coef", "critic_learning_rate"):
-        if getattr(args, rate) == 0:
-            raise ValueError(f"{given}, but with {rate}=0 it learns nothing; raise {rate}")
-    own = {id(each) for each in value_model.parameters() if each.requires_grad}
-    if not own - {id(each) for each in policy.parameters()}:
+    warmup = f"critic_warmup_steps={critic_warmup_steps} trains the value model alone"
+    for name, rate in rates.items():
+        if rate == 0:
+            raise ValueError(f"{warmup}, but with {name}=0 it learns nothing; raise {name}")
+    trained = {id(parameter) for parameter in value_model.parameters() if parameter.requires_grad}
+    if not trained - {id(parameter) for parameter in policy.parameters()}:
         raise ValueError(
-            f"{given}, but it has no trainable parameters of its own; give it some (value_peft_config, or "
+            f"{warmup}, but it has no trainable parameters of its own; give it some (value_peft_config, or "
             f"requires_grad_ on its head), or set critic_warmup_steps=0"
         )

@@ -591,7 +591,7 @@ class PPOConfig(
                 shown = " and ".join(f"{name}={value!r}" for name, value in values.items())
                 raise ValueError(f"{shown} exclude each other; set only one of them")
         self.check_engine()
-        check_kl(self)
+        check_kl(self.kl_target, self.kl_coef)
         of_process = (self.per_device_train_batch_size, self.gradient_accumulation_steps)
         for name in ("num_mini_batches", "num_generations"):
             check_divides(name, getattr(self, name), *of_process)
@@ -629,7 +629,7 @@ class PPOConfig(
             num_total_batches=num_updates,
             total_episodes=num_episodes,
         )
-        check_warmup_length(self, num_updates)
+        check_warmup_length(self.critic_warmup_steps, num_updates)
         for name, size in asdict(sizes).items():
             if self.user_value(name) not in (None, size) and name != "total_episodes":
                 raise ValueError(

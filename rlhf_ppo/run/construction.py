@@ -267,11 +267,11 @@ def prepare(
     tokenizer = policy_tokenizer(processing_class, model)
     train_dataset = NoPrompts() if is_stepped else train_dataset
     train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, eval_dataset, episodes)
-    check_ptx(args, ptx_dataset)
+    check_ptx(args.ptx_coef, ptx_dataset)
     if kl_controller is not None:
         check_coefficient(kl_controller)
     tokens = special_tokens(args, tokenizer)
-    check_optimization(args, optimizers)
+    check_optimization(args.critic_learning_rate, optimizers)
     args.count_sizes(processes.num_processes(args), num_rows(train_dataset))  # checks them
     # The models.
     models = assemble_models(
@@ -354,7 +354,8 @@ def assemble_models(
     _set_up_language_models(args, policy, reference)
     references.set_up_sharing(args, policy, critic, reference, [reward.model for reward in rewards])
     loading.prepare_trainable(policy, critic)
-    check_critic_alone(args, policy, critic)
+    rates = {"vf_coef": args.vf_coef, "critic_learning_rate": args.critic_learning_rate}
+    check_critic_alone(args.critic_warmup_steps, rates, policy, critic)
     return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
 
 
