@@ -25,8 +25,8 @@ from rlhf_ppo.ranks.random_streams import minibatch_generator
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, shape_scores
-from rlhf_ppo.run import construction, learning
-from rlhf_ppo.run.construction import ModelOrPath
+from rlhf_ppo.run import learning
+from rlhf_ppo.run.inputs import ModelOrPath, TrainerInputs
 from rlhf_ppo.run.learning import Losses, PolicyLossFunction
 from rlhf_ppo.run.optimization import Optimizers
 from rlhf_ppo.run.rollouts import policy_and_value_outputs, reference_logprobs
@@ -103,29 +103,31 @@ class PPOTrainer(TrainerBase):
         rollout_func: Callable[..., Any] | None = None,
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
-        prepared = construction.prepare(
-            self,
-            args,
-            processing_class,
-            model,
-            ref_model,
-            reward_model,
-            value_model,
-            train_dataset,
-            eval_dataset,
-            peft_config,
-            value_peft_config,
-            reward_funcs,
-            reward_processing_classes,
-            kl_controller,
-            ptx_dataset,
-            optimizers,
-            tools,
-            rollout_func,
-            environment_factory,
+        inputs = TrainerInputs(
+            args=args,
+            processing_class=processing_class,
+            model=model,
+            ref_model=ref_model,
+            reward_model=reward_model,
+            train_dataset=train_dataset,
+            value_model=value_model,
+            data_collator=data_collator,
+            eval_dataset=eval_dataset,
+            optimizers=optimizers,
+            callbacks=callbacks,
+            peft_config=peft_config,
+            reward_funcs=reward_funcs,
+            reward_processing_classes=reward_processing_classes,
+            value_peft_config=value_peft_config,
+            kl_controller=kl_controller,
+            engine=engine,
+            policy_loss=policy_loss,
+            ptx_dataset=ptx_dataset,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
         )
-        self._policy_loss = learning.resolve_policy_loss(args.policy_loss if policy_loss is None else policy_loss)
-        super().__init__(args, prepared, data_collator, callbacks, optimizers, kl_controller, engine, ptx_dataset)
+        super().__init__(inputs)
 
     # ---- The loop: `Trainer.train` calls this ----
 

@@ -19,11 +19,10 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, Trainer, TrainerCallback, TrainerControl
+from transformers import GenerationConfig, Trainer, TrainerControl
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
-from rlhf_ppo.algorithm.advantages import KLController
 from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
@@ -31,7 +30,6 @@ from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional
 from rlhf_ppo.data.prompts import OWN_COLUMNS, num_rows
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
-from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import as_module, configuration_kept
 from rlhf_ppo.ranks import processes, random_streams
@@ -46,13 +44,14 @@ from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluatio
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.scorer import Scores, scaling_scores
-from rlhf_ppo.run import construction, datasets, rollouts, saving
+from rlhf_ppo.run import construction, datasets, placing, rollouts, saving
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
 from rlhf_ppo.run.external import given_responses
+from rlhf_ppo.run.inputs import TrainerInputs
 from rlhf_ppo.run.learning import CriticOnly, DivergenceGuard, gradient_norms
 from rlhf_ppo.run.loop import LoopState, count_update
-from rlhf_ppo.run.optimization import Optimization, Optimizers, check_prepared, follow_metric, follows_metric
+from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import RunState, Stateful, StatefulParts
 from rlhf_ppo.run.steps import Steps
 from rlhf_ppo.terminal import print_text
@@ -93,47 +92,40 @@ class TrainerBase(Steps, Trainer):
             hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
-    def __init__(
-        self,
-        args: PPOConfig,
-        prepared: construction.Prepared,
-        data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None,
-        callbacks: list[TrainerCallback] | None,
-        optimizers: Optimizers,
-        kl_controller: KLController | None,
-        engine: GenerationEngine | None,
-        ptx_dataset: Any,
-    ) -> None:
-        models, tokens, tokenizer = prepared.models, prepared.tokens, prepared.tokenizer
+    def __init__(self, inputs: TrainerInputs) -> None:
+        args = inputs.args
+        loaded = construction.load(self, inputs)
+        models, tokens, tokenizer = loaded.models, loaded.tokens, loaded.tokenizer
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
-        self.reward_models = [each.model for each in models.rewards]
-        self.tokens, self.stop_token_id, self.sizes = tokens, tokens.stop, prepared.sizes
-        self._is_stepped, self._reward_funcs = prepared.is_stepped, prepared.reward_funcs
-        self._run = run = RunState(args, tokenizer, tokens, prepared.processor)
+        self.reward_models = [reward.model for reward in models.rewards]
+        self.tokens, self.stop_token_id, self.sizes = tokens, tokens.stop, loaded.sizes
+        self._is_stepped, self._reward_funcs = loaded.is_stepped, inputs.reward_funcs
+        self._policy_loss = loaded.policy_loss
+        self._run = run = RunState(args, tokenizer, tokens, loaded.processor)
         self._critic_only, self.score_moments, self._stateful = CriticOnly(run), RunningMoments(), StatefulParts()
-        self.kl_controller = construction.make_kl_controller(args, kl_controller, self._stateful)
+        self.kl_controller = construction.make_kl_controller(args, inputs.kl_controller, self._stateful)
         if args.score_scaling:
             self._stateful.register("score_moments", self.score_moments)
 
         # Call Trainer's constructor, which makes the accelerator.
-        self._optimization = Optimization(optimizers)
+        self._optimization = Optimization(inputs.optimizers)
         processes.use_one_device(args)
         with configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             super().__init__(
                 model=PolicyAndValue(models.policy, models.value_model, args.temperature),
                 args=args,
-                data_collator=prepared.preparation.collator(data_collator, tokens.pad),
-                train_dataset=prepared.train_dataset,
-                eval_dataset=prepared.eval_dataset,
+                data_collator=loaded.preparation.collator(inputs.data_collator, tokens.pad),
+                train_dataset=loaded.train_dataset,
+                eval_dataset=loaded.eval_dataset,
                 processing_class=tokenizer,
-                callbacks=callbacks,
+                callbacks=inputs.callbacks,
                 optimizers=cast(Any, self._optimization.given),
             )
         self._optimization.check(self.model, self.accelerator)
         self.state = PPOTrainerState.of(self.state)
 
         # Make the parts that need it.
-        run.connect(self.accelerator, self.callback_handler, uses_functions=bool(prepared.functions))
+        run.connect(self.accelerator, self.callback_handler, uses_functions=bool(loaded.functions))
         random_streams.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
         self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
         self._guard = DivergenceGuard(run, self._models)
@@ -146,8 +138,8 @@ class TrainerBase(Steps, Trainer):
         self._printed = ""  # the latest sample table
         add_console_and_health(self, args, self.sizes, self.reward_models)
         self.add_callback(self._signals)
-        construction.set_up_engine(self.accelerator, self._models)
-        parts = construction.make_parts(self, run, prepared, engine, self._critic_only, ptx_dataset)
+        placing.set_up_backend(self.accelerator, self._models)
+        parts = construction.make_parts(self, run, inputs, loaded, self._critic_only)
         self.sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
         self._baselines, self._play, self.ptx = parts.baselines, parts.play, parts.ptx
         if self.ptx is not None:

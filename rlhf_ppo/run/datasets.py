@@ -47,7 +47,6 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary, reads_images
 from rlhf_ppo.models.loading import NOT_HERE
-from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.ranks.processes import get_logger, num_processes
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.ranks.signals import leave_signals_to_parent
@@ -356,30 +355,30 @@ def policy_tokenizer(given: Any, model: Any) -> PreTrainedTokenizerBase:
 def image_chats(
     args: PPOConfig,
     processor: Any,
-    models: tuple[nn.Module, nn.Module, Reference | None, Sequence[LoadedRewardModel]],
-    episodes: EpisodeRollouts | None,
-    given: Iterable[Any],
+    readers: Mapping[str, nn.Module],
+    rewards: Sequence[LoadedRewardModel],
+    *,
+    is_episodic: bool,
+    prompt_sets: Iterable[Any],
 ) -> ImageChats | None:
     """Return the encoding of conversations with images, if a data set has images.
 
     Args:
         args: The arguments.
         processor: The policy's processor, or None.
-        models: Policy, value model, reference and reward models.
-        episodes: Rollouts of several turns, or None.
-        given: The data sets.
+        readers: The models that read prompts, by their arguments.
+        rewards: The reward models.
+        is_episodic: Whether rollouts have several turns.
+        prompt_sets: The data sets.
 
     Raises:
         ValueError: An argument excludes images, or a model does not read them.
     """
-    if not any(shows_images(each, processor is not None and episodes is None) for each in given):
+    if not any(shows_images(dataset, processor is not None and not is_episodic) for dataset in prompt_sets):
         return None
-    policy, value_model, reference, rewards = models
-    readers = {"model": policy, "ref_model": None if reference is None else reference.own_policy}
-    readers |= {reward.argument: reward.model for reward in rewards} | {"value_model": value_model}
-    blind = [name for name, model in readers.items() if model is not None and not reads_images(model)]
+    blind = [argument for argument, model in readers.items() if not reads_images(model)]
     problem = None
-    if episodes is not None:
+    if is_episodic:
         problem = "tools, environments and rollout_func read texts only: leave them out"
     elif args.generation_engine == "continuous":
         problem = "generation_engine='continuous' reads texts only: set it to 'transformers' or 'vllm'"

@@ -1,0 +1,243 @@
+"""The four models: loaded, made from each other where one is missing, checked, and frozen where they do not train."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import check_critic_alone
+from rlhf_ppo.data.rollout import PositionLimit, smallest
+from rlhf_ppo.models import adapters, capabilities, heads, loading
+from rlhf_ppo.models import reference as references
+from rlhf_ppo.models.frozen import FrozenScorer
+from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.ranks.processes import get_logger
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel
+from rlhf_ppo.run.inputs import TrainerInputs
+from rlhf_ppo.run.placing import check_keeps_models_whole, place_frozen
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The four models, checked and prepared.
+
+    Attributes:
+        policy: The trained language model.
+        value_model: The trained value model.
+        reference: The reference of the KL penalty, or None.
+        rewards: The frozen reward models.
+    """
+
+    policy: nn.Module
+    value_model: nn.Module
+    reference: references.Reference | None
+    rewards: Sequence[LoadedRewardModel]
+
+    @property
+    def reading_policy_tokens(self) -> dict[str, nn.Module]:
+        """All models that read the policy's tokens, by their names in errors."""
+        rewards = {reward.argument: reward.model for reward in self.rewards if reward.tokenizer is None}
+        critic = {} if isinstance(self.value_model, heads.ValueHead) else {"value_model": self.value_model}
+        return {"model": self.policy, **critic, **rewards}
+
+    @property
+    def reading_prompts(self) -> dict[str, nn.Module]:
+        """All models that read prompts, by their arguments."""
+        reference = None if self.reference is None else self.reference.own_policy
+        rewards = {reward.argument: reward.model for reward in self.rewards}
+        models = {"model": self.policy, "ref_model": reference, **rewards, "value_model": self.value_model}
+        return {argument: model for argument, model in models.items() if model is not None}
+
+    @property
+    def frozen_reference(self) -> nn.Module | None:
+        """The reference, if it is a separate model."""
+        return None if self.reference is None else self.reference.model
+
+    @property
+    def longest_sequence(self) -> PositionLimit | None:
+        """The longest sequence that every model supports; None without a limit."""
+        given = [*self.reading_policy_tokens.values(), self.frozen_reference]
+        return smallest(capabilities.position_limit(model) for model in given if model is not None)
+
+
+def assemble_models(
+    inputs: TrainerInputs,
+    loaded_rewards: Iterable[LoadedRewardModel],
+    *,
+    needs_reference: bool,
+    accelerator: Accelerator | None,
+) -> Models:
+    """Load models given by path, make missing models, freeze untrained ones.
+
+    The value model starts from the first reward model that reads the policy's tokens, else from the policy. A missing
+    reference is made only if it is needed.
+
+    Args:
+        inputs: The trainer's arguments.
+        loaded_rewards: The reward models; the iterator loads them.
+        needs_reference: Whether the run needs a reference that `inputs` lacks.
+        accelerator: Shards each reward model before other models are loaded; None: not yet.
+
+    Raises:
+        ValueError: Two arguments are the same object, or a model does not fit its role.
+    """
+    args, peft_config, value_peft_config = inputs.args, inputs.peft_config, inputs.value_peft_config
+    check_keeps_models_whole(args)
+    needs_critic = inputs.value_model is None and not args.share_base_model
+    rewards, copied = _prepare_rewards(loaded_rewards, needs_critic, accelerator)
+    set_seed(args.seed)  # for new adapters and heads; Trainer's constructor sets it later
+    policy, reference_model, critic = _load_models(inputs, rewards)
+    if args.share_base_model:
+        policy = _with_adapter(args, policy, peft_config, base_serves_others=True)
+        if critic is not None:
+            loading.check_value_model(critic)
+        critic = adapters.value_model_over(policy, critic, value_peft_config)
+        _share_with_rewards(policy, rewards)
+    else:
+        critic = _separate_critic(policy, critic, copied, value_peft_config)
+        policy = _with_adapter(args, policy, peft_config, needs_reference and reference_model is None)
+    if not isinstance(critic, heads.ValueHead):
+        capabilities.check_consistent(critic, "value_model")
+    reference = None
+    if needs_reference or reference_model is not None:
+        reference = references.make_reference(
+            policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
+        )
+    _set_up_language_models(args, policy, reference)
+    references.set_up_sharing(args, policy, critic, reference, [reward.model for reward in rewards])
+    loading.prepare_trainable(policy, critic)
+    rates = {"vf_coef": args.vf_coef, "critic_learning_rate": args.critic_learning_rate}
+    check_critic_alone(args.critic_warmup_steps, rates, policy, critic)
+    return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
+
+
+def _prepare_rewards(
+    given: Iterable[LoadedRewardModel], needs_critic: bool, accelerator: Accelerator | None
+) -> tuple[list[LoadedRewardModel], nn.Module | None]:
+    """Check each reward model, and shard it with `accelerator`, before the next one is loaded.
+
+    Returns:
+        The reward models, and the value model that was made from the first one that reads the policy's tokens.
+    """
+    rewards: list[LoadedRewardModel] = []
+    critic = None
+    for reward in given:
+        _check_loaded({reward.argument: reward.model})
+        if needs_critic and reward.tokenizer is None:
+            needs_critic = False
+            critic = loading.make_value_model(reward.model) if heads.reads_last_token(reward.model) else None
+        if accelerator is not None:
+            scorer = FrozenScorer(reward.model)
+            reward = replace(reward, scorer=place_frozen(scorer, accelerator))
+        rewards.append(reward)
+    return rewards, critic
+
+
+def _load_models(
+    inputs: TrainerInputs, rewards: Sequence[LoadedRewardModel]
+) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
+    """Load the policy, and reference and value model if any; check them before other models are made from them."""
+    model, ref_model, value_model = inputs.model, inputs.ref_model, inputs.value_model
+    scorers = {reward.argument: reward.model for reward in rewards}
+    _check_distinct({"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
+    policy: nn.Module = loading.load_policy(model, "model")
+    reference = critic = None
+    if ref_model is not None:
+        reference = loading.load_policy(ref_model, "ref_model")
+    if heads.is_head_of_policy(value_model):
+        head = heads.ValueHead(policy)
+        critic = head if value_model == "policy" else head.load(cast(Any, value_model))
+    elif value_model is not None:
+        critic = loading.load_value_model(value_model, "value_model", merges_adapter=not inputs.args.share_base_model)
+    _check_loaded({"model": policy, "ref_model": reference, "value_model": critic})
+    return policy, reference, critic
+
+
+def _separate_critic(
+    policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: Any
+) -> nn.Module:
+    """Return the given value model, the reward model's copy, or one made from the policy; add its adapter."""
+    if critic is not None:
+        loading.check_value_model(critic)
+    critic = critic or copied or loading.make_value_model(policy)
+    return critic if peft_config is None else adapters.add_value_adapter(critic, peft_config)
+
+
+def _frozen_rewards(
+    args: PPOConfig, rewards: Sequence[LoadedRewardModel], policy: nn.Module
+) -> list[LoadedRewardModel]:
+    """Wrap the reward models before Trainer moves weights that they share with the policy."""
+    return [
+        replace(
+            reward,
+            scorer=reward.scorer or FrozenScorer(reward.model),
+            offloads=args.offload_frozen and not adapters.shares_parameters(reward.model, policy),
+        )
+        for reward in rewards
+    ]
+
+
+def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: references.Reference | None) -> None:
+    own_reference = None if reference is None else reference.own_policy
+    for language_model in filter(None, (policy, own_reference)):
+        heads.multiply_head_in_float32(language_model, args.lm_head_float32)
+    _warn_of_low_precision(policy, args.learning_rate)
+
+
+def _check_loaded(loaded: Mapping[str, nn.Module | None]) -> None:
+    """Check each loaded model, by its argument's name, before other models are made from it."""
+    for name, module in loaded.items():
+        if module is not None:
+            adapters.check_adapter(module, name)
+            if name in ("model", "ref_model"):
+                capabilities.check_consistent(module, name)
+
+
+def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
+    if low := loading.low_precision_parameters(policy):
+        logger.warning(
+            f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
+            f"an update at learning_rate={learning_rate} is rounded away; load the policy in float32 and set "
+            "bf16=True for 16-bit arithmetic."
+        )
+
+
+def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:
+    """Add the given adapter, or activate the adapter to train."""
+    if peft_config is not None:
+        return adapters.add_adapter(policy, peft_config, args.model_adapter_name, base_serves_others)
+    if is_peft_model(policy):
+        adapters.activate_adapter(policy, args.model_adapter_name)
+    elif args.model_adapter_name is not None:
+        raise ValueError(
+            f"model_adapter_name={args.model_adapter_name!r}, but model is not a PeftModel; pass peft_config"
+        )
+    return policy
+
+
+def _share_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel]) -> None:
+    for reward in rewards:
+        if is_peft_model(reward.model) and (difference := adapters.share_base(reward.model, policy)) is not None:
+            logger.warning(
+                f"{reward.argument} is an adapter over another base than the policy's, and keeps its own: "
+                f"{difference}."
+            )
+
+
+def _check_distinct(models: Mapping[str, Any]) -> None:
+    given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
+    for (name, model), (other_name, other) in itertools.combinations(given, 2):
+        if model is other:
+            raise ValueError(
+                f"{name} and {other_name} are the same object, so training one would change the other; load the model "
+                f"twice, or pass {other_name}=None to have a copy made"
+            )

@@ -1,0 +1,52 @@
+"""The arguments of `PPOTrainer`, as one object."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from rlhf_ppo.algorithm.advantages import KLController
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.rewards.resolve import RewardSpec
+from rlhf_ppo.run.learning import PolicyLossFunction
+from rlhf_ppo.run.optimization import Optimizers
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+ModelOrPath = nn.Module | str | os.PathLike[str]
+"""A model, a directory or a hub name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerInputs:
+    """The arguments of `PPOTrainer`, which documents them."""
+
+    args: PPOConfig
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None
+    model: ModelOrPath
+    ref_model: ModelOrPath | None
+    reward_model: ModelOrPath | Sequence[ModelOrPath] | None
+    train_dataset: Any
+    value_model: ModelOrPath | None
+    data_collator: Callable[[list[dict[str, Any]]], dict[str, Any]] | None
+    eval_dataset: Any
+    optimizers: Optimizers
+    callbacks: list[TrainerCallback] | None
+    peft_config: PeftConfig | None
+    reward_funcs: RewardSpec | Sequence[RewardSpec] | None
+    reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+    value_peft_config: PeftConfig | None
+    kl_controller: KLController | None
+    engine: GenerationEngine | None
+    policy_loss: PolicyLossFunction | None
+    ptx_dataset: Any
+    tools: Sequence[Callable[..., Any]] | None
+    rollout_func: Callable[..., Any] | None
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None
