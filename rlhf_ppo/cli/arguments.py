@@ -77,7 +77,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         return parsed, unknown
 
 
-def parse(groups: Any, program: str, argv: Sequence[str] | None) -> Any:
+def parse(groups: Sequence[type], program: str, argv: Sequence[str] | None) -> Any:
     """Parse a command line; a mistake ends the program with one sentence.
 
     Args:
@@ -85,9 +85,11 @@ def parse(groups: Any, program: str, argv: Sequence[str] | None) -> Any:
         program: Start of error messages.
         argv: The options; None takes the program's own.
     """
-    about = "--config FILE reads options from a YAML file, or a preset such as recommended; the command line wins."
+    has_ppo = PPOConfig in groups
+    preset = ", or a preset such as recommended" if has_ppo else ""
+    about = f"--config FILE reads options from a YAML file{preset}; the command line wins."
     parser: Any = PPOArgumentParser(groups, prog=program, usage="%(prog)s [options]", description=about)
-    for action in parser._actions if parser.get_default("kl_coef") is not None else ():  # PPO's
+    for action in parser._actions if has_ppo else ():
         if action.dest in REJECTED or str(action.help).startswith("Derived"):
             action.help = argparse.SUPPRESS
     group_help(parser)

@@ -65,7 +65,7 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
     Raises:
         SystemExit: An option, the data, a model or the judge is wrong; the message names it.
     """
-    (args,) = parse(JudgeArguments, prog, argv)
+    (args,) = parse((JudgeArguments,), prog, argv)
     with user_errors(prog):
         check_single_process("responses are judged")
         if not args.dry_run:

@@ -261,7 +261,7 @@ def check_steps(steps: Iterable[Step]) -> None:
 
     for kind, step in {step.kind: step for step in steps if step.kind != "report"}.items():
         if kind == "judge":
-            (args,) = parse(JudgeArguments, f"{PROGRAM}: {kind}", step.argv())
+            (args,) = parse((JudgeArguments,), f"{PROGRAM}: {kind}", step.argv())
             with user_errors(f"{PROGRAM}: {kind}"):
                 resolve_rewards(args.judge)
         else:

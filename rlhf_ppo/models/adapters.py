@@ -469,23 +469,24 @@ def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_conf
         ValueError: The policy has no adapter, trains its base, or has a base that differs from the value model's.
     """
     _check_base_is_frozen(policy)
-    critic = _scorer_with_zero_head(policy) if value_model is None else value_model
+    is_new = value_model is None
+    value_model = _scorer_with_zero_head(policy) if value_model is None else value_model
     if peft_config is not None:
         _check_base_stays(peft_config, "value_peft_config")
-        critic = add_value_adapter(critic, peft_config)
-    elif isinstance(critic, ValueHead):
-        return critic
-    elif not is_peft_model(critic):
+        value_model = add_value_adapter(value_model, peft_config)
+    elif isinstance(value_model, ValueHead):
+        return value_model
+    elif not is_peft_model(value_model):
         with config_of_another(policy) as config:
-            critic = _with_adapter_like(config, critic)
-        if value_model is None:
-            copy_adapter(policy, critic)
-    if (difference := share_base(critic, policy)) is not None:
+            value_model = _with_adapter_like(config, value_model)
+        if is_new:
+            copy_adapter(policy, value_model)
+    if (difference := share_base(value_model, policy)) is not None:
         raise ValueError(
             f"share_base_model=True, but value_model has another base than model: {difference}; pass an adapter over "
             "the policy's base, or value_model=None to have one made"
         )
-    return critic
+    return value_model
 
 
 @torch.no_grad()

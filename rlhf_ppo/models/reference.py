@@ -194,11 +194,15 @@ def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
 
 
 def set_up_sharing(
-    args: PPOConfig, policy: nn.Module, critic: nn.Module, reference: Reference | None, rewards: Sequence[nn.Module]
+    args: PPOConfig,
+    policy: nn.Module,
+    value_model: nn.Module,
+    reference: Reference | None,
+    rewards: Sequence[nn.Module],
 ) -> None:
     """Let all models share prefixes as asked. Compiled models do not: each prefix tree would recompile them."""
     own_reference = None if reference is None else reference.own_policy
-    share_prefixes(False if args.torch_compile else args.share_prefixes, policy, critic, own_reference, *rewards)
+    share_prefixes(False if args.torch_compile else args.share_prefixes, policy, value_model, own_reference, *rewards)
 
 
 def can_hold_two(policy: nn.Module) -> bool:

@@ -241,10 +241,11 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
         ("report", ["rlhf-ppo report [-h]", "RUN [RUN ...]"], []),
         (
             "train",
-            ["--config FILE", "--total_episodes", "--kl_coef"],
+            ["--config FILE", "preset such as recommended", "--total_episodes", "--kl_coef"],
             ["--label_smoothing_factor", "--micro_batch_size"],
         ),
-        ("reward", ["--config FILE", "--label_smoothing_factor"], ["--kl_coef"]),
+        ("reward", ["--config FILE", "--label_smoothing_factor"], ["preset", "--kl_coef"]),
+        ("judge", ["--config FILE", "--judge_model"], ["preset"]),
     ],
 )
 def test_help_shows_what_a_command_takes_and_no_option_that_it_refuses(command, shown, hidden, capsys):

@@ -43,7 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_option_is_known(name: str, place: Path) -> None:
     for step in read_pipeline(f"examples/{name}").steps:
         if step.kind != "report":
-            parse(OPTIONS.get(COMMANDS[step.kind], JudgeArguments), step.kind, step.argv())
+            parse(OPTIONS.get(COMMANDS[step.kind], (JudgeArguments,)), step.kind, step.argv())
 
 
 def in_this_process(words: Sequence[str]) -> int:
