@@ -183,7 +183,7 @@ class TrainerBase(Steps, Trainer):
     ) -> TrainOutput:
         """Run PPO.
 
-        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint after the update that is running. A second signal ends
+        SIGTERM, SIGINT and SIGHUP end the run with a checkpoint after the current update. A second signal ends
         the process at once.
 
         Args:

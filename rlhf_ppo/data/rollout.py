@@ -45,7 +45,7 @@ class HostMasks(NamedTuple):
         return cls(both[:, :width], both[:, width:], (attention_mask, response_mask))
 
     def are_of(self, attention_mask: Tensor, response_mask: Tensor) -> bool:
-        """Return whether these tensors were copied."""
+        """Return whether this copy was made from these tensors."""
         return self.source[0] is attention_mask and self.source[1] is response_mask
 
 

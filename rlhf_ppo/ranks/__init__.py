@@ -1,1 +1,1 @@
-"""Which process this is, and what processes agree on: every room reads them, they read none."""
+"""Processes, signals and random streams: every room may import them, and they import only `terminal`."""

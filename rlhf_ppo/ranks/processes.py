@@ -92,9 +92,11 @@ def is_fsdp(accelerator: Accelerator) -> bool:
 
 
 def warn_of_missing_fsdp(accelerator: Accelerator) -> None:
-    """Warn if the launcher asked for FSDP, which accelerate leaves out on CPUs without a word."""
+    """Warn if the launcher asked for FSDP, which accelerate silently ignores on CPUs."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not is_fsdp(accelerator):
-        logger.warning("FSDP was asked for, but accelerate has none on CPUs: each process holds whole models (DDP).")
+        logger.warning(
+            "The launcher asked for FSDP, which accelerate lacks on CPUs: each process holds whole models (DDP)."
+        )
 
 
 def is_sharding(accelerator: Accelerator) -> bool:

@@ -1,4 +1,4 @@
-"""Stop a run on SIGTERM, SIGINT or SIGHUP after the update that is running; a second signal exits at once.
+"""Stop a run on SIGTERM, SIGINT or SIGHUP after the current update; a second signal exits at once.
 
 Schedulers send SIGTERM before they reclaim a machine, Ctrl-C sends SIGINT, a closed terminal sends SIGHUP.
 """

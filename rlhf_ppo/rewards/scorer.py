@@ -410,7 +410,7 @@ def check_scores(
         and 0 after the last token.
 
     Raises:
-        WrongRewardError: It is no list, the number of scores differs, or one is no number, not finite or beyond
+        WrongRewardError: It is not a list, the number of scores is wrong, or one is not a number, not finite or beyond
             `MAX_SCORE`.
     """
     whole = _plain(returned)
@@ -522,7 +522,7 @@ def _shaped(scores: Tensor, ended: Tensor, args: PPOConfig, unit: ScoreMoments |
 
 
 def scaling_scores(rollout: Rollout, args: PPOConfig) -> Tensor:
-    """Return the scores that `score_scaling` divides by the deviation of: total scores before shaping, float32 `(n,)`.
+    """Return the scores whose deviation `score_scaling` divides by: total scores before shaping, float32 `(n,)`.
 
     They are those of the responses that have a score which `missing_eos_score` does not replace.
     """

@@ -118,19 +118,19 @@ _MAY_DIFFER = {
     *("local_rank", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "logging_dir", "run_name"),
     *("log_level", "log_level_replica", "log_console", "disable_tqdm", "report_to", "dataset_num_proc"),
 }
-"""Arguments that only one rank reads, or that change nothing of training."""
+"""Arguments that only one rank reads, or that do not change training."""
 
 
 def check_ranks_alike(run: RunState, dataset: Any) -> None:
-    """Check that all ranks have the same arguments and prompts, by one exchange; otherwise each trains other weights.
+    """Check that all ranks have the same arguments and prompts, in one exchange; else they would train other weights.
 
     Args:
         run: The run, with its arguments.
         dataset: The prepared training set; of many rows 1,000 are compared, and none of a stream.
 
     Raises:
-        RuntimeError: An error of this rank alone has ended an earlier run.
-        ValueError: A rank has others than rank 0.
+        RuntimeError: An error on this rank only has ended an earlier run.
+        ValueError: A rank has other arguments or prompts than rank 0.
     """
     run.check_in_step()
     if (world := run.accelerator.num_processes) == 1:
@@ -178,7 +178,7 @@ def loading(args: PPOConfig, dataset: Any, is_training: bool) -> AbstractContext
 class _FullBatches(torch.utils.data.IterableDataset[Any]):
     """A stream up to its last full batch of all ranks, so that the ranks end a pass together.
 
-    The stream's worker processes read rows only: each has a part of the stream, whose end is no end of the pass.
+    The stream's worker processes read rows only: each has a part of the stream, whose end does not end the pass.
 
     Args:
         stream: Prepared prompts.

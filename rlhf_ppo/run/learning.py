@@ -458,4 +458,4 @@ class DivergenceGuard:
         else:
             resume = f"the last good checkpoint is {saved}"
         fix = fix or advice_by_type(self.model, "Look at the rewards, or lower learning_rate or kl_coef")
-        return f"{self.run.moment()}: {reason}. Nothing of it was saved; {resume}. {fix}"
+        return f"{self.run.moment()}: {reason}. Nothing from this update was saved; {resume}. {fix}"

@@ -71,12 +71,12 @@ def prepare_texts(
         if num_context < min(len(ids), longest):
             texts.append(Text(ids[:num_context], ids[num_context:longest]))
     if not texts:
-        raise ValueError("ptx_dataset has no row of which anything could be learned: each needs two tokens or more")
+        raise ValueError("no row of ptx_dataset has a token to learn: each needs two tokens or more")
     num_left_out = len(dataset) - len(texts)
     if num_cut or num_left_out:
         logger.warning(
-            f"ptx_dataset: of {len(dataset)} rows {num_cut} are cut after {longest} tokens, and {num_left_out} left "
-            "out, as nothing of them would be learned"
+            f"ptx_dataset: of {len(dataset)} rows, {num_cut} are cut to {longest} tokens, and {num_left_out} are left "
+            "out because they have no token to learn"
         )
     return texts
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 Play = Callable[[nn.Module, Prompts, "GenerationConfig"], tuple[Responses, Prompts]]
-"""Takes the same, and returns the prompts too, which the episodes have changed."""
+"""Plays episodes; returns responses and updated prompts."""
 
 
 def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Responses) -> PolicyAndValueOutput:
@@ -51,7 +51,7 @@ def reference_logprobs(
         model: The prepared `PolicyAndValue`.
         reference: The reference, or None.
         responses: `B` responses.
-        logprobs: The policy's, which are the reference's too where the reference is the policy.
+        logprobs: The policy's; returned as they are if it is its own reference.
     """
     if reference is None:
         return None

@@ -45,7 +45,7 @@ class RunState:
         streams: The random-number streams.
         logged: Values that reward functions have logged since the last update.
         timer: Seconds of the update's phases.
-        error: The error of this rank alone that has ended the run.
+        error: The error that ended the run on this rank only.
     """
 
     args: PPOConfig
@@ -94,7 +94,7 @@ class RunState:
 
     @contextmanager
     def noting_error(self) -> Iterator[None]:
-        """Keep an error of this rank alone, after which `check_in_step` raises."""
+        """Keep an error that only this rank has; `check_in_step` raises after it."""
         try:
             yield
         except Exception as error:

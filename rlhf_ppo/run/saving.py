@@ -222,7 +222,7 @@ def load_converted(model: Any, directory: str) -> None:
 def without_frozen(engine: nn.Module, models: PolicyAndValue, is_deepspeed: bool) -> Iterator[None]:
     """Leave the frozen base of adapters out of DeepSpeed's checkpoint.
 
-    Trainer would do so for a PeftModel, but `PolicyAndValue` is none.
+    Trainer would do so for a `PeftModel`, which `PolicyAndValue` is not.
 
     Args:
         engine: The prepared model.
