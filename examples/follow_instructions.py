@@ -148,7 +148,7 @@ def is_answer(text, prompt, question):
 
 
 def degrees(prompts, completions, question, constraints, word, **_):
-    """Return for each completion the degree to which it satisfies each constraint; [0] if it is no answer."""
+    """Return for each completion the degree to which it satisfies each constraint; [0] if it does not answer."""
     result = []
     rows = zip(prompts, completions, question, constraints, word, strict=True)
     for prompt, completion, asked, names, needed in rows:

@@ -171,7 +171,7 @@ def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
 
     Raises:
         TypeError: It has another type.
-        ValueError: It is none of the literals.
+        ValueError: It is not one of the literals.
     """
     if _matches(value, annotation):
         return

@@ -92,7 +92,7 @@ class Conversations:
             self.template = get_training_chat_template(tokenizer)
 
     def of_row(self, row: Mapping[str, Any]) -> Conversations:
-        """Return the same for a row, whose own arguments of the chat template win; see `template_settings`."""
+        """Return a copy for a row, whose own arguments of the chat template win; see `template_settings`."""
         same = copy.copy(self)
         same.settings = template_settings(row, self.settings)
         return same

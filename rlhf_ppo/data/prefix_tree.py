@@ -7,7 +7,7 @@
 
 **Why the states are equal.** A causal model computes the state of a token from this token, its position and the tokens
 before it in its row. Rows that begin alike have the same of all three there, so their states are equal: `h` of a token
-of the tree is the state of all of its copies `h_1 = ... = h_n` in the rows. Attention must see to one thing: a token
+of the tree is the state of all of its copies `h_1 = ... = h_n` in the rows. Attention must ensure one thing: a token
 sees its own node up to itself and the nodes above it, never another branch.
 
 **Why the gradients add up.** The loss `L(h_1, ..., h_n)` of the rows is unchanged; only the copies now come from one

@@ -148,7 +148,9 @@ class PromptEncoder:
         try:
             return template_settings(row, self.template_kwargs)
         except ValueError as error:
-            self._fail(index, f"has tools that are no JSON ({error})", "give a list of JSON schemas, or its JSON text")
+            self._fail(
+                index, f"has tools that are not JSON ({error})", "give a list of JSON schemas, or its JSON text"
+            )
 
     def _check_blocks(
         self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any] | None = None
@@ -233,7 +235,7 @@ def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None = 
         given: The arguments for all rows, or None.
 
     Raises:
-        ValueError: `tools` is a text that is no JSON.
+        ValueError: `tools` is a text that is not JSON.
     """
     tools: Any = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -417,7 +419,7 @@ def columns_of(dataset: Any, name: str) -> list[str]:
         name: Its name in errors.
 
     Raises:
-        ValueError: It is no data set, has no rows, or its first row is not a dict.
+        ValueError: It is not a data set, has no rows, or its first row is not a dict.
     """
     is_table = isinstance(dataset, datasets.Dataset)
     is_readable = all(hasattr(dataset, name) for name in ("__len__", "__getitem__"))

@@ -125,7 +125,7 @@ class Environments:
     Args:
         factory: Makes an environment; a dict of factories, from which the column `environment` chooses; or None.
         tools: Standalone tools: functions with type hints and Google docstrings.
-        timeout: Seconds for one call, `reset` or `get_reward`; None: any.
+        timeout: Seconds for one call, `reset` or `get_reward`; None: no limit.
 
     Raises:
         ValueError: An environment cannot be made or has no `reset`, or a tool has no hints or docstring.

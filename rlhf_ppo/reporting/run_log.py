@@ -300,6 +300,6 @@ def _label(names: Sequence[str]) -> str:
         return names[0]
     start = os.path.commonprefix(list(names))  # noqa: RUF071 (characters in common, as in "a-seed1" and "a-seed2")
     if any(name[len(start) :][:1].isdigit() for name in names):
-        start = start.rstrip("0123456789")  # of 42 and 43, 4 is no name
+        start = start.rstrip("0123456789")  # 4 is not the name of 42 and 43
     common = re.sub(r"[-_./ ]*(seed|run)?[-_./ =]*$", "", start)
     return common or f"{names[0]} and {len(names) - 1} more"

@@ -463,7 +463,7 @@ class PreferenceReward:
         name: Name in metrics and weights.
 
     Raises:
-        ValueError: `opponent` is none of these.
+        ValueError: `opponent` is not one of these.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
         argument: Name of the argument, for errors.
 
     Raises:
-        ValueError: It is no such object, or the text names none.
+        ValueError: It is neither callable nor a text, or the text names nothing.
     """
     if callable(spec):
         return spec

@@ -182,7 +182,7 @@ class LoadedRewardModel:
         Args:
             prompt: The prompt with its ids and an empty response.
             chats: Encodes conversations with images for the model; None in a run without images.
-            stop_is_silent: Whether the last token of a response that ended is no text.
+            stop_is_silent: Whether the last token of a response that ended is not part of its text.
         """
         limit, ids = position_limit(self.model), prompt.prompt_ids or ()
         if limit is None:

@@ -259,7 +259,7 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
         check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
 
     Raises:
-        TypeError: It is no data set, or its first row is not a dict.
+        TypeError: It is not a data set, or its first row is not a dict.
         ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
     """
     if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
@@ -279,7 +279,7 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
         needs_prompts: Whether a column holds prompts; environments need none.
 
     Raises:
-        TypeError: A value is not a data set, or its rows are no dicts.
+        TypeError: A value is not a data set, or its rows are not dicts.
         ValueError: Prompts are missing.
     """
     if train_dataset is None:
@@ -315,7 +315,7 @@ def load_data(
     """Load data sets given by name, and check them; environments may make the prompts.
 
     Raises:
-        TypeError: A value is no data set, or its rows are no dicts.
+        TypeError: A value is not a data set, or its rows are not dicts.
         ValueError: One cannot be loaded, or prompts are missing.
     """
     train_dataset = load_named(train_dataset, "train_dataset", ("train",))

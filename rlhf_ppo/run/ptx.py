@@ -48,7 +48,7 @@ def prepare_texts(
     longest: int,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Text]:
-    """Tokenize every row; append EOS to texts that are no conversations, as `SFTTrainer` does.
+    """Tokenize every row; append EOS to texts that are not conversations, as `SFTTrainer` does.
 
     Args:
         dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`);

@@ -96,7 +96,7 @@ def test_a_row_is_the_same_prompt_at_every_stage(
 
 def test_tools_that_no_stage_could_read_are_refused() -> None:
     encode = PromptEncoder(chat_tokenizer(), "rows", None)
-    with pytest.raises(ValueError, match=r"row 3 of rows has tools that are no JSON \(.*\): give a list of JSON"):
+    with pytest.raises(ValueError, match=r"row 3 of rows has tools that are not JSON \(.*\): give a list of JSON"):
         encode(CHAT | {"tools": "look"}, 3)
     assert encode({"prompt": "Which?", "tools": "look"}, 3)  # of a text, the column is a reward function's
 
