@@ -4,7 +4,7 @@
     python benchmarks/follow.py one-body --seed 1 --max_steps 40 --dataset_name FILE
 
 All arms have the example's prompts, rewards, episodes, sampling and optimizer steps; further arguments are the
-example's. A run stopped on the way goes on with `--resume_from_checkpoint True`. The result is a line of `--results`.
+example's. A stopped run resumes with `--resume_from_checkpoint True`. The result is a line of `--results`.
 
 start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states
 (linear-head in the rows: the head of one layer that it had first). no-critic: the Reinforce of docs/research.md. grpo:

@@ -1,4 +1,4 @@
-"""Teach a small chat model when to call a calculator, from nothing, in about two minutes on one core.
+"""Teach a small chat model when to call a calculator, from scratch, in about two minutes on one core.
 
     pip install rlhf-ppo
     python examples/agent_calculator.py             # products that the model does not know: calls pay

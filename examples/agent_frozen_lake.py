@@ -1,4 +1,4 @@
-"""Teach a small language model to cross Gymnasium's FrozenLake through text, from nothing, in half a minute.
+"""Teach a small language model to cross Gymnasium's FrozenLake through text, from scratch, in half a minute.
 
     pip install rlhf-ppo gymnasium
     python examples/agent_frozen_lake.py
@@ -62,7 +62,7 @@ def make_player(tokenizer: PreTrainedTokenizerFast, size: int, seed: int, steps:
 
 
 class Lake:
-    """Gymnasium's FrozenLake through text: each message of the policy is a move, and each answer is a field's number.
+    """Gymnasium's FrozenLake through text: each message of the policy is a move, each answer a field's number.
 
     Args:
         options: `size`, `moves` (the limit), `slippery` with `rate`, and `progress`: whether each step to the goal

@@ -1,4 +1,4 @@
-"""RLHF from nothing, in minutes on two cores: a toy language model, a reward model, PPO, and a judge.
+"""RLHF from scratch, in minutes on two cores: a toy language model, a reward model, PPO, and a judge.
 
     python examples/demo.py [output_dir]
 

@@ -47,7 +47,7 @@ class RewardHandler(BaseHTTPRequestHandler):
     """Answers each request with the reward that its path names."""
 
     def do_POST(self) -> None:
-        """Score one request. A wrong one is answered with a status that the trainer does not try again."""
+        """Score one request. For a malformed request, answer with a status that the trainer does not retry."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         token, given = os.environ.get(TOKEN), self.headers.get("Authorization", "")
         if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):

@@ -24,7 +24,7 @@ STEPS = ("sft", "reward", "judge_reward")
 
 
 def prepare(data: Path, folder: Path) -> None:
-    """Divide the pairs and train the three models, where they are not there yet; what was broken off goes on.
+    """Divide the pairs and train the three models, where they are missing; resume an interrupted training.
 
     Raises:
         FileNotFoundError: There are no pairs.

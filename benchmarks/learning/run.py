@@ -5,7 +5,7 @@
     python benchmarks/learning/report.py
 
 It may be killed at any moment: what is finished stays in `results.jsonl` of the work directory, one line a cell, with
-the commit of the code; the same command goes on. `report.py` makes the tables and pictures of the documentation.
+the commit of the code; the same command resumes. `report.py` makes the tables and pictures of the documentation.
 """
 
 from __future__ import annotations
