@@ -32,17 +32,17 @@ QUICK: dict[str, Any] = {
 
 
 class SeenPrompts(PPOTrainer):
-    """Keeps the prompts of every update."""
+    """Keeps the prompts of every update, and their columns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.seen: list[list[list[int]]] = []
-        self.columns: list[set[str]] = []
+        self.columns: list[dict[str, Any]] = []
         super().__init__(*args, **kwargs)
 
     def collect_rollout(self, prompts: Prompts, *given: Any) -> Any:
         pairs = zip(prompts.input_ids, prompts.attention_mask, strict=True)
         self.seen.append([ids[mask].tolist() for ids, mask in pairs])
-        self.columns.append(set(prompts.columns))
+        self.columns.append(dict(prompts.columns))
         return super().collect_rollout(prompts, *given)
 
 
@@ -126,6 +126,13 @@ def record(trainer: PPOTrainer, method: str) -> list[Any]:
 def record_rollouts(trainer: PPOTrainer) -> list[Any]:
     """Record the rollouts that a trainer makes."""
     return record(trainer, "collect_rollout")
+
+
+def train_and_record(trainer: PPOTrainer) -> list[Any]:
+    """Train, and return the rollouts."""
+    rollouts = record_rollouts(trainer)
+    trainer.train()
+    return rollouts
 
 
 def parameters(trainer: PPOTrainer) -> dict[str, Tensor]:

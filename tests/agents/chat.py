@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.generation.protocol import Sampled
-from tests.runs import record_rollouts
+from tests.runs import train_and_record
 
 ENDS: dict[str, tuple[str, ...]] = {
     "qwen3": ("<|im_end|>",),
@@ -150,8 +150,7 @@ def run_ours(directory: Any, name: str, script: Any, options: dict[str, Any] | N
         engine=ScriptedEngine(tokenizer, script),
         **given,
     )
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     for rollout in rollouts:
         context = rollout.context_length
         prompts, masks = rollout.query_responses[:, :context], rollout.attention_mask[:, :context]

@@ -23,14 +23,14 @@ ASKED = [{"role": "user", "content": "Q"}]
 
 
 class Kept(PPOTrainer):
-    """Keeps rollouts, rewards and returns."""
+    """Keeps rollouts, advantages and returns."""
 
     def estimate_advantages(self, rollout: Rollout) -> Any:
         self.kept = rollout
         return super().estimate_advantages(rollout)
 
     def compute_advantages(self, rollout: Rollout, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        self.rewarded, self.returned = rewards, super().compute_advantages(rollout, rewards)
+        self.returned = super().compute_advantages(rollout, rewards)
         return self.returned
 
 

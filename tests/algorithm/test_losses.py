@@ -80,15 +80,6 @@ def test_weights_scale_each_tokens_loss_and_gradient_and_nothing_else():
     assert torch.equal(weighted.ratio, plain.ratio) and torch.equal(weighted.clipped, plain.clipped)
 
 
-def test_weighted_losses_are_in_the_mean_those_of_the_policy():
-    """What the correction is for: tokens drawn from an engine's distribution q give the loss's mean under p."""
-    p = torch.tensor([0.5, 0.3, 0.2])
-    q = torch.tensor([0.35, 0.25, 0.4])
-    advantages = torch.tensor([1.0, -2.0, 3.0])
-    loss = clipped_policy_loss(p.log(), p.log(), advantages, 0.2, importance_weights(p.log(), q.log(), 2.0)).loss
-    assert float((q * loss).sum()) == pytest.approx(-float((p * advantages).sum()))
-
-
 # ---- Options ----
 
 

@@ -68,6 +68,8 @@ def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(pla
     assert not [warning for warning in recwarn if "pin_memory" in str(warning.message)]
 
 
+LORA = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
+TEXTS = ["--model_name_or_path", "base", "--dataset_name", "texts.jsonl"]
 PPO = [
     *("--sft_model_path", "base", "--dataset_name", "texts.jsonl", "--response_length", "4"),
     *("--num_sample_generations", "0", *QUICK),
@@ -118,9 +120,8 @@ def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_s
 
 @pytest.mark.filterwarnings("error:Accessing the data pointer")
 def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
-    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
-    commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *lora])
-    options = [*lora, "--reward_model_path", "out", "--share_base_model", "--output_dir", "ppo"]
+    commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *LORA])
+    options = [*LORA, "--reward_model_path", "out", "--share_base_model", "--output_dir", "ppo"]
     trainer = commands.train([*PPO, *options])
 
     models = (trainer.policy_model, trainer.value_model, trainer.reward_model)
@@ -136,12 +137,10 @@ def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_r
         with torch.no_grad():
             return model.eval()(torch.arange(3, 15)[None]).logits
 
-    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
-    texts = ["--model_name_or_path", "base", "--dataset_name", "texts.jsonl"]
-    commands.sft([*texts, *QUICK, "--output_dir", "sft", *lora])
+    commands.sft([*TEXTS, *QUICK, "--output_dir", "sft", *LORA])
     start = logits(AutoPeftModelForCausalLM.from_pretrained("sft"))
     trainer = commands.train(
-        [*PPO, "--sft_model_path", "sft", "--reward_model_path", "scorer", *lora, "--lora_r", "3"]
+        [*PPO, "--sft_model_path", "sft", "--reward_model_path", "scorer", *LORA, "--lora_r", "3"]
     )
 
     assert "sft is an adapter: it is trained further as it is" in capsys.readouterr().out
@@ -151,26 +150,24 @@ def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_r
     assert not torch.equal(trained, start) and trainer.policy_model.active_peft_config.r == 2
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained("out")), trained)
 
-    whole = commands.sft([*texts, *QUICK]).model
+    whole = commands.sft([*TEXTS, *QUICK]).model
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("out")), logits(whole))
     assert not Path("out/ppo_settings.json").exists()
     pairs = ["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl"]
-    scorer = commands.reward([*pairs, *QUICK, *lora]).model
+    scorer = commands.reward([*pairs, *QUICK, *LORA]).model
     assert torch.equal(logits(load_reward_model("out", "reward_model", merges_adapter=False)), logits(scorer))
     assert not Path("out/model.safetensors").exists()
     with pytest.raises(SystemExit, match="2"):
-        commands.reward([*pairs, *QUICK, *lora, "--output_dir", "base"])
+        commands.reward([*pairs, *QUICK, *LORA, "--output_dir", "base"])
     assert "saving there would replace 'base', the base of the trained adapter" in capsys.readouterr().err
 
 
 def test_the_reward_model_continues_the_adapter_of_sft_and_all_share_one_base(places):
-    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
-    texts = ["--model_name_or_path", "base", "--dataset_name", "texts.jsonl"]
-    commands.sft([*texts, *QUICK, *lora, "--output_dir", "sft"])
-    still = ["--dataset_name", "pairs.jsonl", *QUICK, *lora, "--learning_rate", "0"]
+    commands.sft([*TEXTS, *QUICK, *LORA, "--output_dir", "sft"])
+    still = ["--dataset_name", "pairs.jsonl", *QUICK, *LORA, "--learning_rate", "0"]
     commands.reward(["--model_name_or_path", "sft", *still, "--output_dir", "reward"])
     start = ["--sft_model_path", "sft", "--reward_model_path", "reward", "--share_base_model"]
-    trainer = commands.train([*PPO, *start, *lora, "--output_dir", "ppo"])
+    trainer = commands.train([*PPO, *start, *LORA, "--output_dir", "ppo"])
 
     ids = torch.tensor([[4, 5, 6]])
     sft: Any = AutoPeftModelForCausalLM.from_pretrained("sft")
@@ -186,8 +183,7 @@ def test_the_reward_model_continues_the_adapter_of_sft_and_all_share_one_base(pl
 
 
 def test_merge_adapter_saves_the_model_that_the_adapter_gives(places):
-    lora = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
-    trainer = commands.train([*PPO, "--reward_funcs", "length", *lora, "--merge_adapter"])
+    trainer = commands.train([*PPO, "--reward_funcs", "length", *LORA, "--merge_adapter"])
     ids = torch.tensor([[4, 5, 6]])
     merged = AutoModelForCausalLM.from_pretrained("out")
     assert not Path("out/adapter_config.json").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import save_models, tiny_policy, tiny_scorer
 
 OPTIONS = (
     "--sft_model_path policy --reward_model_path reward --output_dir out --use_cpu --report_to none --bf16 False "
@@ -20,9 +20,7 @@ OPTIONS = (
 @pytest.fixture
 def estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
-    for model, name in ((tiny_policy(), "policy"), (tiny_scorer(), "reward")):
-        model.save_pretrained(name)
-        make_tokenizer().save_pretrained(name)
+    save_models(policy=tiny_policy(), reward=tiny_scorer())
 
     def run(options: str = "") -> dict[str, int]:
         from rlhf_ppo.cli.estimate import estimate

@@ -1,21 +1,17 @@
 """PPOConfig.fill_derived: the numbers that follow from others, filled once or several times."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 from transformers import TrainingArguments
 
 from rlhf_ppo.config import PPOConfig
+from tests.config.test_ppo_config import make
 
 DERIVED = (
     *("world_size", "local_batch_size", "micro_batch_size", "batch_size", "local_mini_batch_size", "mini_batch_size"),
     "num_total_batches",
 )
-
-
-def make(**arguments: Any) -> PPOConfig:
-    return PPOConfig(**arguments)
 
 
 def test_derived_fields_by_hand():

@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import REJECTED, REJECTED_VALUES, REMOVED
+from tests.config.test_ppo_config import make
 
 HONOURED = """
 use_cpu tf32 ddp_backend ddp_timeout local_rank accelerator_config log_level log_level_replica log_on_each_node
@@ -37,11 +38,6 @@ OLD_NAMES = {"logging_dir", "warmup_ratio"}  # only in the oldest: one changes n
 def other_than(accepted: Any) -> Any:
     """A value that is not the accepted one."""
     return not accepted if isinstance(accepted, bool) else {float: 0.1, list: ["inputs"]}.get(type(accepted), 5)
-
-
-def make(**arguments: Any) -> PPOConfig:
-    """PPOConfig with arguments that a type checker would refuse."""
-    return PPOConfig(**arguments)
 
 
 def test_every_argument_is_in_exactly_one_table():

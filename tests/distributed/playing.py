@@ -14,7 +14,7 @@ from rlhf_ppo.generation.protocol import Sampled, prompt_rows
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests import conftest
 from tests.distributed.scenarios import make_trainer, report, whole_parameters
-from tests.runs import record_rollouts
+from tests.runs import train_and_record
 
 EOS = 1
 
@@ -94,8 +94,7 @@ def play(
             "tool_timeout": 0.7, **options,
         },
     )  # fmt: skip
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     mask = rollouts[0].response_mask
     starts = mask[:, 1:] & ~mask[:, :-1]
     turns = (starts.sum(dim=1) + mask[:, 0]).tolist()

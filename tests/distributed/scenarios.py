@@ -27,7 +27,7 @@ from rlhf_ppo.rewards.judges import PreferenceReward
 from tests import conftest
 from tests.distributed.processes import scenario_named
 from tests.episodes import RespondsInTurns
-from tests.runs import At, record_rollouts
+from tests.runs import At, SeenPrompts, record_rollouts, train_and_record
 
 
 def launched_as(trainer: PPOTrainer) -> dict[str, Any]:
@@ -472,23 +472,6 @@ def error_of(scenario: str, **arguments: Any) -> str:
     return "no error"
 
 
-class SeenPrompts(PPOTrainer):
-    """Keeps the last token of every prompt, and the first of every response."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.seen: list[int] = []
-        self.names: list[str] = []
-        self.answers: list[int] = []
-        super().__init__(*args, **kwargs)
-
-    def collect_rollout(self, prompts: Prompts, *given: Any) -> Any:
-        rollout = super().collect_rollout(prompts, *given)
-        self.seen += prompts.input_ids[:, -1].tolist()
-        self.names += prompts.columns["name"]
-        self.answers += rollout.query_responses[:, prompts.input_ids.shape[1]].tolist()
-        return rollout
-
-
 def reads_names(completions: list[str], name: list[str], **columns: Any) -> list[float]:
     """Read a column of text."""
     return [float(len(text) + len(each)) for text, each in zip(completions, name, strict=True)]
@@ -507,9 +490,14 @@ def see_prompts(
     given: dict[str, Any] = {name: each.to_iterable_dataset() if stream else each for name, each in sets.items()}
     given["reward_funcs"] = reads_names
     run = {"gradient_accumulation_steps": 1, "num_ppo_epochs": 1, "response_length": 2, "max_steps": 8, **overrides}
-    trainer = make_trainer(output_dir, models, SeenPrompts, given=given, **run)
-    trainer.train()
-    found = {**launched_as(trainer), "seen": [*trainer.seen], "names": [*trainer.names], "answers": [*trainer.answers]}
+    trainer: Any = make_trainer(output_dir, models, SeenPrompts, given=given, **run)
+    rollouts = train_and_record(trainer)
+    found = {
+        **launched_as(trainer),
+        "seen": [ids[-1] for prompts in trainer.seen for ids in prompts],
+        "names": [name for columns in trainer.columns for name in columns["name"]],
+        "answers": [token for rollout in rollouts for token in rollout.responses[:, 0].tolist()],
+    }
     evaluated = trainer.evaluation_loop(trainer.get_eval_dataloader(), "five prompts")
     return found | {"num_evaluated": evaluated.num_samples}
 

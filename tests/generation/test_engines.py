@@ -19,7 +19,7 @@ from rlhf_ppo.generation.sampler import called
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy
-from tests.runs import QUICK, MakeArgs, MakeTrainer, assert_identical, history, parameters, record_rollouts
+from tests.runs import QUICK, MakeArgs, MakeTrainer, assert_identical, history, parameters, train_and_record
 
 
 class Talkative:
@@ -79,8 +79,7 @@ def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: Mak
             importance_sampling_correction=False, eval_strategy="steps", eval_steps=2, bf16=False,
         )  # fmt: skip
         assert isinstance(trainer.sampler.engine, ContinuousEngine) is (engine == "continuous")
-        rollouts = record_rollouts(trainer)
-        trainer.train()
+        rollouts = train_and_record(trainer)
         log = [{key: value for key, value in entry.items() if "sampling/" not in key} for entry in history(trainer)]
         ends.append((parameters(trainer), log, trainer.generate_completions().to_dict()))  # type: ignore
     assert_identical(ends[1], ends[0])

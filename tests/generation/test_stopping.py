@@ -16,7 +16,7 @@ from rlhf_ppo.generation.sampling import StopsAtStrings, StopStrings, ended, joi
 from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
-from tests.runs import QUICK, MakeArgs, record_rollouts
+from tests.runs import QUICK, MakeArgs, train_and_record
 
 CORPUS = [
     "The end. END of the naïve café — 日本語 🙂🙂!",
@@ -153,8 +153,7 @@ def test_each_eos_token_of_the_generation_config_ends_a_response(make_trainer: A
     policy, listed = tiny_policy(), [1, 5, 6, 7, 8]
     policy.generation_config.eos_token_id = listed
     trainer = make_trainer(**QUICK | {"response_length": 12}, model=policy, generation_engine=engine, temperature=1.0)
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     rows = [
         ids[real].tolist() for each in rollouts for ids, real in zip(each.responses, each.response_mask, strict=True)
     ]

@@ -14,7 +14,7 @@ if sys.argv[1] == "cpu":
 import torch
 
 from tests.distributed import scenarios
-from tests.runs import record_rollouts
+from tests.runs import train_and_record
 from tests.vllm.training import record_ids
 
 
@@ -24,8 +24,7 @@ def first_update(folder: str, device: str) -> dict[str, Any]:
         folder, folder, bf16=True, max_steps=1, num_ppo_epochs=1, num_mini_batches=1,
         ddp_backend="gloo" if device == "cpu" else None,
     )  # fmt: skip
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     first = trainer.state.log_history[0]
     return {
         **scenarios.launched_as(trainer),

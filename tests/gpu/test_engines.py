@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.models.adapters import preserve_base
-from tests.conftest import make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
+from tests.conftest import prompt_rows, save_models, tiny_policy, tiny_scorer
 from tests.distributed.processes import ROOT, launch_environment
 from tests.gpu.conftest import MakeTrainer, small_policy
 from tests.ports import free_port
@@ -52,8 +52,7 @@ def test_the_base_under_an_adapter_is_kept_in_the_host_s_memory(device: str) -> 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
     """The directory of a small policy, which vLLM loads."""
-    small_policy().save_pretrained(tmp_path / "policy")
-    make_tokenizer().save_pretrained(tmp_path / "policy")
+    save_models(tmp_path, policy=small_policy())
     return str(tmp_path / "policy")
 
 
@@ -110,8 +109,7 @@ def test_the_ranks_of_a_tensor_parallel_group_sample_the_same_ids(device: str, s
 
 def launched(config: str, world: int, device: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run tests/gpu/launched.py in processes that `accelerate launch` would start; return what each reports."""
-    tiny_policy().save_pretrained(folder / "policy")
-    tiny_scorer(seed=2).save_pretrained(folder / "value_model")
+    save_models(folder, policy=tiny_policy(), value_model=tiny_scorer(seed=2))
     environment = os.environ | launch_environment(config, world, ["--mixed_precision", "bf16"])
     environment |= {
         "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",

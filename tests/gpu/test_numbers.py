@@ -12,7 +12,7 @@ from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.models.heads import multiply_head_in_float32
 from rlhf_ppo.models.policy_and_value import token_logprobs
 from tests.gpu.conftest import MakeTrainer, small_policy
-from tests.runs import QUICK, record_rollouts
+from tests.runs import QUICK, train_and_record
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,7 @@ def test_the_fused_head_under_autocast_is_that_of_float64(device: str, in_float3
 
 def test_log_probabilities_and_values_of_a_rollout_are_float32(make_device_trainer: MakeTrainer) -> None:
     trainer = make_device_trainer(max_steps=1)
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     for name in ("logprobs", "ref_logprobs", "values"):
         values = getattr(rollouts[0], name)
         numbers = values[values != 0].cpu().numpy()

@@ -21,7 +21,7 @@ from transformers import (
 from tests.conftest import count_w4, make_tokenizer, needs_continuous
 from tests.models.architectures import families, tiny_config, tiny_model
 from tests.models.sweep import LORA, check_family, check_rows_alone
-from tests.runs import record_rollouts
+from tests.runs import train_and_record
 
 FAST = (
     "llama qwen2 qwen3 qwen2_moe qwen3_moe mistral mixtral gemma gemma2 gemma3_text gemma3n_text gemma4_text phi3 "
@@ -103,9 +103,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 def test_scores_of_encoders_are_those_of_each_text_alone(family: str, make_trainer: Any) -> None:
     model, rows = tiny_model(family, AutoModelForSequenceClassification), [{"input_ids": row} for row in ROWS]
     trainer = make_trainer(reward_model=model, train_dataset=rows, total_episodes=len(ROWS))
-    rollouts = record_rollouts(trainer)
-    trainer.train()
-    (rollout,) = rollouts
+    (rollout,) = train_and_record(trainer)
     texts = zip(rollout.query_responses, rollout.attention_mask, strict=True)
     with torch.no_grad():
         alone = torch.cat([model(input_ids=ids[real][None]).logits[:, 0] for ids, real in texts])
@@ -153,8 +151,7 @@ def test_a_policy_by_path_is_saved_as_the_class_and_with_the_processor_that_it_c
     for name, own in {"beside": None, "given": processor}.items():
         trainer = make_trainer(model=str(tmp_path / "policy"), processing_class=own, **given, **sizes)
         if own is None:
-            rollouts = record_rollouts(trainer)
-            trainer.train()
+            rollouts = train_and_record(trainer)
             check_rows_alone(rollouts[0], policy, None, None, trainer.args.temperature)
         trainer.save_model(str(tmp_path / name))
         saved, info = type(policy).from_pretrained(tmp_path / name, output_loading_info=True)

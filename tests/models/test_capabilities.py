@@ -12,7 +12,7 @@ from rlhf_ppo.models.capabilities import check_consistent, positions
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
-from tests.runs import QUICK, MakeTrainer, record_rollouts
+from tests.runs import QUICK, MakeTrainer, train_and_record
 
 pytestmark = pytest.mark.usefixtures("each_model_is_looked_at")
 
@@ -106,8 +106,7 @@ def test_ids_that_a_model_lacks_are_never_sampled(make_trainer: MakeTrainer, sma
     trainer = make_trainer(
         **family(**{smallest: 34}), generation_engine=engine, **{**QUICK, "response_length": 20, "total_episodes": 4}
     )
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
 
     sampled = [int(rollout.responses[rollout.response_mask].max()) for rollout in rollouts]
     assert max(sampled) in (32, 33)  # as far as all models go, and not as far as the tokenizer

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import chat_model as maker
 from rlhf_ppo import PPOConfig, PPOTrainer
 from tests.conftest import QUIET
-from tests.runs import logged, record_rollouts
+from tests.runs import logged, train_and_record
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = ["Hi!", "What is the capital of France?", "Describe a river in at most eight words.", "Name a colour."]
@@ -32,8 +32,7 @@ def test_an_update_with_lora_over_one_base_and_the_saved_adapter(chat_model: Pat
         args, model=str(chat_model), train_dataset=rows, peft_config=LoraConfig(target_modules="all-linear"),
         reward_funcs=lambda completions, **_: [len(answer[-1]["content"]) for answer in completions],
     )  # fmt: skip
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     trainer.save_model()
     (rollout,) = rollouts
 

@@ -15,7 +15,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from rlhf_ppo.data.images import ImageChats, model_inputs
-from tests.runs import logged, record_rollouts
+from tests.runs import logged, train_and_record
 from tests.vision import KINDS, alone, image_rows, make_model, make_processor, picture
 
 LENGTH = 5
@@ -43,10 +43,7 @@ def test_an_update_reads_each_row_with_its_images_as_if_it_were_alone(name: str,
         reward_funcs=lambda completions, images, **_: [len(shown) for shown in images],
     )  # fmt: skip
     head = nn.init.normal_(trainer.value_model.score.weight).detach().clone()[0]
-    rollouts = record_rollouts(trainer)
-    trainer.train()
-
-    (rollout,) = rollouts
+    (rollout,) = train_and_record(trainer)
     order, image = [], processor.tokenizer.convert_tokens_to_ids("<image>")
     for row, real in enumerate(rollout.attention_mask):
         ids, mask = rollout.query_responses[row][real], rollout.response_mask[row]

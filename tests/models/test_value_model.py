@@ -19,7 +19,7 @@ from tests.models.architectures import tiny_model
 from tests.models.test_architectures import cases
 from tests.models.test_one_base import mean_id
 from tests.models.test_peft import lora
-from tests.runs import QUICK, die_and_resume, record_rollouts
+from tests.runs import QUICK, die_and_resume, train_and_record
 
 FAMILIES = (
     "llama gpt2 gemma3 olmoe granite cohere2 codegen ctrl mamba rwkv recurrent_gemma falcon_h1 nemotron_h lfm2 "
@@ -111,8 +111,7 @@ def test_modules_with_trls_interface_score_and_value_as_in_trl(make_trainer: Any
     reward, value = Scorer(3), Scorer(4)
     given = {"reward_model": [reward, CountsW4()], "value_model": value, "learning_rate": 0.0}
     trainer = make_trainer(**given, gradient_checkpointing=True, missing_eos_penalty=None, **QUICK)
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     for rollout in rollouts:
         for row, real in enumerate(rollout.attention_mask):
             ids, length = rollout.query_responses[row, real], int(rollout.response_mask[row].sum())

@@ -13,7 +13,7 @@ from trl.trainer.model_config import ModelConfig
 from rlhf_ppo.cli.training import SFTArguments, sft_trainer
 from rlhf_ppo.reporting.win_rate import Answering, respond
 from rlhf_ppo.rewards.judges import PreferenceReward
-from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
+from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy
 from tests.distributed.scenarios import prefers_larger_words
 from tests.gpu.conftest import MakeTrainer, device, make_device_trainer, small_policy  # noqa: F401
 from tests.runs import die_and_resume
@@ -57,8 +57,7 @@ def test_answers_are_those_of_the_cpu() -> None:
 
 
 def test_sft_learns_on_the_device(tmp_path: Path) -> None:
-    tiny_policy().save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    save_models(tmp_path, model=tiny_policy())
     args = SFTArguments(
         output_dir=str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2,
         logging_steps=1, bf16=True, report_to="none", save_strategy="no", gradient_checkpointing=False,

@@ -21,7 +21,7 @@ from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 from rlhf_ppo.rewards.judges import RewardModelJudge
 from rlhf_ppo.rewards.reward_model import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
-from rlhf_ppo.rewards.scorer import silent_ids
+from rlhf_ppo.rewards.scorer import Scores, silent_ids
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeTrainer
 
@@ -176,6 +176,12 @@ def test_the_tokenizer_beside_a_model(tmp_path: Path) -> None:
 # ---- In the trainer ----
 
 
+def scored(trainer: PPOTrainer, columns: dict[str, list[Any]]) -> Scores:
+    """What a trainer's rewards say of the rows."""
+    made = responses()
+    return trainer.score_responses(made, Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], columns))
+
+
 def given_as(form: str, directory: Path) -> dict[str, Any]:
     """The reward model of characters, in every way that it can be passed."""
     model, tokenizer = character_model(), character_tokenizer()
@@ -219,12 +225,9 @@ def test_it_scores_as_it_does_alone(
     trainer = make_trainer(
         **QUICK, **given_as(form, tmp_path / "reward"), value_model=None, local_rollout_forward_batch_size=3
     )
-    made = responses()
-    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], columns)
-    ids = encoded(columns)
-    expected = [alone(character_model(), row) for row in ids]
+    expected = [alone(character_model(), row) for row in encoded(columns)]
     assert max(expected) - min(expected) > 0.05
-    scores = trainer.score_responses(made, prompts)
+    scores = scored(trainer, columns)
     assert scores.total.tolist() == pytest.approx(expected, abs=1e-5)
     assert list(scores.by_source) == ["reward_model"]
     # The value model cannot be made from a model that does not read the policy's tokens.
@@ -242,14 +245,13 @@ def test_a_conversation_in_the_policys_tokens_has_the_models_own_template(
     for part in (model, own):
         part.save_pretrained(tmp_path)
     trainer = make_trainer(**QUICK, reward_model=str(tmp_path), processing_class=policys)
-    made, columns = responses(), {"prompt": CONVERSATIONS}
-    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], columns)
+    columns = {"prompt": CONVERSATIONS}
     texts = [
         f"{prompt} w20 {answer}" + " w20" * ended
         for prompt, answer, ended in zip(PROMPTS, ANSWERS, ENDED, strict=True)
     ]
     expected = pytest.approx([alone(model, own(text)["input_ids"]) for text in texts], abs=1e-5)
-    assert trainer.score_responses(made, prompts).total.tolist() == expected
+    assert scored(trainer, columns).total.tolist() == expected
     assert RewardModelJudge(str(tmp_path)).scores(answers_of(batch(columns), policys), {}) == expected
 
 
@@ -278,9 +280,7 @@ def test_a_model_from_trls_reward_trainer_scores_the_same_in_ppo(
     expected = [alone(model.eval(), processing_class(text)["input_ids"]) for text in texts]
 
     step_2 = make_trainer(**QUICK, reward_model=str(tmp_path / "reward"))
-    made = responses()
-    scores = step_2.score_responses(made, Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {}))
-    assert scores.total.tolist() == pytest.approx(expected, abs=1e-5)
+    assert scored(step_2, {}).total.tolist() == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 0.05
 
 
@@ -390,10 +390,8 @@ def test_a_tokenizer_that_renders_conversations_without_a_template(make_trainer:
     trainer = make_trainer(**QUICK, processing_class=tokenizer, reward_model=model, train_dataset=rows)
     assert cast(Any, trainer.train_dataset)[0]["input_ids"] == core("w20 w1 w2 w21")["input_ids"]
     trainer.train()
-    made = responses()
-    prompts = Prompts(made.query_responses[:, :3], made.attention_mask[:, :3], {"prompt": [ASKED] * 4})
     expected = [alone(model, [*prompt, *response]) for prompt, response in ROWS]
-    assert trainer.score_responses(made, prompts).total.tolist() == pytest.approx(expected, abs=1e-5)
+    assert scored(trainer, {"prompt": [ASKED] * 4}).total.tolist() == pytest.approx(expected, abs=1e-5)
     assert Conversations(tokenizer, has_tools=False).default_prompt() == [{"role": "user", "content": ""}]
     assert (turn_end(tokenizer), silent_ids(tokenizer, [1, 5])) == (None, {0, 1})
 

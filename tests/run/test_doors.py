@@ -15,7 +15,7 @@ from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, InOnePass, MakeTrainer, die_and_resume, history, logged, parameters, record_rollouts
+from tests.runs import QUICK, InOnePass, MakeTrainer, die_and_resume, history, logged, parameters, train_and_record
 
 
 class Doubling:
@@ -108,8 +108,7 @@ def test_reward_sources_stand_beside_functions(make_trainer: MakeTrainer) -> Non
 
     funcs = [Lengths(), seven, Evens()]
     trainer = make_trainer(**QUICK, reward_funcs=funcs, reward_weights=[1, 10, 100])
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
     rollout = rollouts[-1]
     evens = (rollout.responses % 2 == 0) & rollout.response_mask
     assert trainer.scorer.names == ["lengths", "seven", "evens"] and evens.any()

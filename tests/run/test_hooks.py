@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
-from tests.runs import QUICK, MakeTrainer, SeenPrompts, record_rollouts
+from tests.runs import QUICK, MakeTrainer, SeenPrompts, train_and_record
 
 # ---- The order of the prompts ----
 
@@ -46,8 +46,7 @@ def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> No
     tokens, held = {}, {"no": 0, "all": 0, "non_padding": 0}
     for counted in held:
         trainer = make_trainer(**run, train_dataset=Dataset.from_list(rows), include_num_input_tokens_seen=counted)
-        rollouts = record_rollouts(trainer)
-        trainer.train()
+        rollouts = train_and_record(trainer)
         entries = [entry for entry in trainer.state.log_history if "episode" in entry]
         assert [entry["episode"] for entry in entries] == [2, 4, 6, 8, 10, 12]
         assert [entry["epoch"] for entry in entries] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5]

@@ -221,9 +221,9 @@ def test_remove_unused_columns_drops_what_no_reward_function_reads(remove: bool,
     trainer = make_trained(
         SeenPrompts, **QUICK, train_dataset=dataset, reward_model=tiny_scorer(), remove_unused_columns=remove
     )
-    assert cast(SeenPrompts, trainer).columns[0] == (set() if remove else {"answer", "length"})
+    assert trainer.columns[0].keys() == (set() if remove else {"answer", "length"})
     with_function = make_trained(SeenPrompts, **QUICK, train_dataset=dataset, remove_unused_columns=remove)
-    assert cast(SeenPrompts, with_function).columns[0] == {"answer", "length"}
+    assert with_function.columns[0].keys() == {"answer", "length"}
 
 
 def test_fsdp_that_accelerate_ignores_is_said(

@@ -13,7 +13,7 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController
 from rlhf_ppo.models import reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, MakeTrainer, history, parameters, record_rollouts
+from tests.runs import QUICK, MakeTrainer, history, parameters, train_and_record
 
 RUN: dict[str, Any] = QUICK | {"kl_coef": 0.0}
 
@@ -31,8 +31,7 @@ def test_nothing_is_made_held_or_run_and_the_policy_learns_the_same(
     monkeypatch.setattr(reference, "make_reference", None)
     monkeypatch.setattr(reference.Reference, "forward", None)
     trainer = make_trainer(**RUN, output_dir=str(tmp_path / "alone"))
-    rollouts = record_rollouts(trainer)
-    trainer.train()
+    rollouts = train_and_record(trainer)
 
     assert trainer.reference is None and len(rollouts) == 3 and rollouts[0].ref_logprobs is None
     one, other = parameters(trainer), parameters(compared)
