@@ -21,6 +21,7 @@ from tests.conftest import make_tokenizer, prompt_rows
 from tests.fuzz.recording import NUM_PROMPTS, padded, stopping_policy, train
 from tests.fuzz.simulation import Simulation, matched
 from tests.fuzz.test_configurations import check_simulation, check_steps
+from tests.generation.test_transformers_engine import OWN
 
 ONE_UPDATE: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -34,26 +35,11 @@ CLOSE = 0.1
 """Of the tolerances of random configurations."""
 
 
-def policy_with(**generation: Any) -> Any:
-    policy = stopping_policy()
-    policy.generation_config = GenerationConfig(**generation)
-    return policy
-
-
 def leaking_policy() -> Any:
     """Its stored generation_config would change the sampling in every way but several EOS tokens, which do end it."""
-    return policy_with(
-        repetition_penalty=1.5,
-        no_repeat_ngram_size=2,
-        suppress_tokens=[3, 4, 5],
-        forced_eos_token_id=1,
-        min_new_tokens=4,
-        do_sample=True,
-        temperature=3.0,
-        top_k=3,
-        top_p=0.5,
-        min_p=0.3,
-    )
+    policy = stopping_policy()
+    policy.generation_config = GenerationConfig(**{**OWN, "eos_token_id": 1}, do_sample=True)
+    return policy
 
 
 def pad_outside_the_vocabulary() -> dict[str, Any]:

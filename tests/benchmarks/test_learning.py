@@ -84,11 +84,11 @@ def test_rewards_of_stories_pay_for_repetition_and_the_judge_does_not() -> None:
     assert marks == pytest.approx([squashed[4.0] + 0.4, 0.0])
 
 
-def a_cell(variant: str, seed: int, gold: float, unique: float = 1.0) -> dict[str, Any]:
-    figures = {"kl": 5.0, "reward": 2 * gold, "unique": unique}
+def a_cell(variant: str, seed: int, gold: float) -> dict[str, Any]:
+    figures = {"kl": 5.0, "reward": 2 * gold, "unique": 1.0}
     return {
         "task": "stories", "variant": variant, "seed": seed, "seconds": 10.0, "num_updates": 30, "health": {},
-        "first": {"gold": 0.25, **figures, "unique": 1.0}, "final": {"gold": gold, **figures},
+        "first": {"gold": 0.25, **figures}, "final": {"gold": gold, **figures},
         "points": [{"update": 0, "gold": 0.25, "kl": 0.0}, {"update": 30, "gold": gold, "kl": 5.0}],
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_intervals_are_student_s() -> None:
 
 
 def test_differences_are_paired_by_seed_or_else_welch_s() -> None:
-    from intervals import difference
+    from intervals import difference, t_of
 
     ours, theirs = {0: 1.1, 1: 2.2, 2: 3.0}, {0: 1.0, 1: 2.0, 2: 2.9, 3: 50.0}
     paired = difference(ours, theirs)  # 0.1, 0.2 and 0.1
@@ -143,14 +143,8 @@ def test_differences_are_paired_by_seed_or_else_welch_s() -> None:
     assert paired.half == pytest.approx(4.30265 * (0.01 / 3) ** 0.5 / 3**0.5, rel=1e-4)
     apart = difference({10: 1.0, 11: 3.0}, {0: 0.0, 1: 0.0, 2: 3.0})  # variances 2 and 3: 1 + 1
     assert (apart.how, apart.value) == ("Welch", pytest.approx(1.0))
-    assert apart.half == pytest.approx(t_with(4 / (1 + 1 / 2)) * 2**0.5, rel=1e-4)
+    assert apart.half == pytest.approx(t_of(0.95, 4 / (1 + 1 / 2)) * 2**0.5, rel=1e-4)
     assert difference({0: 1.0}, {0: 0.5}).shown(signed=True) == "+0.500"
-
-
-def t_with(degrees: float) -> float:
-    from intervals import t_of
-
-    return t_of(0.95, degrees)
 
 
 def test_each_option_of_the_table_is_one_that_the_configuration_accepts(tmp_path: Path) -> None:

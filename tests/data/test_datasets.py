@@ -48,14 +48,8 @@ KINDS = {
 }
 
 
-def prepare(
-    dataset: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    name: str = "train_dataset",
-    vocab_size: int | None = None,
-    **options: Any,
-) -> Any:
-    return prepare_prompts(dataset, PromptEncoder(tokenizer, name, vocab_size), **options)
+def prepare(dataset: Any, tokenizer: PreTrainedTokenizerFast, **options: Any) -> Any:
+    return prepare_prompts(dataset, PromptEncoder(tokenizer, "train_dataset", None), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)

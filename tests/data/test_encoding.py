@@ -28,15 +28,11 @@ def word_tokenizer(template: str | None = None, post: str | None = None, **more:
     return tokenizer
 
 
-def encode(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None, vocab_size: int | None = None
-) -> Any:
+def encode(row: dict[str, Any], tokenizer: Any = None, vocab_size: int | None = None) -> Any:
     return PromptEncoder(tokenizer or word_tokenizer(), "train_dataset", vocab_size)(row, 7)
 
 
-def refused(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None = None, vocab_size: int | None = None
-) -> str:
+def refused(row: dict[str, Any], tokenizer: Any = None, vocab_size: int | None = None) -> str:
     with pytest.raises(ValueError) as error:
         encode(row, tokenizer, vocab_size)
     assert "row 7 of train_dataset" in str(error.value)

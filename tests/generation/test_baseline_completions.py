@@ -32,12 +32,12 @@ class Watching(PreferenceReward):
         return rewards if self.scored else [0.0] * len(rewards)
 
 
-def texts_of(policy: Any, prompts: list[list[int]], length: int = 8) -> list[str]:
+def texts_of(policy: Any, prompts: list[list[int]]) -> list[str]:
     """The oracle: greedy responses up to EOS, computed without a cache, one prompt at a time."""
     answers = []
     for prompt in prompts:
         ids = list(prompt)
-        while len(ids) < len(prompt) + length and ids[-1] != 1:
+        while len(ids) < len(prompt) + 8 and ids[-1] != 1:
             ids.append(int(policy(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
         answers.append(make_tokenizer().decode(ids[len(prompt) :], skip_special_tokens=True))
     return answers

@@ -32,9 +32,8 @@ def model_of(name: str) -> Any:
     return model
 
 
-def greedy(stop: int | None = STOP, **changes: Any) -> GenerationConfig:
-    values = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": stop, "pad_token_id": stop or 0}
-    return GenerationConfig(**{**values, **changes})
+def greedy() -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=STOP, pad_token_id=STOP)
 
 
 def given_rows(count: int) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,8 @@ from tests.models.architectures import tiny_model
 CAUSAL = ["llama", "gpt2", "gpt_neox", "opt", "bloom", "gemma2", "qwen2", "mistral", "phi3"]
 
 
-def tiny_classifier(family: str, kind: Any = AutoModelForSequenceClassification, **changes: Any) -> Any:
-    return tiny_model(family, kind, **changes)
+def tiny_classifier(family: str) -> Any:
+    return tiny_model(family, AutoModelForSequenceClassification)
 
 
 def ragged_batch() -> tuple[Tensor, Tensor]:

@@ -45,9 +45,9 @@ def num_bytes(model: nn.Module, part: str = "") -> int:
     return sum(value.nbytes for name, value in model.named_parameters() if part in name)
 
 
-def reward_adapter(folder: Path, base: nn.Module | None = None) -> str:
+def reward_adapter(folder: Path) -> str:
     """A directory with an adapter and head over a base in another one, as RewardTrainer leaves them."""
-    (base or tiny_policy()).save_pretrained(folder / "base")
+    tiny_policy().save_pretrained(folder / "base")
     torch.manual_seed(7)
     over = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
     scorer = peft.get_peft_model(over, lora(task_type="SEQ_CLS", init_lora_weights=False))

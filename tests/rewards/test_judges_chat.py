@@ -27,8 +27,8 @@ def test_the_last_word_of_a_reply_is_the_verdict(reply: str, verdict: float | No
     assert read_verdict(reply) == verdict
 
 
-def completion(text: Any, ends: str = "stop") -> str:
-    return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": ends}]})
+def completion(text: Any) -> str:
+    return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "stop"}]})
 
 
 def judge(server: Any, **settings: Any) -> ChatJudge:

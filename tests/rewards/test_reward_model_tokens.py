@@ -45,8 +45,8 @@ def character_tokenizer(chat_template: str | None = TEMPLATE) -> PreTrainedToken
     return tokenizer
 
 
-def character_model(seed: int = 4) -> Any:
-    return tiny_scorer(seed, vocab_size=300, max_position_embeddings=256).eval()
+def character_model() -> Any:
+    return tiny_scorer(4, vocab_size=300, max_position_embeddings=256).eval()
 
 
 @torch.no_grad()
@@ -82,15 +82,9 @@ def batch(columns: dict[str, list[Any]], rows: Any = ROWS, ended: list[bool] | N
     return ScoringBatch(made.query_responses, made.attention_mask, made.response_mask, columns, ended)
 
 
-def encoded(
-    columns: dict[str, list[Any]],
-    rows: Any = ROWS,
-    ended: list[bool] | None = None,
-    reader: Any = None,
-    **options: Any,
-) -> list[list[int]]:
-    reader = character_tokenizer(**options) if reader is None else reader
-    return [reward_model_ids(answer, reader) for answer in answers_of(batch(columns, rows, ended), make_tokenizer())]
+def encoded(columns: dict[str, list[Any]], ended: list[bool] | None = None) -> list[list[int]]:
+    answers = answers_of(batch(columns, ended=ended), make_tokenizer())
+    return [reward_model_ids(answer, character_tokenizer()) for answer in answers]
 
 
 def own_ids(text: str) -> list[int]:

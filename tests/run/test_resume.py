@@ -14,18 +14,12 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows
-from tests.runs import At, MakeTrainer, RecordingTrainer, RunDied, assert_identical, die, end_of_run
+from tests.runs import QUICK, At, MakeTrainer, RecordingTrainer, RunDied, assert_identical, die, end_of_run
 
 # Eight prompts in batches of four: two updates to an epoch, four in all.
-RUN: dict[str, Any] = {
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "num_ppo_epochs": 1,
-    "num_mini_batches": 2,
-    "response_length": 4,
-    "total_episodes": 16,
-    "save_strategy": "steps",
-    "save_steps": 1,
+RUN: dict[str, Any] = QUICK | {
+    **{"gradient_accumulation_steps": 2, "num_mini_batches": 2, "total_episodes": 16},
+    **{"save_strategy": "steps", "save_steps": 1},
 }
 
 
