@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, Trainer, TrainerControl
+from transformers import GenerationConfig, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
@@ -43,6 +43,7 @@ from rlhf_ppo.reporting.health import add_console_and_health, health_settings
 from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluation_columns, noting_out_of_memory
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
+from rlhf_ppo.rewards.functions import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scores, scaling_scores
 from rlhf_ppo.run import construction, datasets, placing, rollouts, saving
 from rlhf_ppo.run.auditor import CriticAuditor
@@ -72,6 +73,8 @@ class TrainerBase(Steps, Trainer):
     dataset_name: str | None = None
     args: PPOConfig
     model: PolicyAndValue
+    model_wrapped: nn.Module
+    state: PPOTrainerState  # pyright: ignore[reportIncompatibleVariableOverride]
     optimizer: Any
     lr_scheduler: Any
 
@@ -101,8 +104,7 @@ class TrainerBase(Steps, Trainer):
         self.tokens, self.stop_token_id, self.sizes = tokens, tokens.stop, loaded.sizes
         self._is_stepped, self._reward_funcs = loaded.is_stepped, inputs.reward_funcs
         self._policy_loss = loaded.policy_loss
-        self._run = run = RunState(args, tokenizer, tokens, loaded.processor)
-        self._critic_only, self.score_moments, self._stateful = CriticOnly(run), RunningMoments(), StatefulParts()
+        self.score_moments, self._stateful = RunningMoments(), StatefulParts()
         self.kl_controller = construction.make_kl_controller(args, inputs.kl_controller, self._stateful)
         if args.score_scaling:
             self._stateful.register("score_moments", self.score_moments)
@@ -125,7 +127,18 @@ class TrainerBase(Steps, Trainer):
         self.state = PPOTrainerState.of(self.state)
 
         # Make the parts that need it.
-        run.connect(self.accelerator, self.callback_handler, uses_functions=bool(loaded.functions))
+        self._run = run = RunState(
+            trainer=self,
+            args=args,
+            tokenizer=tokenizer,
+            tokens=tokens,
+            processor=loaded.processor,
+            accelerator=self.accelerator,
+            callbacks=self.callback_handler,
+            streams=random_streams.RngStreams(args.process_index, args.seed),
+            logged=LoggedByFunctions(is_used=bool(loaded.functions)),
+        )
+        self._critic_only = CriticOnly(run)
         random_streams.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
         self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
         self._guard = DivergenceGuard(run, self._models)
@@ -144,24 +157,6 @@ class TrainerBase(Steps, Trainer):
         self._baselines, self._play, self.ptx = parts.baselines, parts.play, parts.ptx
         if self.ptx is not None:
             self._stateful.register("ptx", self.ptx)
-
-    @property
-    def state(self) -> PPOTrainerState:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Trainer's state, shared with the parts of the trainer."""
-        return self._run.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._run.state = state
-
-    @property
-    def control(self) -> TrainerControl:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Trainer's control, shared with the parts of the trainer."""
-        return self._run.control
-
-    @control.setter
-    def control(self, control: TrainerControl) -> None:
-        self._run.control = control
 
     @property
     def _models(self) -> PolicyAndValue:

@@ -29,43 +29,56 @@ from rlhf_ppo.run.checkpoints import PPOTrainerState
 logger = get_logger(__name__)
 
 
-@dataclass
+class HoldsState(Protocol):
+    """The trainer, whose state and control Trainer replaces while it runs."""
+
+    state: PPOTrainerState
+    control: TrainerControl
+
+
+@dataclass(kw_only=True)
 class RunState:
     """What the parts of a trainer share.
 
     Attributes:
+        trainer: Holds Trainer's state and control.
         args: The arguments.
         tokenizer: The policy's tokenizer.
         tokens: Padding and stop tokens.
         processor: The policy's processor of images and text, or None.
         accelerator: Trainer's accelerator.
         callbacks: Trainer's callback handler.
-        state: Trainer's state.
-        control: Trainer's control.
         streams: The random-number streams.
         logged: Values that reward functions have logged since the last update.
         timer: Seconds of the update's phases.
         error: The error that ended the run on this rank only.
     """
 
+    trainer: HoldsState
     args: PPOConfig
     tokenizer: PreTrainedTokenizerBase
     tokens: SpecialTokens
-    processor: ProcessorMixin | None = None
-    accelerator: Accelerator = field(init=False)
-    callbacks: CallbackHandler = field(init=False)
-    state: PPOTrainerState = field(init=False)
-    control: TrainerControl = field(init=False)
-    streams: RngStreams = field(init=False)
-    logged: LoggedByFunctions = field(init=False)
+    processor: ProcessorMixin | None
+    accelerator: Accelerator
+    callbacks: CallbackHandler
+    streams: RngStreams
+    logged: LoggedByFunctions
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     error: Exception | None = None
 
-    def connect(self, accelerator: Accelerator, callbacks: CallbackHandler, uses_functions: bool) -> None:
-        """Set the objects that Trainer's constructor made, and make the parts that need them."""
-        self.accelerator, self.callbacks = accelerator, callbacks
-        self.streams = RngStreams(self.args.process_index, self.args.seed)
-        self.logged = LoggedByFunctions(is_used=uses_functions)
+    @property
+    def state(self) -> PPOTrainerState:
+        """Trainer's state."""
+        return self.trainer.state
+
+    @state.setter
+    def state(self, state: PPOTrainerState) -> None:
+        self.trainer.state = state
+
+    @property
+    def control(self) -> TrainerControl:
+        """Trainer's control."""
+        return self.trainer.control
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum a small tensor over all ranks; one process returns the tensor."""
@@ -81,7 +94,7 @@ class RunState:
 
     def fire(self, event: str) -> None:
         """Call the method of that name of every callback."""
-        self.control = getattr(self.callbacks, event)(self.args, self.state, self.control)
+        self.trainer.control = getattr(self.callbacks, event)(self.args, self.state, self.control)
 
     def agree_on_control(self) -> None:
         """Set on all ranks each flag that a callback has set on any rank, so that none waits for the others."""
