@@ -448,12 +448,21 @@ class TrainerBase(Steps, Trainer):
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """
-        texts = (queries, responses, scores, response_masks, sampling_logprobs, ended)
-        num_rows, pad = self.sizes.local_batch_size, self.tokens.pad
-        rows, given = given_responses(num_rows, pad, self.args.device, self._preparation, *texts)
+        rows, row_scores = given_responses(
+            queries,
+            responses,
+            scores,
+            response_masks=response_masks,
+            sampling_logprobs=sampling_logprobs,
+            ended=ended,
+            num_rows=self.sizes.local_batch_size,
+            pad_token_id=self.tokens.pad,
+            device=self.args.device,
+            preparation=self._preparation,
+        )
         with self._step_of_run():
             self._run.fire("on_step_begin")
-            rollout = self.collect_rollout(Prompts.of_responses(rows), rows, given)
+            rollout = self.collect_rollout(Prompts.of_responses(rows), rows, row_scores)
             self._accept(rollout)
             experience = self.estimate_advantages(rollout)
             return self._end_update(rollout, experience, self.learn(experience))
@@ -725,8 +734,9 @@ class TrainerBase(Steps, Trainer):
             return
         with saving.loading_without_policy_state(checkpoint, self._models.policy, self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
-        given = self._optimization, self.optimizer, self._get_learning_rate
-        saving.apply_own_optimization(self._run, self._progress, *given)
+        saving.apply_own_optimization(
+            self._run, self._progress, self._optimization, self.optimizer, self._get_learning_rate
+        )
 
     def _load_best_model(self) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:

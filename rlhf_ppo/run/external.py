@@ -34,16 +34,17 @@ class ExternalScores(RewardSource):
 
 
 def given_responses(
+    queries: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    scores: Sequence[float] | Sequence[Tensor] | Tensor,
+    *,
+    response_masks: Sequence[Tensor] | None,
+    sampling_logprobs: Sequence[Tensor] | None,
+    ended: Sequence[bool] | Tensor | None,
     num_rows: int,
     pad_token_id: int,
     device: torch.device,
     preparation: PromptPreparation,
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    scores: Sequence[float] | Sequence[Tensor] | Tensor,
-    response_masks: Sequence[Tensor] | None,
-    sampling_logprobs: Sequence[Tensor] | None,
-    ended: Sequence[bool] | Tensor | None = None,
 ) -> tuple[Responses, Scores]:
     """Check and pad the responses of `PPOTrainer.step`.
 
