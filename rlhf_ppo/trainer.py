@@ -166,7 +166,7 @@ class PPOTrainer(TrainerBase):
         Returns:
             The rollout. Its `logprobs` come from learning's own forward function, so the first importance ratio is 1.
         """
-        run, model = self._run, self._prepared
+        run, model = self._run, self.model_wrapped
         model.eval()  # not chained: DeepSpeed returns None
         if responses is None:
             with run.timer.phase("generate"):
@@ -213,7 +213,7 @@ class PPOTrainer(TrainerBase):
         Raises:
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
-        return self.sampler.sample(self._prepared if policy is None else policy, prompts, config)
+        return self.sampler.sample(self.model_wrapped if policy is None else policy, prompts, config)
 
     def score_responses(self, responses: Responses, prompts: Prompts, pending: PendingScores | None = None) -> Scores:
         """Score truncated responses with all reward sources.
@@ -301,7 +301,7 @@ class PPOTrainer(TrainerBase):
             shares_prefixes=self._models.shares_prefixes,
         )
         generator = minibatch_generator(args.seed, self.state.global_step, args.process_index)
-        self._prepared.train()
+        self.model_wrapped.train()
         with run.timer.phase("learn"):
             for _ in range(args.num_ppo_epochs):
                 statistics.begin_epoch()
@@ -325,7 +325,7 @@ class PPOTrainer(TrainerBase):
         Returns:
             Gradient norm before clipping; 0 without a step if no response has a score.
         """
-        run, model = self._run, self._prepared
+        run, model = self._run, self.model_wrapped
         num_tokens = float(run.sum_over_ranks(minibatch.loss_mask.sum()))
         if num_tokens == 0:
             return 0.0
@@ -348,7 +348,7 @@ class PPOTrainer(TrainerBase):
         The backward pass of one model runs before the other model's forward pass, to hold one model's activations at a
         time. An overridden `compute_loss` has one backward pass.
         """
-        model, run_backward = self._prepared, partial(learning.backward, self.accelerator)
+        model, run_backward = self.model_wrapped, partial(learning.backward, self.accelerator)
         if type(self).compute_loss is PPOTrainer.compute_loss:
             return self._sum_of_passes(model, part, num_tokens, run_backward)
         with self._forward_context():

@@ -31,7 +31,7 @@ from rlhf_ppo.data.files import optional
 from rlhf_ppo.data.prompts import OWN_COLUMNS, num_rows
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import as_module, configuration_kept
+from rlhf_ppo.models.unwrapping import configuration_kept
 from rlhf_ppo.ranks import processes, random_streams
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import preserve_rng
@@ -73,7 +73,7 @@ class TrainerBase(Steps, Trainer):
     dataset_name: str | None = None
     args: PPOConfig
     model: PolicyAndValue
-    model_wrapped: nn.Module
+    model_wrapped: nn.Module  # what the steps run: the backend wraps `model` when a run begins
     state: PPOTrainerState  # pyright: ignore[reportIncompatibleVariableOverride]
     optimizer: Any
     lr_scheduler: Any
@@ -144,7 +144,6 @@ class TrainerBase(Steps, Trainer):
         self._guard = DivergenceGuard(run, self._models)
         self._window, self._progress = MetricWindow(), Progress()
         self._rollout_metrics = rollouts.RolloutMetrics(run)
-        self._prepared: nn.Module = as_module(self.model)  # what the steps run; an engine wraps it when a run begins
         self._latest_prompts: Prompts | None = None
         self._is_saving = self._has_stepped = False
         self._open_steps: ExitStack | None = None  # releases what a run of `step` holds
@@ -160,7 +159,7 @@ class TrainerBase(Steps, Trainer):
 
     @property
     def _models(self) -> PolicyAndValue:
-        """Policy and value model without the wrappers of engines and compilation."""
+        """What the steps read: policy and value model without the wrappers of backends and compilation."""
         return self._run.unwrapped(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -221,8 +220,8 @@ class TrainerBase(Steps, Trainer):
         num_prompts = num_rows(self.train_dataset) or 0
         self._progress = progress = saving.resume(run, self.sizes, checkpoint, num_prompts, per_epoch)
         self._window = MetricWindow(progress.pending_metrics)
-        self._prepared, loader = self._prepare_for_training(max_steps, loader, checkpoint)
-        check_prepared(self.optimizer, self._prepared, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        _, loader = self._prepare_for_training(max_steps, loader, checkpoint)
+        check_prepared(self.optimizer, self.model_wrapped, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
         progress.optimization = self._optimization.recorded()
         self._critic_only.begin(self.optimizer, self._optimization.policy_groups)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
@@ -230,7 +229,7 @@ class TrainerBase(Steps, Trainer):
         loss = progress.loss_of(args.process_index, self.accelerator.num_processes)
         self._tr_loss, self._total_loss_scalar = torch.tensor(loss, device=args.device), 0.0
         self._globalstep_last_logged = progress.last_logged_step
-        self._prepared.zero_grad()
+        self.model_wrapped.zero_grad()
         self._note_run()
         self._stateful.start(checkpoint)
         self._loop = LoopState(
@@ -294,7 +293,7 @@ class TrainerBase(Steps, Trainer):
 
     def _play_episodes(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
         """Play episodes of several turns; return them and the prompts as the episodes changed them."""
-        with self.sampler.policy_of(self._prepared) as policy:
+        with self.sampler.policy_of(self.model_wrapped) as policy:
             return cast(Any, self._play)(policy, prompts, config or self.sampler.settings())
 
     def _with_baselines(self, prompts: Prompts) -> Prompts:
@@ -305,14 +304,14 @@ class TrainerBase(Steps, Trainer):
         def respond_as(kind: str) -> Responses:
             if kind == "self" or self.reference is None:
                 return self.generate_responses(prompts)
-            with self.reference.generating(self._prepared, self.policy_model) as generating:
+            with self.reference.generating(self.model_wrapped, self.policy_model) as generating:
                 return self.generate_responses(prompts, policy=generating)
 
         return self._baselines.respond(prompts, respond_as)
 
     def _learn_from_texts(self, statistics: UpdateStatistics) -> Tensor | float:
         """Add the gradients of `ptx_dataset`'s next rows; return their loss."""
-        return 0.0 if self.ptx is None else self.ptx.learn(self._prepared, statistics, self._forward_context)
+        return 0.0 if self.ptx is None else self.ptx.learn(self.model_wrapped, statistics, self._forward_context)
 
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""
@@ -360,7 +359,7 @@ class TrainerBase(Steps, Trainer):
         self._maybe_log_save_evaluate(
             self._tr_loss,
             loop.grad_norm,
-            self._prepared,
+            self.model_wrapped,
             None,
             self._progress.epoch,
             loop.ignore_keys,
@@ -385,7 +384,7 @@ class TrainerBase(Steps, Trainer):
         """Write a checkpoint of the latest update, unless it has one."""
         name = f"checkpoint-{self.state.global_step}"
         if os.path.basename(self._guard.last_checkpoint or "") != name:
-            self._save_checkpoint(self._prepared, None)
+            self._save_checkpoint(self.model_wrapped, None)
             self._run.fire("on_save")
 
     def _finish_run(self) -> TrainOutput:
@@ -579,7 +578,7 @@ class TrainerBase(Steps, Trainer):
         Returns:
             Gradient norm before clipping.
         """
-        run, args, accelerator, model = self._run, self.args, self.accelerator, self._prepared
+        run, args, accelerator, model = self._run, self.args, self.accelerator, self.model_wrapped
         self._critic_only.drop_policy_gradients(self._models.policy)
         norms = gradient_norms(accelerator, self._models)
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
@@ -685,7 +684,7 @@ class TrainerBase(Steps, Trainer):
             rotate_checkpoints(output_directory(args), args.save_total_limit, state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with saving.without_frozen(as_module(self.model_wrapped), self._models, self.is_deepspeed_enabled):
+        with saving.without_frozen(self.model_wrapped, self._models, self.is_deepspeed_enabled):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -859,13 +858,9 @@ class TrainerBase(Steps, Trainer):
     def _apart_from_training(self) -> Iterator[None]:
         """Let the steps use the current weights in the block, with the same separate random numbers in every call."""
         self._run.check_in_step()
-        before = self._prepared
         self.sampler.engine.policy_changed()  # the weights may have changed
-        with rollouts.apart_from_training(self._run, self.model_wrapped) as self._prepared:
-            try:
-                yield
-            finally:
-                self._prepared = before
+        with rollouts.apart_from_training(self._run, self.model_wrapped):
+            yield
 
     @torch.no_grad()
     def audit_critic(

@@ -89,7 +89,7 @@ class RunState:
         return self.accelerator.gather(tensor)  # pyright: ignore[reportReturnType]
 
     def unwrapped(self, model: nn.Module) -> PolicyAndValue:
-        """Return policy and value model without the wrappers of engines and compilation."""
+        """Return policy and value model without the wrappers of backends and compilation."""
         return cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
 
     def fire(self, event: str) -> None:
