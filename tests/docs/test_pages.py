@@ -121,7 +121,8 @@ OF_OTHERS = {
     "docs/judging.md": ["num_examples"],
     "docs/faults.md": ["signal", "pid"],  # SLURM, py-spy
     "docs/pipeline.md": "preferences prompts texts".split(),
-    "docs/tutorials/lora.md": ["lora"],
+    "docs/tutorials/lora.md": "file lora preferences prompts texts".split(),
+    "docs/tutorials/own-data.md": ["prompts"],
     "docs/command-line.md": "environment tools".split(),
     "docs/agents.md": "environment tools".split(),
     "docs/generation.md": "logprobs-mode weight-transfer-config".split(),  # vLLM's server

@@ -18,6 +18,7 @@ SMALL = DemoSize(num_stories=64, num_pairs=32, num_updates=1, num_episodes=8, nu
 
 FEWER = {
     "openings": 96,
+    "preference_pairs": 128,
     r"len\(values\) >": 1,
     "num_stories": 64,
     "total_episodes": 16,
@@ -70,7 +71,7 @@ class Reader:
         elif command == "rlhf-ppo demo":
             Path("demo_output").is_dir() or demo.run_demo(Path("demo_output"), SMALL)
         elif program == "rlhf-ppo":
-            main(words)
+            main([*words, *(["--dry_run"] if words[0] == "pipeline" else [])])  # its steps are processes
         elif program == "python":
             runpy.run_path(words[0], run_name="__main__")
         else:
@@ -88,7 +89,7 @@ def test_the_tutorials_give_what_they_say(tmp_path, monkeypatch, capsys) -> None
     monkeypatch.setattr(demo, "plot_metrics", lambda *_: None)  # all of them, in seconds: the first run's are drawn
     reader = Reader(capsys)
 
-    for name in ("first-run", "own-reward", "lora"):
+    for name in ("first-run", "own-data", "lora"):
         reader.follow(TUTORIALS / f"{name}.md")
 
     for run in ("first", "food", "food-and-liked", "lora"):
