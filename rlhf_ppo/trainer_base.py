@@ -315,7 +315,7 @@ class TrainerBase(Steps, Trainer):
 
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""
-        reference = None if self.reference is None else self.reference.own_policy
+        reference = None if self.reference is None else self.reference.separate_policy
         made_of = names_of_parts(
             self.policy_model, reference, self.reward_models, self.scorer.names, self._reward_funcs, self.dataset_name
         )

@@ -79,7 +79,7 @@ def check_adapter(model: nn.Module, argument: str) -> None:
         _check_kind(config, f"{argument} has an adapter")
 
 
-def _check_kind(peft_config: Any, what: str) -> None:
+def _check_kind(peft_config: PeftConfig, what: str) -> None:
     from peft import PeftType
 
     kind = PeftType(peft_config.peft_type).value
@@ -169,7 +169,7 @@ def merged_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Any] | None = None) -> None:
+def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Tensor] | None = None) -> None:
     """Write the active adapter into a directory itself, where it is loaded from whatever its name.
 
     Args:
@@ -189,7 +189,7 @@ def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Any]
             os.replace(path, Path(directory, path.name))
 
 
-def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serves_others: bool) -> nn.Module:
+def add_adapter(policy: nn.Module, peft_config: PeftConfig, name: str | None, base_serves_others: bool) -> nn.Module:
     """Add a new adapter to the policy.
 
     Args:
@@ -212,7 +212,7 @@ def add_adapter(policy: nn.Module, peft_config: Any, name: str | None, base_serv
     return get_peft_model(policy, _in_language_model(policy, peft_config), adapter_name=name or "default")
 
 
-def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
+def add_value_adapter(value_model: nn.Module, peft_config: PeftConfig) -> nn.Module:
     """Add a new adapter to the value model, and train the head with it.
 
     Args:
@@ -235,24 +235,26 @@ def add_value_adapter(value_model: nn.Module, peft_config: Any) -> nn.Module:
     return get_peft_model(value_model, _in_language_model(value_model, config))
 
 
-def _in_language_model(model: nn.Module, peft_config: Any) -> Any:
+def _in_language_model(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
     """Keep adapters off vision towers, unless the configuration names one, excludes modules or has a pattern."""
-    body, decoder, targets = backbone(model), transformers_model(model).get_decoder(), peft_config.target_modules
+    body, decoder = backbone(model), transformers_model(model).get_decoder()
+    targets = getattr(peft_config, "target_modules", None)
     has_towers = decoder is not body and takes(type(body), "pixel_values")
     if not has_towers or getattr(peft_config, "exclude_modules", "") is not None:
         return _without_routers(model, peft_config)
     towers = [name for name, part in body.named_children() if decoder not in part.modules()]
     is_pattern = isinstance(targets, str) and targets != "all-linear"
-    if is_pattern or any(tower in each for tower in towers for each in targets or ()):
+    if is_pattern or any(tower in target for tower in towers for target in targets or ()):
         return peft_config
     return dataclasses.replace(peft_config, exclude_modules=rf"(.*\.)?({'|'.join(towers)})(\..*)?")
 
 
-def _without_routers(model: nn.Module, peft_config: Any) -> Any:
+def _without_routers(model: nn.Module, peft_config: PeftConfig) -> PeftConfig:
     """Keep "all-linear" off linear layers that return tuples, which PEFT cannot adapt: routers of Llama 4, Phi MoE."""
     linear = [(name, type(part)) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     routers = sorted({name.rpartition(".")[2] for name, kind in linear if kind.__name__.endswith("Router")})
-    is_free = getattr(peft_config, "exclude_modules", routers) is None and peft_config.target_modules == "all-linear"
+    excludes_nothing = getattr(peft_config, "exclude_modules", routers) is None
+    is_free = excludes_nothing and getattr(peft_config, "target_modules", None) == "all-linear"
     return dataclasses.replace(peft_config, exclude_modules=routers) if routers and is_free else peft_config
 
 
@@ -389,7 +391,7 @@ def trained_in_base(policy: nn.Module) -> str | None:
     )
 
 
-def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) -> None:
+def _check_config(model: nn.Module, peft_config: PeftConfig, role: str, argument: str) -> None:
     fault, leave = None, f"leave {argument} out"
     if isinstance(model, ValueHead):
         fault = f"is a head on the policy, without layers to adapt, and {argument} is given too: {leave}"
@@ -413,7 +415,7 @@ def _check_config(model: nn.Module, peft_config: Any, role: str, argument: str) 
         )
 
 
-def _check_base_stays(peft_config: Any, argument: str) -> None:
+def _check_base_stays(peft_config: PeftConfig, argument: str) -> None:
     """Check that the model without the adapter is the given model, before and after training."""
     fix = (
         "which is the reference's too, and with share_base_model=True the value model's: choose another setting, or "
@@ -426,7 +428,7 @@ def _check_base_stays(peft_config: Any, argument: str) -> None:
 
 
 @contextmanager
-def config_of_another(policy: nn.Module) -> Iterator[Any]:
+def config_of_another(policy: nn.Module) -> Iterator[PeftConfig]:
     """Yield the configuration of a further adapter like a `PeftModel`'s active one; keep the base while it is added.
 
     Some configurations change the base once more with each adapter: PiSSA subtracts it, and layers are replicated.
@@ -438,7 +440,7 @@ def config_of_another(policy: nn.Module) -> Iterator[Any]:
         yield config
 
 
-def _changes_base(peft_config: Any) -> str | None:
+def _changes_base(peft_config: PeftConfig) -> str | None:
     """Return the option with which a new adapter changes the weights below it, or None."""
     how, kasa = getattr(peft_config, "init_lora_weights", True), getattr(peft_config, "kasa_config", None)
     if str(how).startswith(_CHANGES_BASE):
@@ -449,7 +451,7 @@ def _changes_base(peft_config: Any) -> str | None:
 # ---- One base under several models ----
 
 
-def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_config: Any) -> nn.Module:
+def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_config: PeftConfig | None) -> nn.Module:
     """Make a value model that shares the policy's base.
 
     Each model keeps its own modules, which hold the same parameters: no adapter is switched between a forward pass and
@@ -502,19 +504,20 @@ def share_base(model: nn.Module, policy: nn.Module) -> str | None:
     Returns:
         None, or the difference between the two bases; the model is then unchanged.
     """
-    own, base = (dict(_bare_modules(backbone(part))) for part in (model, policy))
-    found = {name: module._parameters for name, module in own.items() if module._parameters}
-    shared = {name: module._parameters for name, module in base.items() if module._parameters}
-    if missing := sorted(shared.keys() ^ found.keys()):
+    replaced, shared = (
+        {name: module._parameters for name, module in _bare_modules(backbone(whole)) if module._parameters}
+        for whole in (model, policy)
+    )
+    if missing := sorted(shared.keys() ^ replaced.keys()):
         return f"only one of them has {missing[0]}"
-    for name, parameters in found.items():
+    for name, parameters in replaced.items():
         for key, value in parameters.items():
             other = shared[name].get(key)
             if value is other:
                 continue
             if value is None or other is None or not torch.equal(value.to(other), other):
                 return f"{name}.{key} is not the same"
-    for name, parameters in found.items():
+    for name, parameters in replaced.items():
         parameters.update(shared[name])
     return None
 
@@ -542,19 +545,19 @@ def _scorer_with_zero_head(policy: nn.Module) -> nn.Module:
     return scorer.train()
 
 
-def _with_adapter_like(config: Any, model: nn.Module) -> nn.Module:
+def _with_adapter_like(config: PeftConfig, model: nn.Module) -> nn.Module:
     """Add an adapter with the policy's configuration to a model without a language-model head."""
     names = [name for name, _ in backbone(model).named_modules()]
 
     def is_there(name: str) -> bool:
         return any(full == name or full.endswith(f".{name}") for full in names)
 
-    config.inference_mode = False
-    if getattr(config, "modules_to_save", None):
-        config.modules_to_save = [name for name in config.modules_to_save if is_there(name)] or None
+    changes: dict[str, object] = {"inference_mode": False}
+    if modules := getattr(config, "modules_to_save", None):
+        changes["modules_to_save"] = [name for name in modules if is_there(name)] or None
     if isinstance(tokens := getattr(config, "trainable_token_indices", None), dict):
-        config.trainable_token_indices = {name: ids for name, ids in tokens.items() if is_there(name)}
-    return add_value_adapter(model, config)
+        changes["trainable_token_indices"] = {name: ids for name, ids in tokens.items() if is_there(name)}
+    return add_value_adapter(model, dataclasses.replace(config, **changes))
 
 
 def _check_base_is_frozen(policy: nn.Module) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.data.rollout import PositionLimit, smallest
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.packing import looked_at, takes
 from rlhf_ppo.models.policy_and_value import logits
-from rlhf_ppo.models.unwrapping import backbone, is_sharded, own_share, text_config, transformers_model
+from rlhf_ppo.models.unwrapping import backbone, is_sharded, share_of_rank, text_config, transformers_model
 from rlhf_ppo.ranks.processes import get_logger
 
 
@@ -28,7 +27,7 @@ def position_limit(model: nn.Module) -> PositionLimit | None:
     return stated_limit(text_config(model), type(transformers_model(model)).__name__)
 
 
-def stated_limit(config: Any, name: str) -> PositionLimit | None:
+def stated_limit(config: PreTrainedConfig, name: str) -> PositionLimit | None:
     """Return the longest sequence that a configuration states.
 
     Longrope (Phi-3 with 128k) and dynamic NTK scaling change the angles of all positions of a pass once its longest
@@ -59,10 +58,10 @@ def positions(model: nn.Module) -> int | None:
     return None if limit is None else limit.tokens
 
 
-def _changing_ropes(config: Any) -> Iterable[tuple[str, int]]:
+def _changing_ropes(config: PreTrainedConfig) -> Iterable[tuple[str, int]]:
     """Yield type and original length of rotary embeddings that transformers recomputes for longer batches."""
-    given = getattr(config, "rope_parameters", None) or {}
-    for parameters in (given, *given.values()):  # of all layers, or of each type of layer
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for parameters in (ropes, *ropes.values()):  # of all layers, or of each type of layer
         kind = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
         if kind == "longrope" or "dynamic" in kind:
             original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -188,7 +187,7 @@ def weights_not_finite(model: nn.Module) -> dict[str, float]:
     Returns:
         Number of non-finite weights by parameter name.
     """
-    shares = {name: own_share(parameter) for name, parameter in model.named_parameters()}
+    shares = {name: share_of_rank(parameter) for name, parameter in model.named_parameters()}
     floats = {
         name: share
         for name, share in shares.items()

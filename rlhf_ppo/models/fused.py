@@ -117,8 +117,8 @@ class _FusedLogprobs(torch.autograd.Function):
             scaled = logits.of(tile, scaled)
             sums[tile.rows.start].append(_merged(_sums(scaled, with_entropy)))
             index, is_inside = tile.columns_of(targets)
-            found = scaled.gather(1, index).squeeze(1)
-            at_target[tile.rows] = torch.where(is_inside.squeeze(1), found, at_target[tile.rows])
+            gathered = scaled.gather(1, index).squeeze(1)
+            at_target[tile.rows] = torch.where(is_inside.squeeze(1), gathered, at_target[tile.rows])
         merged = [_merged(parts) for parts in sums.values()]
         log_total, entropy = (
             torch.cat([getattr(part, name)() for part in merged]) if merged else torch.empty_like(at_target)
@@ -211,7 +211,7 @@ def _merged(parts: list[_Sums]) -> _Sums:
     """Merge the sums over several parts of the vocabulary."""
     if len(parts) == 1:
         return parts[0]
-    largest, total, weighted = (torch.stack(each) for each in zip(*parts, strict=True))
+    largest, total, weighted = (torch.stack(sums) for sums in zip(*parts, strict=True))
     highest = largest.amax(dim=0)
     below = largest.sub_(highest)
     weighted, shares = weighted.add_(below * total), below.exp_()
@@ -233,7 +233,7 @@ class _Outputs(NamedTuple):
     @classmethod
     def of(cls, rows: slice, *all_rows: Tensor | None) -> _Outputs:
         """Select the rows."""
-        return cls(*(None if each is None else each[rows, None] for each in all_rows))  # pyright: ignore
+        return cls(*(None if column is None else column[rows, None] for column in all_rows))  # pyright: ignore
 
 
 def _to_gradients(
@@ -279,7 +279,12 @@ class _Logits:
     """Computes the head's scaled output, tile by tile."""
 
     def __init__(
-        self, bias: Tensor | None, factors: Any, scaling: LogitScaling, dtype: torch.dtype, max_elements: int
+        self,
+        bias: Tensor | None,
+        factors: Sequence[Tensor],
+        scaling: LogitScaling,
+        dtype: torch.dtype,
+        max_elements: int,
     ) -> None:
         self.bias, self.scaling, self.dtype = bias, scaling, dtype
         self.states = [states.detach() for states in factors[::2]]
@@ -356,8 +361,8 @@ class _Gradients:
     def finished(self) -> list[Tensor | None]:
         """Return the gradients, each in its factor's type."""
         return [
-            None if each is None or factor is None else each.to(factor.dtype)
-            for each, factor in zip(self.sums, self.factors, strict=True)
+            None if total is None or factor is None else total.to(factor.dtype)
+            for total, factor in zip(self.sums, self.factors, strict=True)
         ]
 
 

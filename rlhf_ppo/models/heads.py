@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlhf_ppo.data.images import RowImages, model_inputs
 from rlhf_ppo.data.rollout import PackedIndices
@@ -39,7 +40,7 @@ def scalar_head(model: nn.Module) -> nn.Module | None:
     if isinstance(head := getattr(base, "score", None), nn.Module):
         return head
     body = backbone(model)
-    linear = [each for each in base.children() if each is not body and getattr(each, "out_features", None) == 1]
+    linear = [part for part in base.children() if part is not body and getattr(part, "out_features", None) == 1]
     return linear[0] if len(linear) == 1 else None
 
 
@@ -74,8 +75,8 @@ def reads_last_token(model: nn.Module) -> bool:
     True for causal models (`score(h_last)`), False for encoders that pool (BERT's `classifier(pooler(h_0))`). Runs the
     model on three tokens. The head's name decides for a sharded model, which cannot run yet, and non-finite scores.
     """
-    if (found := _READ_LAST.get(model)) is not None:
-        return found
+    if (is_known := _READ_LAST.get(model)) is not None:
+        return is_known
     if scalar_head(model) is None:
         return False
     base = transformers_model(model)
@@ -91,9 +92,8 @@ def reads_last_token(model: nn.Module) -> bool:
         with autocast_if_stored_in_16_bits(base):
             theirs = base(input_ids=ids, attention_mask=mask.long()).logits.float()[:, : ours.shape[1]]
     are_finite = bool(ours.isfinite().all() and theirs.isfinite().all())
-    found = torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3) if are_finite else by_name
-    _READ_LAST[model] = found
-    return found
+    _READ_LAST[model] = torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3) if are_finite else by_name
+    return _READ_LAST[model]
 
 
 _READ_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -101,7 +101,7 @@ _READ_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 @contextmanager
-def _no_id_is_padding(base: Any) -> Iterator[None]:
+def _no_id_is_padding(base: PreTrainedModel) -> Iterator[None]:
     """Keep a classifier from reading an id of the probe as padding, which would end the text."""
     configs = [config for config in (base.config, text_config(base)) if hasattr(config, "pad_token_id")]
     before = [config.pad_token_id for config in configs]
@@ -254,7 +254,7 @@ _VALUE_HEAD = "value_head.safetensors"
 """Not in the policy's own directory, where vLLM reads all files of weights."""
 
 
-def is_head_of_policy(value_model: Any) -> bool:
+def is_head_of_policy(value_model: object) -> bool:
     """Return whether an argument asks for a `ValueHead`: "policy", or a directory that holds a saved head."""
     is_path = isinstance(value_model, str | os.PathLike)
     return value_model == "policy" or (is_path and os.path.isfile(os.path.join(value_model, _VALUE_HEAD)))

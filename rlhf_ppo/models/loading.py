@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoProcessor,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -40,6 +41,7 @@ from rlhf_ppo.models.heads import (
 )
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.unwrapping import (
+    as_module,
     backbone,
     copy_model,
     copy_weights,
@@ -87,7 +89,7 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
 
 
 def load_value_model(
-    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
+    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: object
 ) -> nn.Module:
     """Return the value model itself, or load it from a directory or the hub.
 
@@ -128,7 +130,7 @@ def load_reward_model(
 
 
 def load_classifier(
-    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: Any
+    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: object
 ) -> nn.Module:
     """Return the sequence-classification model itself, or load it.
 
@@ -153,7 +155,7 @@ def load_classifier(
                     "would be random; train one with `rlhf-ppo reward`, or save one with "
                     "AutoModelForSequenceClassification"
                 )
-        model = cast(nn.Module, without_adapters(loaded) if merges_adapter else loaded)
+        model = without_adapters(loaded) if merges_adapter else as_module(loaded)
     elif not isinstance(model, PreTrainedModel) and not is_peft_model(model):
         if not (hasattr(model, "base_model_prefix") and hasattr(model, "score")):
             raise ValueError(
@@ -260,7 +262,7 @@ def low_precision_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: Any) -> Any:
+def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str, **kwargs: object) -> Any:
     """Call `auto_class.from_pretrained`, by default in float32; load an adapter over its base.
 
     Args:
@@ -286,7 +288,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     loads_weights, with_info = auto_class is not AutoConfig, kwargs.pop("output_loading_info", False)
     checks = {"output_loading_info": True, "ignore_mismatched_sizes": True} if loads_weights else {}
     settings = {"dtype": torch.float32, **kwargs, **checks}
-    given = f"{argument}={os.fspath(path)!r}"
+    passed = f"{argument}={os.fspath(path)!r}"
     of_files = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
     config = None
     try:
@@ -295,18 +297,18 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
             auto_class = _class_it_was_saved_as(config)
         loaded = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{given} {why_not_loaded(error, path, 'cannot be loaded')}") from error
+        raise ValueError(f"{passed} {why_not_loaded(error, path, 'cannot be loaded')}") from error
     if not loads_weights:
         return loaded
     loaded, info = loaded
     if (fault := _fault_of_files(loaded, info, is_language_model)) is not None:
-        raise ValueError(f"{given} {fault}")
+        raise ValueError(f"{passed} {fault}")
     if config is not None:
         setattr(loaded, CHECKPOINT_DTYPE, config.dtype)
     return (loaded, info) if with_info else loaded
 
 
-def _fault_of_files(loaded: Any, info: Mapping[str, Any], is_language_model: bool) -> str | None:
+def _fault_of_files(loaded: PreTrainedModel, info: Mapping[str, Any], is_language_model: bool) -> str | None:
     """Return why weights that a model needs would be random, or None; a classifier may get a new head."""
     for weight, shape, needed in info["mismatched_keys"]:
         fault = f"holds {weight} of the shape {(*shape,)}, where {type(loaded).__name__} needs {(*needed,)}"
@@ -321,7 +323,7 @@ def _fault_of_files(loaded: Any, info: Mapping[str, Any], is_language_model: boo
     return None
 
 
-def _class_it_was_saved_as(config: Any) -> Any:
+def _class_it_was_saved_as(config: PreTrainedConfig) -> Any:
     """Return the auto class with which a language model keeps its vision tower, if it has one."""
     reads_images: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     is_llama4 = config.model_type == "llama4"  # whose class reads an output that transformers 5.24 does not give
@@ -330,10 +332,12 @@ def _class_it_was_saved_as(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def load_processor(given: Any, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin | None:
+def load_processor(
+    processing_class: object, policy: nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> ProcessorMixin | None:
     """Return the processor that came with a policy of images and text, to save it again; else None."""
-    if isinstance(given, ProcessorMixin):
-        return given
+    if isinstance(processing_class, ProcessorMixin):
+        return processing_class
     config = transformers_model(policy).config
     if config.get_text_config() is config or not config._name_or_path:
         return None
@@ -348,7 +352,7 @@ def load_processor(given: Any, policy: nn.Module, tokenizer: PreTrainedTokenizer
     return processor
 
 
-def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings: Any) -> Any:
+def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings: object) -> nn.Module:
     """Load a classifier's adapter over its base; refuse a head that is in neither and would be random."""
     from peft import load_peft_weights
 

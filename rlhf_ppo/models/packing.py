@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -102,23 +102,23 @@ def uses_flash_attention(body: nn.Module) -> bool:
     return str(attention_of(body)).startswith("flash_attention")
 
 
-def share_prefixes(given: bool | None, *models: nn.Module | None) -> None:
+def share_prefixes(shares: bool | None, *models: nn.Module | None) -> None:
     """Set whether `hidden_states` computes tokens with which several rows begin once.
 
     Args:
-        given: `share_prefixes` of the arguments; None: on a CPU.
+        shares: `share_prefixes` of the arguments; None: on a CPU.
         models: transformers models with a backbone, or `PeftModel`s around one; None and single heads are left out.
     """
     for model in models:
         if model is not None and hasattr(model, "config"):
-            setattr(backbone(model), SHARES, given)
+            setattr(backbone(model), SHARES, shares)
 
 
 def shares_prefixes(body: nn.Module) -> bool:
     """Return whether a backbone computes tokens with which several rows begin once."""
-    given = vars(body).get(SHARES)
+    shares = vars(body).get(SHARES)
     on_cpu = next(body.parameters()).device.type == "cpu"
-    return packs_rows(body) and attention_of(body) == PACKED and (on_cpu if given is None else given)
+    return packs_rows(body) and attention_of(body) == PACKED and (on_cpu if shares is None else shares)
 
 
 def run_packed(body: nn.Module, input_ids: Tensor, places: PackedIndices, tree: PrefixTree | None = None) -> Tensor:
@@ -132,7 +132,7 @@ def run_packed(body: nn.Module, input_ids: Tensor, places: PackedIndices, tree: 
     """
     # A mask of four dimensions keeps transformers from making an unused mask (N, N).
     unused_mask = input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
-    own = {"attention_mask": unused_mask, "squeezed_places": places.squeezed, "prefix_tree": tree}
+    for_packed_sdpa = {"attention_mask": unused_mask, "squeezed_places": places.squeezed, "prefix_tree": tree}
     tokens, positions = places.tokens, places.positions
     if tree is not None:
         tokens, positions = tokens[tree.tokens], positions[tree.tokens]
@@ -145,7 +145,7 @@ def run_packed(body: nn.Module, input_ids: Tensor, places: PackedIndices, tree: 
         max_length_k=places.longest,
         use_cache=False,
         return_dict=True,
-        **({"attention_mask": None} if uses_flash_attention(body) else own),
+        **({"attention_mask": None} if uses_flash_attention(body) else for_packed_sdpa),
     )
     states = output.last_hidden_state[0]
     return states if tree is None else states.index_select(0, tree.expand)
@@ -160,13 +160,13 @@ def run_padded(body: nn.Module, input_ids: Tensor, places: PackedIndices) -> Ten
         places: Indices of the real tokens.
     """
     mask = places.squeezed_mask
-    given = {"input_ids": places.squeeze(input_ids), "attention_mask": mask.long()}
+    inputs = {"input_ids": places.squeeze(input_ids), "attention_mask": mask.long()}
     if places.images is not None:  # models compute the positions of images
-        rows, ids, attended = with_spare(places.images, given["input_ids"], given["attention_mask"])
-        given = {"input_ids": ids, "attention_mask": attended, **model_inputs(rows, attended)}
+        rows, ids, attended = with_spare(places.images, inputs["input_ids"], inputs["attention_mask"])
+        inputs = {"input_ids": ids, "attention_mask": attended, **model_inputs(rows, attended)}
     elif takes(type(body), "position_ids"):
-        given["position_ids"] = position_ids(mask)
-    states = body(**given, use_cache=False, return_dict=True).last_hidden_state
+        inputs["position_ids"] = position_ids(mask)
+    states = body(**inputs, use_cache=False, return_dict=True).last_hidden_state
     if len(states) > len(mask):
         states = states[: len(mask), : places.longest] + 0.0 * states[-1].sum()  # a gradient of 0 for the tower
     return states.flatten(0, 1).index_select(0, places.squeezed)
@@ -209,11 +209,12 @@ def packed_sdpa(
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    attend = functools.partial(_attend, module, **kwargs)
     if prefix_tree is not None:
-        return _attend_node_by_node(module, (query, key, value), prefix_tree, **kwargs), None
+        return _attend_node_by_node(attend, (query, key, value), prefix_tree), None
     rows = PackedRows(cu_seq_lens_q, max_length_q, squeezed_places)
-    attend = _attend_row_by_row if query.device.type == "cpu" else _attend_padded
-    return attend(module, (query, key, value), rows, **kwargs), None
+    attend_rows = _attend_row_by_row if query.device.type == "cpu" else _attend_padded
+    return attend_rows(attend, (query, key, value), rows), None
 
 
 class PackedRows(NamedTuple):
@@ -239,29 +240,27 @@ class PackedRows(NamedTuple):
         return places + torch.arange(num_tokens, device=starts.device)
 
 
-def _attend_row_by_row(
-    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows, **kwargs: Any
-) -> Tensor:
+Attend = Callable[[tuple[Tensor, ...]], Tensor]
+"""Attends causally; takes queries, keys and values."""
+
+
+def _attend_row_by_row(attend: Attend, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows) -> Tensor:
     lengths = packed.starts.diff().tolist()
     rows = zip(*(part.split(lengths, dim=2) for part in states), strict=True)
-    return torch.cat([_attend(module, row, **kwargs) for row in rows], dim=1)
+    return torch.cat([attend(row) for row in rows], dim=1)
 
 
-def _attend_node_by_node(
-    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], tree: PrefixTree, **kwargs: Any
-) -> Tensor:
+def _attend_node_by_node(attend: Attend, states: tuple[Tensor, Tensor, Tensor], tree: PrefixTree) -> Tensor:
     """Let the tokens of each node attend to the nodes above it and, causally, to their own."""
     query, key, value = (part.split(tree.lengths, dim=2) for part in states)
     outputs: list[Tensor] = []
     for node, path in enumerate(tree.paths):
         keys, values = (torch.cat([part[above] for above in (*path, node)], dim=2) for part in (key, value))
-        outputs.append(_attend(module, (query[node], keys, values), **kwargs))
+        outputs.append(attend((query[node], keys, values)))
     return torch.cat(outputs, dim=1)
 
 
-def _attend_padded(
-    module: nn.Module, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows, **kwargs: Any
-) -> Tensor:
+def _attend_padded(attend: Attend, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows) -> Tensor:
     """Attend in a single call for all rows, padded on the right: causal attention hides the padding."""
     num_rows, longest = len(packed.starts) - 1, packed.longest
     places = packed.padded_places(states[0].shape[2])
@@ -272,7 +271,7 @@ def _attend_padded(
         return padded.unflatten(0, (num_rows, longest)).transpose(1, 2)
 
     query, key, value = map(pad, states)
-    return _attend(module, (query, key, value), **kwargs).flatten(0, 1).index_select(0, places)[None]
+    return attend((query, key, value)).flatten(0, 1).index_select(0, places)[None]
 
 
 def _attend(module: nn.Module, states: tuple[Tensor, ...], sliding_window: int | None = None, **kwargs: Any) -> Tensor:
@@ -313,7 +312,7 @@ def pack_rows(model: nn.Module, now: bool = False) -> None:
         setattr(body, PACKS, attention_of(body))
 
 
-def may_pack(base: Any) -> bool:
+def may_pack(base: PreTrainedModel) -> bool:
     """Return whether a model attends with `sdpa` or flash attention, causally, in all layers."""
     config = base.config
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -386,7 +385,7 @@ def looked_at(model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor] | 
 
 
 @torch.no_grad()
-def _look(base: Any, body: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor] | None) -> Look | None:
+def _look(base: PreTrainedModel, body: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor] | None) -> Look | None:
     if base.config.model_type == "reformer":
         return Look("whose gradients cannot be computed outside training mode; use another decoder")
     device, size = next(base.parameters()).device, text_config(base).vocab_size
@@ -402,30 +401,32 @@ def _look(base: Any, body: nn.Module, logits: Callable[[nn.Module, Tensor], Tens
     if uses_flash_attention(base):
         attention = "sdpa" if base._supports_sdpa else "eager"
     with in_eval_mode(base), preserve_rng(), attending(base, attention):
-        states, own_logits = _padded_states(base, body, ids, mask, logits is not None)
-        if not (states[mask].isfinite().all() and own_logits.isfinite().all()):
+        states, models_logits = _padded_states(base, body, ids, mask, logits is not None)
+        if not (states[mask].isfinite().all() and models_logits.isfinite().all()):
             return None
         fault = _fault(states)
         if logits is not None and fault is None:
-            fault = _fault_of_head(logits(base, states[0]), own_logits[0].float())
+            fault = _fault_of_head(logits(base, states[0]), models_logits[0].float())
         packs = may_pack(base) and _packs(base, body, ids[:3], places, states[:3][mask[:3]])
     pads_left = deviation(states[3, -_SHORT:], states[0, :_SHORT]) <= rounding(states)
     return Look(fault, pads_left, packs)
 
 
-def _padded_states(base: Any, body: nn.Module, ids: Tensor, mask: Tensor, with_logits: bool) -> tuple[Tensor, Tensor]:
+def _padded_states(
+    base: PreTrainedModel, body: nn.Module, ids: Tensor, mask: Tensor, with_logits: bool
+) -> tuple[Tensor, Tensor]:
     """Return hidden states `(4, L, H)` and the model's own logits; some classes call only a part of the backbone."""
-    found: list[Any] = []
-    hook = body.register_forward_hook(lambda _, given, output: found.append(output))
+    outputs: list[Any] = []
+    hook = body.register_forward_hook(lambda _, inputs, output: outputs.append(output))
     positions = {"position_ids": position_ids(mask)} if takes(type(body), "position_ids") else {}
-    given = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, "return_dict": True, **positions}
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False, "return_dict": True, **positions}
     try:
-        logits = base(**given).logits if with_logits else ids.float()
-        if not found:
-            body(**given)
+        logits = base(**inputs).logits if with_logits else ids.float()
+        if not outputs:
+            body(**inputs)
     finally:
         hook.remove()
-    return found[0].last_hidden_state, logits
+    return outputs[0].last_hidden_state, logits
 
 
 def _fault(states: Tensor) -> str | None:
@@ -449,21 +450,21 @@ def _fault_of_head(ours: Tensor, theirs: Tensor) -> str | None:
     )
 
 
-def _packs(base: Any, body: Any, ids: Tensor, places: PackedIndices, padded: Tensor) -> bool:
+def _packs(base: PreTrainedModel, body: nn.Module, ids: Tensor, places: PackedIndices, padded: Tensor) -> bool:
     """Pack two long rows and a short one, and record what each layer gives its attention function; then their tree."""
-    given: list[tuple[Tensor | None, int | None]] = []
+    masks_and_windows: list[tuple[Tensor | None, int | None]] = []
 
     def recording(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        given.append((attention_mask, kwargs.get("sliding_window")))
+        masks_and_windows.append((attention_mask, kwargs.get("sliding_window")))
         return packed_sdpa(module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register(PACKED, recording)
     try:
         with attending(base, PACKED):
             packed = run_packed(body, ids, places)
-            of_rows = [*given]
+            of_rows = [*masks_and_windows]
             shared = run_packed(body, ids, places, prefixes.prefix_tree(places.squeezed_rows, min_shared=1))
     except (RuntimeError, TypeError, ValueError):  # the model refuses, or does not know the arguments
         return False
@@ -483,7 +484,7 @@ def _packs(base: Any, body: Any, ids: Tensor, places: PackedIndices, padded: Ten
     )
 
 
-def _num_sliding(config: Any) -> int:
+def _num_sliding(config: PreTrainedConfig) -> int:
     """Count the layers that attend to a window."""
     if kinds := getattr(config, "layer_types", None):
         return list(kinds).count("sliding_attention")
@@ -502,14 +503,14 @@ def _are_alike(states: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 @contextmanager
-def attending(model: Any, name: str) -> Iterator[None]:
+def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Use another attention inside a context.
 
     Args:
         model: A transformers model.
         name: transformers' name of the attention.
     """
-    before = attention_of(model)
+    before = str(attention_of(model))
     if name != before:
         model.set_attn_implementation(name)
     try:
@@ -519,6 +520,6 @@ def attending(model: Any, name: str) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-def unpacked(model: Any) -> AbstractContextManager[None]:
+def unpacked(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Restore `sdpa` inside a context, for code that knows transformers' own attentions only."""
     return attending(model, "sdpa") if attention_of(model) == PACKED else nullcontext()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ from rlhf_ppo.models.unwrapping import (
     text_config,
     transformers_model,
 )
+
+if TYPE_CHECKING:
+    from peft.utils import ModulesToSaveWrapper
+    from torch.nn.modules.module import _IncompatibleKeys
 
 MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
 """Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. The fewer they are, the more often hidden
@@ -94,8 +98,8 @@ def response_logprobs(
     states = states.flatten(0, 1).index_select(0, tokens - 1)
     per_token = token_logprobs(policy, states, query_responses.flatten()[tokens], temperature, with_entropy)
     zeros = torch.zeros(num_rows * length, device=states.device)
-    of_rows = (zeros.index_copy(0, places.responses, each).view(num_rows, length) for each in per_token)
-    return ResponseLogprobs(*(each.clone() for each in of_rows))  # FSDP2 warns of outputs that are views
+    of_rows = (zeros.index_copy(0, places.responses, column).view(num_rows, length) for column in per_token)
+    return ResponseLogprobs(*(column.clone() for column in of_rows))  # FSDP2 warns of outputs that are views
 
 
 def token_logprobs(
@@ -259,9 +263,11 @@ def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
             return _lora_layers(head, states)
     # Not `head.weight`, which ZeRO-3 would gather for the rest of the model's forward pass.
     weight = next(head.parameters(recurse=False), None)
-    if type(head) not in LINEAR_KINDS or _is_observed(head) or isinstance(weight, DTensor):
+    if not isinstance(head, nn.Linear) or type(head) not in LINEAR_KINDS:
         return None
-    return HeadLayers((states,), (cast(nn.Linear, head),))
+    if _is_observed(head) or isinstance(weight, DTensor):
+        return None
+    return HeadLayers((states,), (head,))
 
 
 def _within_pass_of(layer: nn.Module, function: Callable[..., T]) -> Callable[..., T]:
@@ -283,7 +289,7 @@ def _is_observed(head: nn.Module) -> bool:
     return not all(map(is_zero_hook, hooks)) or "forward" in vars(head)
 
 
-def _active_copy(wrapper: Any) -> nn.Module:
+def _active_copy(wrapper: ModulesToSaveWrapper) -> nn.Module:
     active = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name]
     is_copied = bool(active) and active[0] in wrapper.modules_to_save
     return wrapper.modules_to_save[active[0]] if is_copied else wrapper.original_module
@@ -445,7 +451,7 @@ class PolicyAndValue(nn.Module):
         states = None if states is None else states.detach()
         return PolicyAndValueOutput(*of_policy, *response_values(self.value_model, *batch, places, states))
 
-    def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
+    def on_policy(self, function: Callable[[nn.Module], T]) -> T:
         """Call `function` with the policy; FSDP registers this method to run the way it runs `forward`."""
         return function(self.policy)
 
@@ -477,7 +483,7 @@ def response_values(
     return ResponseValues(before, values.gather(1, after_last).squeeze(1).clone())
 
 
-def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:
+def _allow_missing_frozen(model: nn.Module, incompatible: _IncompatibleKeys) -> None:
     """Let DeepSpeed's checkpoints omit frozen parameters."""
     parameters = model.named_parameters(remove_duplicate=False)  # two models may share a base
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}

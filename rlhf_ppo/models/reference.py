@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
@@ -36,6 +36,8 @@ from rlhf_ppo.ranks.processes import get_logger
 if TYPE_CHECKING:
     from peft import PeftModel
 
+T = TypeVar("T")
+
 
 class FrozenPolicy(Frozen):
     """A language model whose forward pass gives the log-probabilities of responses.
@@ -54,7 +56,7 @@ class FrozenPolicy(Frozen):
         """The language model, as `PolicyAndValue` calls its own."""
         return self.model
 
-    def on_policy(self, function: Callable[[nn.Module], Any]) -> Any:
+    def on_policy(self, function: Callable[[nn.Module], T]) -> T:
         """Call `function` with the language model; FSDP registers this method to run the way it runs `forward`."""
         return function(self.model)
 
@@ -92,7 +94,7 @@ class Reference:
         self.adapter_name = adapter_name
 
     @property
-    def own_policy(self) -> nn.Module | None:
+    def separate_policy(self) -> nn.Module | None:
         """The separate language model; None if the policy's base serves, or an engine holds the model."""
         return self.model.policy if isinstance(self.model, FrozenPolicy) else None
 
@@ -160,7 +162,7 @@ def make_reference(
         _check_adapter(policy, ref_model, ref_adapter_name)
         adapter = ref_adapter_name
     elif ref_model is not None:
-        _check_own_weights(policy, ref_model)
+        _check_separate_weights(policy, ref_model)
         model = ref_model
     elif not is_peft_model(policy):
         model = copy_model(policy)
@@ -175,7 +177,7 @@ def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_n
     if ref_model is not None:
         raise ValueError(f"ref_adapter_name={ref_adapter_name!r} and ref_model are both given; pass one of them")
     adapters = list(policy.peft_config) if is_peft_model(policy) else []
-    others = [name for name in adapters if name != active_adapter(cast("PeftModel", policy))]
+    others = [name for name in adapters if name != active_adapter(policy)]
     if ref_adapter_name not in others:
         raise ValueError(
             f"ref_adapter_name={ref_adapter_name!r} is not an adapter of the policy beside the trained one; there are "
@@ -183,7 +185,7 @@ def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_n
         )
 
 
-def _check_own_weights(policy: nn.Module, ref_model: nn.Module) -> None:
+def _check_separate_weights(policy: nn.Module, ref_model: nn.Module) -> None:
     trained = {id(parameter): name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     shared = [trained[id(parameter)] for parameter in ref_model.parameters() if id(parameter) in trained]
     if shared:
@@ -201,8 +203,8 @@ def set_up_sharing(
     rewards: Sequence[nn.Module],
 ) -> None:
     """Let all models share prefixes as asked. Compiled models do not: each prefix tree would recompile them."""
-    own_reference = None if reference is None else reference.own_policy
-    share_prefixes(False if args.torch_compile else args.share_prefixes, policy, value_model, own_reference, *rewards)
+    ref_policy = None if reference is None else reference.separate_policy
+    share_prefixes(False if args.torch_compile else args.share_prefixes, policy, value_model, ref_policy, *rewards)
 
 
 def can_hold_two(policy: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
 """Name of the key-value cache in arguments and outputs; transformers 5.24 renamed it, and warns of the old name."""
@@ -62,7 +64,7 @@ def with_adapters(model: nn.Module) -> PeftModel:
 
 def active_adapter(model: nn.Module) -> str:
     """Return the name of a `PeftModel`'s active adapter."""
-    return cast(str, with_adapters(model).active_adapter)
+    return str(with_adapters(model).active_adapter)
 
 
 def output_layer(policy: nn.Module) -> nn.Module:
@@ -144,7 +146,7 @@ def original_outputs(model: nn.Module) -> Iterator[None]:
             setattr(configs[part], name, _FLAGS[name])
 
 
-def _configurations(base: Any) -> list[tuple[str, Any]]:
+def _configurations(base: PreTrainedModel) -> list[tuple[str, Any]]:
     """Return a model's configuration, and those of its parts, by name."""
     parts = [(name, getattr(base.config, name, None)) for name in base.config.sub_configs]
     return [("", base.config), *((name, part) for name, part in parts if part is not None)]
@@ -152,9 +154,9 @@ def _configurations(base: Any) -> list[tuple[str, Any]]:
 
 def no_split_modules(*models: nn.Module) -> list[str]:
     """Name the classes of the blocks that FSDP wraps one by one."""
-    found = {type(part).__name__.removeprefix("FSDP") for model in models for part in model.modules()}
+    classes = {type(part).__name__.removeprefix("FSDP") for model in models for part in model.modules()}
     named = {name for model in models for name in transformers_model(model)._no_split_modules or ()}
-    return sorted(named & found)  # a vision tower's names those of its text model too
+    return sorted(named & classes)  # a vision tower's names those of its text model too
 
 
 def settle_special_tokens(model: nn.Module) -> None:
@@ -176,9 +178,9 @@ def settle_special_tokens(model: nn.Module) -> None:
     if (padding := getattr(base.get_input_embeddings(), "padding_idx", None)) is not None:
         config.pad_token_id = padding
     generation_config = getattr(base, "generation_config", None)
-    for each in (config, generation_config):
-        if each is not None and (each.pad_token_id or 0) >= config.vocab_size:
-            each.pad_token_id = None
+    for holder in (config, generation_config):
+        if holder is not None and (holder.pad_token_id or 0) >= config.vocab_size:
+            holder.pad_token_id = None
 
 
 def drop_ignored_generation_settings(model: nn.Module) -> None:
@@ -281,8 +283,10 @@ def recompute_in_eval_mode(model: nn.Module) -> None:
             setattr(module, _CHECKPOINT, functools.partial(_checkpointed, checkpoint, module))
 
 
-def _checkpointed(checkpoint: Callable[..., Any], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    def in_eval_mode(*args: Any) -> Any:
+def _checkpointed(
+    checkpoint: Callable[..., T], module: nn.Module, function: Callable[..., object], *args: object
+) -> T:
+    def in_eval_mode(*args: object) -> object:
         was_training, module.training = module.training, False
         try:
             return function(*args)
@@ -327,10 +331,10 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") and parameter.numel() == 0 for parameter in model.parameters())
 
 
-def own_share(parameter: Any) -> Tensor:
+def share_of_rank(parameter: Tensor) -> Tensor:
     """Return this rank's share of a parameter that ZeRO-3 or FSDP2 may have sharded: its own memory, no gradient."""
-    if hasattr(parameter, "ds_tensor"):
-        return parameter.ds_tensor
+    if (shard := getattr(parameter, "ds_tensor", None)) is not None:
+        return shard
     whole = parameter.detach()
     return whole.to_local() if isinstance(whole, DTensor) else whole
 

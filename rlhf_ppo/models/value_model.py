@@ -7,6 +7,7 @@ import copy
 import importlib
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,12 +52,12 @@ class ValueModel(PreTrainedModel):
         self.post_init()
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: object
     ) -> SequenceClassifierOutput:
         """Return the head's output at each row's last real token as `logits`, `(B, 1)`."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
-        states = self.base_model(input_ids=input_ids, attention_mask=mask, **(given | {"return_dict": True}))[0]
+        options = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes all that it knows
+        states = self.base_model(input_ids=input_ids, attention_mask=mask, **(options | {"return_dict": True}))[0]
         last = last_real(mask.bool())
         return SequenceClassifierOutput(logits=self.score(states)[torch.arange(len(last), device=last.device), last])
 
@@ -73,7 +74,9 @@ def new_value_model(language_model: nn.Module) -> ValueModel:
     return _joined(type(body), config, base)._from_config(config, dtype=torch.float32)
 
 
-def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[ValueModel]:
+def _joined(
+    body_class: type[Any], config: PreTrainedConfig, source: PreTrainedModel | None = None
+) -> type[ValueModel]:
     """Make the class for a backbone.
 
     It has the name of the family's sequence classifier where that has the same weights, and so writes its checkpoints.
@@ -89,7 +92,7 @@ def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[Valu
     kind: Any = type(body_class.__name__ + SUFFIX, (ValueModel, family), members)
     theirs: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if runs_code := getattr(source, "_auto_class", None) is not None:  # which the user has let run: it is loaded
-        named = _own_classes(config).get(_CLASSIFIER, "").rpartition(".")[2]
+        named = _classes_in_code(config).get(_CLASSIFIER, "").rpartition(".")[2]
         theirs = getattr(sys.modules[type(source).__module__], named, None)
     if theirs is not None and _names_of_weights(theirs, config) == _names_of_weights(kind, config):
         kind.__name__ = kind.__qualname__ = theirs.__name__
@@ -98,7 +101,7 @@ def _joined(body_class: type[Any], config: Any, source: Any = None) -> type[Valu
     return kind
 
 
-def _names_of_weights(kind: type[Any], config: Any) -> list[str]:
+def _names_of_weights(kind: Callable[[PreTrainedConfig], nn.Module], config: PreTrainedConfig) -> list[str]:
     """Return the names; none where transformers cannot make the class, as the one of Qwen 3.5 in its version 5.6."""
     with torch.device("meta"), contextlib.suppress(AttributeError):
         return [*kind(copy.deepcopy(config)).state_dict()]
@@ -130,16 +133,18 @@ class TRLModel(PreTrainedModel):
         with no_init_weights():
             self.post_init()
 
-    def save_pretrained(self, save_directory: Any, *, state_dict: Any = None, **_: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None, **_: object
+    ) -> None:
         """Write the state as `torch.save` does, which keeps tied weights."""
         os.makedirs(save_directory, exist_ok=True)
         torch.save(self.state_dict() if state_dict is None else state_dict, os.path.join(save_directory, WEIGHTS_NAME))
 
     @staticmethod
-    def _body(module: Any) -> Any:
-        return getattr(module, module.base_model_prefix)
+    def _body(module: nn.Module) -> nn.Module:
+        return getattr(module, str(module.base_model_prefix))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutput:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, **_: object) -> BaseModelOutput:
         """Call the backbone and the head as TRL does; `last_hidden_state` is their result `(B, L, 1)`."""
         output = self._body(self.module)(
             input_ids=input_ids,
@@ -160,33 +165,33 @@ class AutoClassifier:
     """Loads sequence classifiers and value models: `AutoModelForSequenceClassification` for every family."""
 
     @staticmethod
-    def from_pretrained(path: Any, **kwargs: Any) -> Any:
+    def from_pretrained(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         """Load a model; its head is new if it is not in the directory.
 
         Args:
             path: A directory, or a hub name.
             **kwargs: For `from_pretrained`.
         """
-        own = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
-        config = AutoConfig.from_pretrained(path, **own)
-        if (kind := _own_kind(config)) is None:
+        of_files = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+        config = AutoConfig.from_pretrained(path, **of_files)
+        if (kind := _value_model_class(config)) is None:
             return AutoModelForSequenceClassification.from_pretrained(path, **kwargs)
         config.num_labels = kwargs.pop("num_labels", config.num_labels)
         kwargs.pop("trust_remote_code", None)
         return kind.from_pretrained(path, config=config, **kwargs)
 
     @staticmethod
-    def from_config(config: Any, **kwargs: Any) -> Any:
+    def from_config(config: PreTrainedConfig, **kwargs: Any) -> Any:
         """Make a model with new weights."""
-        kind = _own_kind(config)
+        kind = _value_model_class(config)
         auto: Any = AutoModelForSequenceClassification
         return auto.from_config(config, **kwargs) if kind is None else kind._from_config(config, dtype=kwargs["dtype"])
 
 
-def _own_kind(config: Any) -> type[ValueModel] | None:
+def _value_model_class(config: PreTrainedConfig) -> type[ValueModel] | None:
     """Return the class of this package for a configuration, or None if transformers' classifier is to be loaded."""
     name = (config.architectures or [""])[0]
-    has_theirs = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _CLASSIFIER in _own_classes(config)
+    has_theirs = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or _CLASSIFIER in _classes_in_code(config)
     if has_theirs and not name.endswith(SUFFIX):
         return None
     body_class: Any = MODEL_MAPPING.get(type(config), None)
@@ -198,6 +203,6 @@ def _own_kind(config: Any) -> type[ValueModel] | None:
     return _joined(body_class, config)
 
 
-def _own_classes(config: Any) -> dict[str, str]:
+def _classes_in_code(config: PreTrainedConfig) -> dict[str, str]:
     """Return the classes in code that comes with a model, by the auto class that loads them."""
     return getattr(config, "auto_map", None) or {}

@@ -52,7 +52,7 @@ class Models:
     @property
     def reading_prompts(self) -> dict[str, nn.Module]:
         """All models that read prompts, by their arguments."""
-        reference = None if self.reference is None else self.reference.own_policy
+        reference = None if self.reference is None else self.reference.separate_policy
         rewards = {reward.argument: reward.model for reward in self.rewards}
         models = {"model": self.policy, "ref_model": reference, **rewards, "value_model": self.value_model}
         return {argument: model for argument, model in models.items() if model is not None}
@@ -187,7 +187,7 @@ def _frozen_rewards(
 
 
 def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: references.Reference | None) -> None:
-    own_reference = None if reference is None else reference.own_policy
+    own_reference = None if reference is None else reference.separate_policy
     for language_model in filter(None, (policy, own_reference)):
         heads.multiply_head_in_float32(language_model, args.lm_head_float32)
     _warn_of_low_precision(policy, args.learning_rate)

@@ -122,9 +122,9 @@ def test_a_branch_that_sees_another_is_found_out(monkeypatch: pytest.MonkeyPatch
     """The mutant lets each node attend to all earlier ones; packed rows alone are right."""
     right = packing._attend_node_by_node
 
-    def leaking(module: Any, states: Any, tree: prefixes.PrefixTree, **kwargs: Any) -> Tensor:
+    def leaking(attend: packing.Attend, states: Any, tree: prefixes.PrefixTree) -> Tensor:
         paths = [tuple(range(node)) for node in range(len(tree.lengths))]
-        return right(module, states, prefixes.PrefixTree(tree.tokens, tree.expand, tree.lengths, paths), **kwargs)
+        return right(attend, states, prefixes.PrefixTree(tree.tokens, tree.expand, tree.lengths, paths))
 
     model = model_of("llama")
     ids, mask = padded(DEEP)
