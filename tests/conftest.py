@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import importlib.metadata
@@ -33,6 +34,7 @@ import torch
 from datasets import Dataset
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     LlamaConfig,
@@ -43,9 +45,11 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.engine_factory import is_recent_enough
 from rlhf_ppo.models import packing
 from rlhf_ppo.ranks import random_streams
+from rlhf_ppo.rewards import ScoringBatch
 from tests.rewards.local_server import Request
 
 torch.set_num_threads(1)
@@ -303,6 +307,20 @@ def prompt_rows(count: int, seed: int = 0, longest: int = 6) -> list[dict[str, l
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
     return [{"input_ids": torch.randint(3, 32, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def scoring_batch(
+    ids: Tensor,
+    mask: Tensor,
+    written: Tensor,
+    columns: dict[str, list[Any]],
+    ended: Tensor,
+    stops: tuple[int, ...] = (),
+) -> ScoringBatch:
+    """Make a batch of ids and their masks, `(B, C + T)`, and which of the last `T` tokens the policy wrote."""
+    responses = Responses(ids, mask, written)
+    prompts = dataclasses.replace(Prompts.of_responses(responses), columns=columns)
+    return ScoringBatch(responses, prompts, ended, stops)
 
 
 def count_w4(prompts: Any, completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:

@@ -128,7 +128,7 @@ class RewardFunction:
         return naming(self.name, f" after update {updates}" if updates else " in the first update")
 
     def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
-        mask, written = batch.response_mask, batch.written
+        mask, written = batch.responses.response_mask, batch.written
         scores = check_scores(returned, described(self.function, self.name), list(map(len, written)), written)
         if scores.dim() == 2:
             scores = functional.pad(scores, (0, mask.shape[1] - scores.shape[1]))
@@ -140,13 +140,13 @@ class RewardFunction:
         Raises:
             ValueError: A column of the data set has the name of another argument.
         """
-        check_columns(batch.columns)
+        check_columns(batch.prompts.columns)
         answers = answers_of(batch, self.tokenizer)
-        prompts = batch.columns.get("prompt")
+        prompts = batch.prompts.columns.get("prompt")
         if prompts is None:
             prompts = batch.prompt_texts(self.tokenizer)
         offered: dict[str, Any] = dict(
-            **{key: list(values) for key, values in batch.columns.items() if key not in _NOT_PASSED},
+            **{key: list(values) for key, values in batch.prompts.columns.items() if key not in _NOT_PASSED},
             prompts=[prompt if isinstance(prompt, str) else [dict(part) for part in prompt] for prompt in prompts],
             completions=[
                 [{"role": "assistant", "content": one.completion}] if not isinstance(prompt, str) else one.completion
@@ -157,7 +157,7 @@ class RewardFunction:
             log_extra=functools.partial(self._log_extra, len(batch)),
             log_metric=lambda name, value: self.log_metric(name, float(value), len(batch)),
         )
-        if records := batch.columns.get(EPISODE_COLUMN):
+        if records := batch.prompts.columns.get(EPISODE_COLUMN):
             offered |= _of_episodes(records, offered["completions"])
         if "policy_answers" in named_parameters(self.function):
             offered["policy_answers"] = answers
@@ -330,7 +330,7 @@ class EnvironmentReward(RewardSource):
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Return the scores, float32 `(B,)`, NaN where `get_reward` returned None or the class is another one."""
-        episodes = [record.episode for record in batch.columns[EPISODE_COLUMN]]
+        episodes = [record.episode for record in batch.prompts.columns[EPISODE_COLUMN]]
         own = [row for row, episode in enumerate(episodes) if episode.kind.cls is self.cls]
         scores = torch.full((len(batch),), math.nan)
         for row, value in zip(own, ask_rewards([episodes[row] for row in own]), strict=True):
@@ -346,8 +346,8 @@ class TurnRewards(RewardSource):
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Return the rewards, float32 `(B, T)`; NaN in rows whose environment has no `turn_rewards`."""
-        rewards = torch.zeros(batch.response_mask.shape)
-        for row, record in enumerate(batch.columns[EPISODE_COLUMN]):
+        rewards = torch.zeros(batch.responses.response_mask.shape)
+        for row, record in enumerate(batch.prompts.columns[EPISODE_COLUMN]):
             if not record.episode.kind.has_turn_rewards:
                 rewards[row] = math.nan
                 continue

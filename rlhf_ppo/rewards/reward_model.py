@@ -139,11 +139,11 @@ def settings_of_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
 def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
     prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
     names = ("prompt", "tools", "chat_template_kwargs")
-    columns = {name: batch.columns.get(name) or [None] * len(batch) for name in names}
+    columns = {name: batch.prompts.columns.get(name) or [None] * len(batch) for name in names}
     settings = [settings_of_row(dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
     silent = silent_ids(tokenizer, batch.stops)
     texts = spoken_texts(tokenizer, response_ids, silent, clean_up_tokenization_spaces=False)
-    records = batch.columns.get(EPISODE_COLUMN)
+    records = batch.prompts.columns.get(EPISODE_COLUMN)
     messages = [None] * len(batch) if records is None else [record.messages for record in records]
     rows = zip(columns["prompt"], texts, batch.has_ended, prompt_ids, response_ids, strict=True)
     of_rows = zip(rows, batch.written, messages, settings, strict=True)
@@ -291,14 +291,14 @@ class RewardModel:
             WrongRewardError: A score is not finite.
         """
         policy_tokenizer, tokenizer = self.tokenizers or (None, None)
-        is_text = not any(map(is_conversation, batch.columns.get("prompt", ())))
+        is_text = not any(map(is_conversation, batch.prompts.columns.get("prompt", ())))
         if policy_tokenizer is None or (tokenizer is None and is_text):  # as `reward_model_ids`, for the whole batch
-            return self._scores(batch.query_responses, batch.attention_mask.bool())
+            return self._scores(batch.responses.query_responses, batch.responses.attention_mask.bool())
         with self.together():
             answers = answers_of(batch, policy_tokenizer)
             of_chats = self.template if tokenizer is None else tokenizer
             rows = self._padded(answers, lambda one: of_chats if is_conversation(one.prompt) else tokenizer)
-        return self._scores_of(rows, batch.query_responses.device)
+        return self._scores_of(rows, batch.responses.query_responses.device)
 
     @torch.no_grad()
     def score_answers(self, answers: Sequence[Answer], tokenizer_for: TokenizerFor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter
 from numbers import Real
@@ -55,29 +55,26 @@ class ScoringBatch:
     tools and environments; token rewards are paid only for tokens that the policy wrote.
 
     Attributes:
-        query_responses: Prompt and response ids, long `(B, C + T)`: left-padded prompt, right-padded response.
-        attention_mask: True on real tokens of both parts, bool `(B, C + T)`.
-        response_mask: True on the response's tokens that the policy wrote, including the stop token, bool `(B, T)`.
-        columns: The data set's other columns, each a list of `B` values.
+        responses: `B` prompts with their responses, and their masks.
+        prompts: The prompts of the same rows, with the data set's other columns.
         ended: Whether the response ended with a stop token or a stop string, bool `(B,)`, see
             `rlhf_ppo.generation.sampling.ended`.
         stops: The tokens that end a response, which texts leave out if they are special.
     """
 
-    query_responses: Tensor
-    attention_mask: Tensor
-    response_mask: Tensor
-    columns: Mapping[str, list[Any]]
+    responses: Responses
+    prompts: Prompts
     ended: Tensor
     stops: Sequence[int] = ()
+    _computed: dict[tuple[str, int], list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, responses: Responses, prompts: Prompts, tokens: EndTokens) -> ScoringBatch:
-        """Make a batch of responses and their prompts' columns; the special tokens tell which ended."""
-        return cls(*responses.batch, prompts.columns, tokens.ended(responses), tokens.stops)
+        """Make a batch of responses and their prompts; the special tokens tell which ended."""
+        return cls(responses, prompts, tokens.ended(responses), tokens.stops)
 
     def __len__(self) -> int:
-        return len(self.query_responses)
+        return len(self.responses)
 
     def prompt_ids(self) -> list[list[int]]:
         """Return the real token ids of each prompt, in new lists."""
@@ -105,22 +102,15 @@ class ScoringBatch:
     @cached_property
     def _rows(self) -> tuple[list[list[int]], list[list[int]], list[list[bool]], list[bool]]:
         """Return real ids of prompts and responses, which the policy wrote, and which rows ended; one copy."""
-        width, response_width = self.query_responses.shape[1], self.response_mask.shape[1]
-        masks = (self.attention_mask, self.response_mask, self.ended[:, None])
-        together = torch.cat([self.query_responses, *(mask.long() for mask in masks)], dim=1)
-        ids, real, written, ended = together.cpu().split([width, width, response_width, 1], dim=1)
-        prompt, response = slice(width - response_width), slice(width - response_width, None)
+        masks, context = self.responses.masks, self.responses.context_length
+        together = torch.cat([self.responses.query_responses, self.ended[:, None].long()], dim=1).cpu()
+        ids, real = together[:, :-1], torch.from_numpy(masks.attention)
         return (
-            selected(ids[:, prompt], real[:, prompt]),
-            selected(ids[:, response], real[:, response]),
-            selected(written.bool(), real[:, response]),
-            ended[:, 0].bool().tolist(),
+            selected(ids[:, :context], real[:, :context]),
+            selected(ids[:, context:], real[:, context:]),
+            selected(torch.from_numpy(masks.response), real[:, context:]),
+            together[:, -1].bool().tolist(),
         )
-
-    @property
-    def episode_mask(self) -> Tensor:
-        """True on the response's real tokens, whoever wrote them, bool `(B, T)`."""
-        return self.attention_mask[:, self.query_responses.shape[1] - self.response_mask.shape[1] :]
 
     def once(self, what: str, tokenizer: PreTrainedTokenizerBase, make: Callable[[], list[T]]) -> list[T]:
         """Return a value that is computed once for all sources.
@@ -130,11 +120,10 @@ class ScoringBatch:
             tokenizer: The tokenizer that it depends on.
             make: Computes it.
         """
-        made: dict[tuple[str, int], list[Any]] = self.__dict__.setdefault("_made", {})
         key = (what, id(tokenizer))
-        if key not in made:
-            made[key] = make()
-        return made[key]
+        if key not in self._computed:
+            self._computed[key] = make()
+        return self._computed[key]
 
 
 def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
@@ -268,7 +257,7 @@ class Scorer:
 
     def weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
         """Return the weighted sum of what the sources gave."""
-        mask = batch.response_mask.bool()
+        mask = batch.responses.response_mask.bool()
         final, per_token = torch.zeros(len(batch), device=mask.device), torch.zeros(mask.shape, device=mask.device)
         by_source: dict[str, Tensor] = {}
         first = mask.to(torch.uint8).argmax(dim=1, keepdim=True)

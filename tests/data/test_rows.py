@@ -18,10 +18,9 @@ from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.reporting.win_rate import given_answers
-from rlhf_ppo.rewards import ScoringBatch
 from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids
 from tests.agents.chat import chat_tokenizer
-from tests.conftest import tiny_policy, tiny_scorer
+from tests.conftest import scoring_batch, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeTrainer
 from tests.vision import make_processor
 
@@ -88,7 +87,7 @@ def test_a_row_is_the_same_prompt_at_every_stage(
             sampled = tokenizer(ANSWERS[key][0]["content"])["input_ids"] + [tokenizer.eos_token_id]
             whole, mask = torch.tensor([ids + sampled]), torch.ones(1, len(sampled)).bool()
             of_row = {column: [values[number]] for column, values in prompts.columns.items()}
-            batch = ScoringBatch(whole, torch.ones_like(whole).bool(), mask, of_row, torch.tensor([True]))
+            batch = scoring_batch(whole, torch.ones_like(whole).bool(), mask, of_row, torch.tensor([True]))
             assert reward_model_ids(answers_of(batch, tokenizer)[0], None) == expected
             (judged,) = given_answers([rows[number] | ANSWERS], key)
             assert judged is not None and reward_model_ids(judged, tokenizer) == expected

@@ -16,7 +16,7 @@ from rlhf_ppo.rewards import RewardFunction, ScoringBatch
 from rlhf_ppo.rewards.builtin import builtin_reward
 from rlhf_ppo.rewards.functions import LoggedByFunctions, naming
 from rlhf_ppo.rewards.scorer import WrongRewardError, check_scores
-from tests.conftest import make_tokenizer
+from tests.conftest import make_tokenizer, scoring_batch
 
 PAD, EOS = 0, 1
 STATE = TrainerState(global_step=5)
@@ -34,12 +34,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def make_batch(**columns: list[Any]) -> ScoringBatch:
     """Three rows; the prompts have 2, 1, 2 tokens, the responses 3 (stopped), 1 (stopped) and 3 (cut)."""
-    return ScoringBatch(
-        query_responses=torch.tensor([[2, 3, 4, 5, EOS], [9, 6, EOS, 9, 9], [EOS, 7, 8, 8, 8]]),
-        attention_mask=torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool(),
-        response_mask=torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool(),
-        columns=columns,
-        ended=torch.tensor([True, True, False]),
+    return scoring_batch(
+        torch.tensor([[2, 3, 4, 5, EOS], [9, 6, EOS, 9, 9], [EOS, 7, 8, 8, 8]]),
+        torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool(),
+        torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool(),
+        columns,
+        torch.tensor([True, True, False]),
     )
 
 
@@ -72,7 +72,7 @@ def test_texts_keep_special_tokens_that_the_policy_wrote(tokenizer: PreTrainedTo
     header = "{{ m.role }} {{ m.content if m.content is defined }} "
     opened = "{% if add_generation_prompt %}assistant <think> {% endif %}"
     ids = torch.tensor([[3, open_id, 4, close_id, 5, end], [3, EOS, 4, close_id, 5, end]])
-    batch = ScoringBatch(ids, ids > 0, (ids > 0)[:, 1:], {}, torch.tensor([True, True]), (end,))
+    batch = scoring_batch(ids, ids > 0, (ids > 0)[:, 1:], {}, torch.tensor([True, True]), (end,))
     seen: dict[str, Any] = {}
     source(recorder(seen), tokenizer)(batch)
     assert seen["completions"] == [" <think> w2 </think> w3", " w2 </think> w3"]
@@ -81,7 +81,7 @@ def test_texts_keep_special_tokens_that_the_policy_wrote(tokenizer: PreTrainedTo
     tokenizer.add_tokens(["user", "assistant"])
     prompts = [PromptEncoder(tokenizer, "", None)({"prompt": chat}, 0)["input_ids"] for chat in chats]
     ids = torch.cat([torch.tensor(prompts), ids[:, 2:]], dim=1)
-    batch = ScoringBatch(ids, ids > 0, (ids > 0)[:, -4:], {"prompt": chats}, torch.tensor([True, True]), (end,))
+    batch = scoring_batch(ids, ids > 0, (ids > 0)[:, -4:], {"prompt": chats}, torch.tensor([True, True]), (end,))
     pattern = builtin_reward("formatting", pattern="^<think>.*</think>")
     for reward in (pattern, builtin_reward("think_format_reward")):
         assert source(reward, tokenizer)(batch).tolist() == [1, 1]
@@ -98,7 +98,7 @@ def test_a_text_and_its_completion_are_the_text_that_was_sampled() -> None:
     for columns, expected in (({}, " Mom was"), ({"prompt": [chat]}, "Mom was"), ({"prompt": [begun]}, " Mom was")):
         seen: dict[str, Any] = {}
         real = torch.ones_like(ids).bool()
-        source(recorder(seen), tokenizer)(ScoringBatch(ids, real, real[:, 3:], columns, torch.tensor([True]), (0,)))
+        source(recorder(seen), tokenizer)(scoring_batch(ids, real, real[:, 3:], columns, torch.tensor([True]), (0,)))
         completion = seen["completions"][0]
         assert (completion if isinstance(completion, str) else completion[0]["content"]) == expected
     assert isinstance(seen["prompts"][0], list)

@@ -6,6 +6,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
+from tests.conftest import scoring_batch
 from tests.models.architectures import tiny_model
 
 EOS = 1
@@ -32,7 +33,7 @@ def make_batch(pad: int = EOS, left: int = 0, right: int = 0) -> ScoringBatch:
     for row, (prompt, response) in enumerate(ROWS):
         real = slice(context - len(prompt), context + len(response))
         ids[row, real], mask[row, real] = torch.tensor(prompt + response), True
-    return ScoringBatch(ids, mask, mask[:, context:], {}, torch.ones(len(ROWS)).bool())
+    return scoring_batch(ids, mask, mask[:, context:], {}, torch.ones(len(ROWS)).bool())
 
 
 @torch.no_grad()

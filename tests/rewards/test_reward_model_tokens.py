@@ -22,7 +22,7 @@ from rlhf_ppo.rewards import RewardModel, ScoringBatch
 from rlhf_ppo.rewards.judges import RewardModelJudge
 from rlhf_ppo.rewards.reward_model import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import Scores, silent_ids
-from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
+from tests.conftest import make_tokenizer, scoring_batch, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeTrainer
 
 EOS = 1
@@ -78,8 +78,8 @@ def responses(rows: list[tuple[list[int], list[int]]] = ROWS) -> Responses:
 
 def batch(columns: dict[str, list[Any]], rows: Any = ROWS, ended: list[bool] | None = None) -> ScoringBatch:
     made = responses(rows)
-    ended = torch.tensor([response[-1] == EOS for _, response in rows]) if ended is None else torch.tensor(ended)
-    return ScoringBatch(made.query_responses, made.attention_mask, made.response_mask, columns, ended)
+    has_ended = [response[-1] == EOS for _, response in rows] if ended is None else ended
+    return scoring_batch(*made.batch, columns, torch.tensor(has_ended))
 
 
 def encoded(columns: dict[str, list[Any]], ended: list[bool] | None = None) -> list[list[int]]:
@@ -336,7 +336,7 @@ def test_lengths_are_decided_at_construction_with_the_models_own_template(
     prompt = PromptEncoder(policys, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
     made = [(prompt, [*own_ids("wxyz")[1:]]), (prompt, [*own_ids("wxy")[1:], EOS])]
     scored = batch({"prompt": [ASKED] * 2}, made)
-    shown = Prompts(scored.query_responses[:, :-4], scored.attention_mask[:, :-4], scored.columns)
+    shown = scored.prompts
     num_longer = 0
     for path in TEMPLATES:
         own.chat_template = path.read_text()

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, TrainerState
 
 from rlhf_ppo.rewards import RewardFunction, Scorer, ScoringBatch
 from rlhf_ppo.rewards.scorer import WrongRewardError
+from tests.conftest import scoring_batch
 
 NAN = float("nan")
 
@@ -26,7 +27,7 @@ class Fixed:
 
 def make_batch(rows: int = 3, mask: Any = None) -> ScoringBatch:
     ids, mask = torch.full((rows, 4), 3), torch.ones(rows, 2) if mask is None else torch.tensor(mask)
-    return ScoringBatch(ids, torch.ones(rows, 4).bool(), mask.bool(), {}, torch.ones(rows).bool())
+    return scoring_batch(ids, torch.ones(rows, 4).bool(), mask.bool(), {}, torch.ones(rows).bool())
 
 
 def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:

@@ -89,7 +89,7 @@ class Lengths(RewardSource):
     name = "lengths"
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
-        return batch.response_mask.sum(dim=1) / 10
+        return batch.responses.response_mask.sum(dim=1) / 10
 
 
 class Evens:
@@ -98,8 +98,7 @@ class Evens:
     name = "evens"
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
-        width = batch.response_mask.shape[1]
-        return (batch.query_responses[:, -width:] % 2 == 0).float() * batch.response_mask
+        return (batch.responses.responses % 2 == 0).float() * batch.responses.response_mask
 
 
 def test_reward_sources_stand_beside_functions(make_trainer: MakeTrainer) -> None:
