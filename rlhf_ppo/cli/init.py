@@ -113,6 +113,8 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         print_text("The prompts are texts: the model's chat template is not used. Write lists of messages to use it.")
     if is_dialogue:
         print_text("The prompts are dialogues of Human and Assistant: stop_strings ends a response at the next Human.")
+        if not str(prompt).rstrip().endswith(HH_TURN.strip()):
+            print_text("The prompts end in an answer, which the policy continues: cut them behind the last Assistant:")
     print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
