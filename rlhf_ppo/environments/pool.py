@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from rlhf_ppo.environments.tools import Kind, Tool, content_of, error_answer, kind_of_class, standalone
 from rlhf_ppo.environments.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop
@@ -62,7 +62,7 @@ class Episode:
         """Name for errors."""
         return f"row {self.row} of the batch, environment {getattr(self.kind.cls, '__name__', None)}"
 
-    def ask(self, method: str, **arguments: Any) -> Any:
+    def ask(self, method: str, **arguments: object) -> Any:
         """Call `reset` or `get_reward`.
 
         Raises:
@@ -137,12 +137,12 @@ class Environments:
 
     def __init__(
         self,
-        factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
-        tools: Sequence[Callable[..., Any]] = (),
+        factory: Callable[[], object] | Mapping[str, Callable[[], object]] | None,
+        tools: Sequence[Callable[..., object]] = (),
         timeout: float | None = 60.0,
     ) -> None:
         self.timeout, self.is_mixed = timeout, isinstance(factory, Mapping)
-        self._factories: dict[str | None, Callable[[], Any]] = {}
+        self._factories: dict[str | None, Callable[[], object]] = {}
         if factory is not None:
             self._factories.update(factory if isinstance(factory, Mapping) else {None: factory})
         self._episodes: list[Episode] = []
@@ -196,7 +196,7 @@ class Environments:
         used[name] += 1
         return Episode(self, self.kinds[name], number, pool[used[name] - 1])
 
-    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    def call(self, function: Callable[..., object], arguments: Mapping[str, object]) -> Any:
         """Call a function in a thread of its own; await what it returns.
 
         Raises:
@@ -212,7 +212,7 @@ class Environments:
         return f"{name} did not return within {self.timeout} seconds."
 
 
-def _finished(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _finished(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
     returned = function(**arguments)
     return run_on_event_loop(returned).result() if inspect.iscoroutine(returned) else returned
 
@@ -220,7 +220,7 @@ def _finished(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any
 # ---- The calls of a round ----
 
 
-def answer_turns(episodes: Sequence[Episode], turns: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[Round]:
+def answer_turns(episodes: Sequence[Episode], turns: Sequence[str | Sequence[Mapping[str, object]]]) -> list[Round]:
     """Answer a turn of each episode.
 
     Args:
@@ -242,14 +242,14 @@ def ask_rewards(episodes: Sequence[Episode]) -> list[float | None]:
     return side_by_side(lambda episode: None if episode.lost else episode.ask("get_reward"), episodes)
 
 
-def side_by_side(function: Callable[..., T], episodes: Sequence[Episode], *arguments: Sequence[Any]) -> list[T]:
+def side_by_side(function: Callable[..., T], episodes: Sequence[Episode], *arguments: Sequence[object]) -> list[T]:
     """Call a function in threads, for each episode with its element of each of `arguments`."""
-    given = zip(episodes, *arguments, strict=True)
-    running: list[Future[T]] = [in_daemon_thread(function, *of_episode) for of_episode in given]
+    calls = zip(episodes, *arguments, strict=True)
+    running: list[Future[T]] = [in_daemon_thread(function, *call) for call in calls]
     return [future.result() for future in running]
 
 
-def _round(episode: Episode, turn: str | Sequence[Mapping[str, Any]]) -> Round:
+def _round(episode: Episode, turn: str | Sequence[Mapping[str, object]]) -> Round:
     if isinstance(turn, str):
         answers = [_called(episode, "respond", episode.environment.respond, {"text": turn}, of_environment=True)]
     else:
@@ -269,7 +269,7 @@ def _round(episode: Episode, turn: str | Sequence[Mapping[str, Any]]) -> Round:
     return Round(answers, reward, _flag(environment, "done"), _flag(environment, "truncated"))
 
 
-def _flag(environment: Any, name: str) -> bool:
+def _flag(environment: object, name: str) -> bool:
     value = getattr(environment, name, False)
     return not callable(value) and bool(value)  # a tool may have this name
 
@@ -284,7 +284,8 @@ def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[Answe
             text = f"Unsupported tool call type: {call.get('type')}"
             answers.append(Answer(call.get("name", "unknown"), error_answer(text), failed=True))
             continue
-        name, arguments = str(function.get("name")), cast(Any, function.get("arguments"))
+        name = str(function.get("name"))
+        arguments: Any = function.get("arguments")
         tool = episode.kind.tools.get(name)
         if tool is None:
             answers.append(Answer(name, error_answer(f"Tool {name} not found."), failed=True))
@@ -300,7 +301,9 @@ def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[Answe
     return answers + (_called_async(episode, later) if later else [])
 
 
-def _called(episode: Episode, name: str, function: Any, arguments: Any, of_environment: bool) -> Answer:
+def _called(
+    episode: Episode, name: str, function: Callable[..., object], arguments: Any, of_environment: bool
+) -> Answer:
     """Call a sync tool; a call of an environment that cannot be ended loses the episode."""
     if of_environment and episode.lost:
         lost = RuntimeError("The environment did not survive an earlier call.")

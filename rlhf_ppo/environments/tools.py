@@ -56,7 +56,7 @@ class Kind:
         return [tool.schema for tool in self.tools.values()] or None
 
 
-def standalone(tools: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
+def standalone(tools: Sequence[Callable[..., object]]) -> dict[str, Tool]:
     """Return functions as tools by name."""
     return {tool.__name__: _tool(tool.__name__, tool, tool) for tool in tools}
 
@@ -73,12 +73,12 @@ def kind_of_class(name: str | None, cls: type[Any], tools: dict[str, Tool]) -> K
     """
     functions = dict(inspect.getmembers(cls, inspect.isfunction))
     takes_messages = getattr(cls, "takes_messages", False)
-    own = [] if takes_messages else [key for key in functions if key not in NO_TOOLS and not key.startswith("_")]
+    methods = [] if takes_messages else [key for key in functions if key not in NO_TOOLS and not key.startswith("_")]
     written = {word for function in functions.values() for word in inspect.unwrap(function).__code__.co_names}
     return Kind(
         name,
         cls,
-        tools | {key: _tool(key, functions[key]) for key in own},
+        tools | {key: _tool(key, functions[key]) for key in methods},
         has_reward="get_reward" in functions,
         has_turn_rewards="turn_rewards" in written or hasattr(cls, "turn_rewards"),
         takes_messages=takes_messages,
@@ -86,13 +86,13 @@ def kind_of_class(name: str | None, cls: type[Any], tools: dict[str, Tool]) -> K
     )
 
 
-def _tool(name: str, described: Callable[..., Any], function: Callable[..., Any] | None = None) -> Tool:
+def _tool(name: str, described: Callable[..., object], function: Callable[..., object] | None = None) -> Tool:
     from transformers.utils.chat_template_utils import get_json_schema
 
     return Tool(name, get_json_schema(described), inspect.iscoroutinefunction(described), function)
 
 
-def content_of(result: Any) -> Any:
+def content_of(result: object) -> Any:
     """Return the content of a tool's answer: a list stays a list, everything else becomes a text.
 
     Lone surrogates, which no tokenizer takes, become `?`.

@@ -19,7 +19,7 @@ import torch
 T = TypeVar("T")
 
 
-def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+def in_daemon_thread(function: Callable[..., T], *args: object) -> Future[T]:
     """Call a function in a new daemon thread, with the caller's context variables and CUDA device, without gradients.
 
     Args:
@@ -57,7 +57,7 @@ class _DaemonThreads(ThreadPoolExecutor):
         super().__init__()
         self._free = threading.BoundedSemaphore(self._max_workers)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+    def submit(self, fn: Callable[..., T], /, *args: object, **kwargs: object) -> Future[T]:
         """Start a call; calls beyond the pool's size wait."""
 
         def when_free() -> T:

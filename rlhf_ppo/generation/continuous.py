@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from rlhf_ppo.models.heads import Float32Linear
 from rlhf_ppo.models.packing import unpacked
 from rlhf_ppo.models.unwrapping import in_eval_mode, text_config, transformers_model
 from rlhf_ppo.ranks.random_streams import preserve_rng
+
+if TYPE_CHECKING:
+    from transformers.generation.continuous_batching.requests import GenerationOutput
 
 _MAX_PREFILL_TOKENS = 512
 """Prompt tokens of a forward pass; longer prompts take several. The attention mask grows with it."""
@@ -104,15 +107,17 @@ class ContinuousEngine:
         Raises:
             ValueError: It fails, or its log-probabilities differ.
         """
-        given = [[token % text_config(policy).vocab_size for token in row] for row in ([1, 9, 3, 8, 5, 7], [4, 6])]
-        prompts = Prompts.of_rows(given, 0, next(policy.parameters()).device)
+        prompt_ids = [
+            [token % text_config(policy).vocab_size for token in row] for row in ([1, 9, 3, 8, 5, 7], [4, 6])
+        ]
+        prompts = Prompts.of_rows(prompt_ids, 0, next(policy.parameters()).device)
         tolerance = 2e-2 if (self.dtype or next(policy.parameters()).dtype).itemsize == 2 else 1e-3
         config, log = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0), logging.getLogger(_LOGGER)
         log.disabled, was_disabled = True, log.disabled
         try:
             with preserve_rng():
                 sampled = self.sample(policy, prompts, config)
-            rows = zip(given, sampled.ids, sampled.logprobs, strict=True)  # pyright: ignore[reportArgumentType]
+            rows = zip(prompt_ids, sampled.ids, sampled.logprobs, strict=True)  # pyright: ignore[reportArgumentType]
             error = max(self._deviation(policy, *row) for row in rows)
             fault = "its log-probabilities differ from those of each row alone" if error > tolerance else None
         except NonFiniteLogitsError:  # reported at the first sampling
@@ -219,7 +224,7 @@ def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: Con
     return [outputs[name] for name in names]
 
 
-def _check(row: int, output: Any) -> None:
+def _check(row: int, output: GenerationOutput | None) -> None:
     values = [] if output is None else output.logprobs
     if not all(map(math.isfinite, values)) or "`nan`" in str(getattr(output, "error", None)):
         raise NonFiniteLogitsError(f"its logits are NaN or infinite for prompt {row} of the batch")

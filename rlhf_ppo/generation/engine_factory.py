@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import compare_versions
@@ -51,7 +50,7 @@ class BaselineCompletions:
 
     @classmethod
     def of(
-        cls, functions: Iterable[Callable[..., Any]], tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens
+        cls, functions: Iterable[Callable[..., object]], tokenizer: PreTrainedTokenizerBase, tokens: SpecialTokens
     ) -> BaselineCompletions:
         """Collect the baselines that reward functions ask for."""
         asked = [opponent_of(function) for function in functions]
@@ -131,10 +130,10 @@ def make_engine(
             "generation_engine='continuous' needs whole layers, which FSDP and ZeRO-3 without "
             "ds3_gather_for_generation spread over the processes; set generation_engine='transformers' or 'vllm'"
         )
-    made = ContinuousEngine(rows, mixed_precision_dtype(accelerator))
+    continuous = ContinuousEngine(rows, mixed_precision_dtype(accelerator))
     if not is_sharded(policy):
-        made.check(policy)
-    return made
+        continuous.check(policy)
+    return continuous
 
 
 def is_recent_enough(engine: str) -> bool:

@@ -185,9 +185,9 @@ class EpisodePlayer:
             with self.ranks.together():
                 self._answer(running)
                 running = [record for record in running if not record.is_over]
-        own = {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
+        played_columns = {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
         ids = [record.prompt_ids for record in records]
-        played = Prompts.of_rows(ids, self.limits.pad, device, dict(prompts.columns) | own)
+        played = Prompts.of_rows(ids, self.limits.pad, device, dict(prompts.columns) | played_columns)
         return responses_of(played, records, self.limits.pad, self._knows_logprobs), played
 
     _knows_logprobs: bool = True
@@ -217,8 +217,8 @@ class EpisodePlayer:
         """Return rows and maximum tokens of the next call; a longer turn continues in the next round."""
         limit, left = self.limits.longest_sequence, [record.left for record in running]
         longest = max((len(record.prompt_ids) + len(record.ids) for record in running), default=1)
-        own = [len(running), max(left, default=1), longest]
-        number, most, longest = self.ranks.most(own)
+        of_rank = [len(running), max(left, default=1), longest]
+        number, most, longest = self.ranks.most(of_rank)
         return number, most if limit is None else min(most, limit.tokens - longest)
 
     def _take_turns(self, running: Sequence[EpisodeRecord], number: int, most: int, device: torch.device) -> None:
@@ -278,22 +278,22 @@ class EpisodePlayer:
         with self.calling():
             rounds = answer_turns([record.episode for record in acting], acts)
         self.seconds += time.perf_counter() - start
-        for record, given in zip(acting, rounds, strict=True):
-            self._take(record, given)
+        for record, result in zip(acting, rounds, strict=True):
+            self._take(record, result)
 
-    def _take(self, record: EpisodeRecord, given: Round) -> None:
+    def _take(self, record: EpisodeRecord, result: Round) -> None:
         """Add the turn's reward, and append the answers unless the episode is over or they do not fit."""
-        record.turn_rewards[-1] += given.turn_reward
-        record.calls += [(answer.name, answer.failed, answer.seconds) for answer in given.answers]
-        messages = [answer.message for answer in given.answers]
+        record.turn_rewards[-1] += result.turn_reward
+        record.calls += [(answer.name, answer.failed, answer.seconds) for answer in result.answers]
+        messages = [answer.message for answer in result.answers]
         if record.episode.kind.takes_messages:
-            messages = [{"role": "user", "content": answer.content} for answer in given.answers if answer.content]
-        if given.done:
+            messages = [{"role": "user", "content": answer.content} for answer in result.answers if answer.content]
+        if result.done:
             record.messages += messages
             record.ended = True
             return
-        if given.lost or given.truncated:
-            record.cut = "time" if given.lost else "environment"
+        if result.lost or result.truncated:
+            record.cut = "time" if result.lost else "environment"
         ids = self._answer_ids(record, messages, is_last=bool(record.cut))
         if ids is None:
             record.cut = record.cut or "length"
@@ -325,7 +325,7 @@ def responses_of(prompts: Prompts, records: Sequence[EpisodeRecord], pad: int, h
     """
     device, width = prompts.input_ids.device, max(len(record.ids) for record in records)
 
-    def stacked(rows: Sequence[Sequence[Any]], value: Any, dtype: torch.dtype) -> Tensor:
+    def stacked(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype).to(device)
 
     real = stacked([[True] * len(record.ids) for record in records], False, torch.bool)
@@ -356,27 +356,26 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
         ValueError: Something has another number of rows or tokens.
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
-    given = {key: returned[key] for key in needed} | {"env_mask": returned.get("env_mask")}
-    own = {key: value for key, value in given.items() if value is not None}
-    rows = {key: [_plain_row(row) for row in values] for key, values in own.items()}
+    per_token = {key: returned[key] for key in needed} | {"env_mask": returned.get("env_mask")}
+    rows = {key: [_plain_row(row) for row in values] for key, values in per_token.items() if values is not None}
     masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
     extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}
     columns = dict(prompts.columns) | {
         key: list(value) if isinstance(value, list) and len(value) == num_rows else [value] * num_rows
         for key, value in extra.items()
     }
-    given = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
+    played = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
     records: list[Any] = []
     for _, ids, written, of_row in zip(
         range(num_rows), rows["completion_ids"], masks, rows.get("logprobs", masks), strict=True
     ):
         # vLLM's NaN may be None; values of tokens that the policy did not write are ignored.
         logprobs = [
-            0.0 if not is_own else math.nan if number is None else number
-            for _, number, is_own in zip(ids, of_row, written, strict=True)
+            0.0 if not by_policy else math.nan if number is None else number
+            for _, number, by_policy in zip(ids, of_row, written, strict=True)
         ]
         records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=logprobs, ended=False))
-    return replace(responses_of(given, records, pad, "logprobs" in rows), ended=None), given
+    return replace(responses_of(played, records, pad, "logprobs" in rows), ended=None), played
 
 
 def _plain_row(row: Any) -> list[Any]:
@@ -395,5 +394,5 @@ def stop_ids(policy: nn.Module, stop: int | None) -> tuple[int, ...]:
     """
     if stop is None:
         return ()
-    own = getattr(policy, "generation_config", None)
-    return tuple(dict.fromkeys([stop, *([] if own is None else stop_tokens(own))]))
+    config = getattr(policy, "generation_config", None)
+    return tuple(dict.fromkeys([stop, *([] if config is None else stop_tokens(config))]))

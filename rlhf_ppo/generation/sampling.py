@@ -47,7 +47,7 @@ class InverseCDFSampling(LogitsProcessor):
     sampling; Devroye 1986, III.2): a token of probability 0 is never drawn.
     """
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Draw from `softmax(scores)`, `(B, V)`."""
         cumulative = scores.softmax(dim=-1).double().cumsum_(dim=-1)
         total = cumulative[:, -1:]
@@ -112,7 +112,7 @@ class FiniteLogitsCheck(LogitsProcessor):
     def __init__(self) -> None:
         self._failed: Tensor | None = None
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Check logits `(B, V)`."""
         failed = ~scores.amax(dim=-1).isfinite()  # the largest of a row is NaN if any is
         self._failed = failed.any() if self._failed is None else self._failed | failed.any()
@@ -200,17 +200,17 @@ def float32_head_apart(policy: nn.Module) -> Iterator[None]:
 @contextmanager
 def _weights_stored(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator[None]:
     """Store the weights of unsharded layers in another type inside a context, separate from tied weights."""
-    own = [
+    before = [
         (layer, layer.weight)
         for layer in layers
         if type(layer.weight) is nn.Parameter and not hasattr(layer.weight, "ds_id")
     ]
-    for layer, weight in own:
+    for layer, weight in before:
         layer.weight = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
     try:
         yield
     finally:
-        for layer, weight in own:
+        for layer, weight in before:
             layer.weight = weight
 
 
@@ -231,12 +231,12 @@ def default_generation_config(policy: nn.Module) -> Iterator[Any]:
         The transformers model to call `generate` on.
     """
     model = transformers_model(policy)
-    own = model.generation_config
+    models_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         yield model
     finally:
-        model.generation_config = own
+        model.generation_config = models_config
 
 
 # ---- Where responses end ----
@@ -313,11 +313,11 @@ class StopsAtStrings(StoppingCriteria):
     def __init__(self, stop_strings: StopStrings, prompt_length: int) -> None:
         self.stop_strings, self.prompt_length = stop_strings, prompt_length
 
-    def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
         """Return which rows' last tokens complete a stop string, bool `(B,)`."""
         responses = input_ids[:, self.prompt_length :].tolist()
-        found = [self.stop_strings.is_completed(ids) for ids in responses]
-        return sent(torch.tensor(found, dtype=torch.bool), input_ids.device)
+        completed = [self.stop_strings.is_completed(ids) for ids in responses]
+        return sent(torch.tensor(completed, dtype=torch.bool), input_ids.device)
 
 
 # ---- Truncation and joining ----
@@ -329,10 +329,10 @@ StopIds = int | Sequence[int] | None
 
 def is_one_of(ids: Tensor, tokens: StopIds) -> Tensor:
     """Return which ids are one of these tokens, bool, with their shape."""
-    found = torch.zeros_like(ids, dtype=torch.bool)
+    is_token = torch.zeros_like(ids, dtype=torch.bool)
     for token in [tokens] if isinstance(tokens, int) else tokens or ():
-        found |= ids == token
-    return found
+        is_token |= ids == token
+    return is_token
 
 
 def response_mask(responses: Tensor, stop_token_id: StopIds) -> Tensor:
@@ -470,8 +470,8 @@ class SpecialTokens:
 
     def with_those_of(self, policy: nn.Module, args: PPOConfig) -> SpecialTokens:
         """Add all EOS tokens that a policy's `generation_config` lists, if EOS or one of them is a stop token."""
-        own = getattr(transformers_model(policy), "generation_config", None)
-        listed = None if own is None else own.eos_token_id
+        config = getattr(transformers_model(policy), "generation_config", None)
+        listed = None if config is None else config.eos_token_id
         if not isinstance(listed, list) or not (args.stop_token == "eos" or self.stop in listed):
             return self
         stops = tuple(dict.fromkeys([*self.stops, *listed]))
@@ -521,5 +521,5 @@ def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
 
 def stop_tokens(config: GenerationConfig) -> list[int]:
     """Return the tokens that end a row: `eos_token_id`, which may be a number, a list or None."""
-    given: Any = config.eos_token_id
-    return [] if given is None else [given] if isinstance(given, int) else list(given)
+    eos: Any = config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

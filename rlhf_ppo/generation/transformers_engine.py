@@ -26,7 +26,7 @@ from transformers import (
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import IMAGES_COLUMN, RowImages, model_inputs, with_spare
 from rlhf_ppo.data.rollout import Prompts, pad_right, padding_columns, sent, split_until
-from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
+from rlhf_ppo.generation.protocol import ROW_COLUMN, Generates, Sampled
 from rlhf_ppo.generation.sampling import (
     FiniteLogitsCheck,
     StopIds,
@@ -165,11 +165,11 @@ def _reads_padding(policy: nn.Module, model: Any) -> bool:
         mask = torch.ones_like(ids)
         mask[1, :-3] = 0
         how = changed(_READING, max_new_tokens=2, output_logits=True)
-        given = [(ids, mask), (ids[1:, -3:], mask[1:, -3:])]
+        padded_and_alone = [(ids, mask), (ids[1:, -3:], mask[1:, -3:])]
         seen: list[Tensor] = []
-        for part, shown in given:
+        for part, part_mask in padded_and_alone:
             _forget_earlier_calls(model)
-            output = model.generate(input_ids=part, attention_mask=shown, generation_config=how)
+            output = model.generate(input_ids=part, attention_mask=part_mask, generation_config=how)
             seen.append(output.logits[1][-1])
         _READS_PADDING[policy] = deviation(*seen) > rounding(seen[0])
     return _READS_PADDING[policy]
@@ -261,17 +261,17 @@ def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal
         max_rows: Maximum rows of a call.
         equal_lengths: Only prompts of one length share a call, for models that read padding as text.
     """
-    sizes, longest, taken = [0], 0, 0
+    sizes, longest, used = [0], 0, 0
     most_positions = 1 if equal_lengths else 2  # for each that a token takes
     for length in lengths:
         width = length + max_new_tokens
-        if sizes[-1] and (sizes[-1] == max_rows or (sizes[-1] + 1) * longest > most_positions * (taken + width)):
+        if sizes[-1] and (sizes[-1] == max_rows or (sizes[-1] + 1) * longest > most_positions * (used + width)):
             sizes.append(0)
-            taken = 0
+            used = 0
         if sizes[-1] == 0:
             longest = width
         sizes[-1] += 1
-        taken += width
+        used += width
     return sizes
 
 
@@ -301,7 +301,7 @@ class CompactionCriterion(StoppingCriteria):
         self.finished, self.stop_tokens, self.stop_strings = finished, stop_tokens, stop_strings
         self.most_left = most_left
 
-    def __call__(self, input_ids: Any, scores: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
         """Return the rows that `generate` need not continue, bool `(B,)`."""
         for token in self.stop_tokens:
             self.finished = self.finished | (input_ids[:, -1] == token)
@@ -355,13 +355,13 @@ def generate_compacting(
         how.max_new_tokens = longest - input_ids.shape[1]
         most_left, none_yet = 0 if stays else int(UNFINISHED_SHARE * len(rows)), rows < 0
         criterion = CompactionCriterion(none_yet, stop_tokens(config), strings, most_left)
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": how, **cache}
-        given["logits_processor"] = LogitsProcessorList([check, *processors])
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": how, **cache}
+        inputs["logits_processor"] = LogitsProcessorList([check, *processors])
         if images is not None and not cache:
-            given |= model_inputs([images[row] for row in rows.tolist()], attention_mask)
+            inputs |= model_inputs([images[row] for row in rows.tolist()], attention_mask)
         stopping = StoppingCriteriaList([criterion])
         _forget_earlier_calls(model)
-        output = model.generate(**given, stopping_criteria=stopping, synced_gpus=synced_gpus)
+        output = model.generate(**inputs, stopping_criteria=stopping, synced_gpus=synced_gpus)
         finished, sampled = check.check_beside(criterion.finished), output.sequences
         result[rows, : sampled.shape[1] - prompt_length] = sampled[:, prompt_length:]
         if kept is not None:
@@ -376,7 +376,7 @@ def generate_compacting(
 # ---- Key-value caches: parted, shared between rows, and kept between turns ----
 
 
-def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
+def rows_of_cache(output: object, rows: Tensor) -> dict[str, Any]:
     """Keep some rows of the cache of a `generate` call; return it as an argument of the next call.
 
     Args:
@@ -397,7 +397,7 @@ def rows_of_cache(output: Any, rows: Tensor) -> dict[str, Any]:
     return {CACHE: cache}
 
 
-def read_once(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
+def read_once(model: Generates, ids: Tensor, mask: Tensor, cache: DynamicCache) -> None:
     """Read equal prompts of adjacent rows once, except for the last token, whose logits `generate` needs.
 
     Args:
@@ -407,13 +407,13 @@ def read_once(model: Any, ids: Tensor, mask: Tensor, cache: Any) -> None:
         cache: An empty cache. It stays empty if no rows are equal or a prompt has one token; otherwise it then holds
             `C - 1` columns of all `B` rows.
     """
-    marked, places = ids.masked_fill(mask == 0, -1).unique_consecutive(return_inverse=True, dim=0)
+    marked, row_of_prompt = ids.masked_fill(mask == 0, -1).unique_consecutive(return_inverse=True, dim=0)
     read = marked[:, :-1]
     if len(read) == len(ids) or not (read >= 0).any(dim=1).all():
         return
-    given = {"input_ids": read.clamp(min=0), "attention_mask": (read >= 0).long(), CACHE: cache}
-    model.generate(**given, generation_config=_READING)
-    cache.reorder_cache(places)
+    inputs = {"input_ids": read.clamp(min=0), "attention_mask": (read >= 0).long(), CACHE: cache}
+    model.generate(**inputs, generation_config=_READING)
+    cache.reorder_cache(row_of_prompt)
 
 
 _READING = GenerationConfig(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
@@ -439,7 +439,7 @@ class KeptCaches:
     kept: KeptRows
     names: list[int]
 
-    def cache(self, model: Any, ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    def cache(self, model: Generates, ids: Tensor, mask: Tensor) -> dict[str, Any]:
         """Return the rows' caches as an argument of `generate`, which reads the tokens that they lack.
 
         All rows of a cache have the same number of columns. The row with the fewest unread tokens sets how many
@@ -462,7 +462,7 @@ class KeptCaches:
         for places in groups.values():
             most = max(unread[place] for place in places) - fewest
             self._read(model, places, ids[places, : width - fewest], mask[places, : width - fewest], most)
-        return self._taken(range(len(ids)), starts, width - fewest)
+        return self._stacked_cache(range(len(ids)), starts, width - fewest)
 
     def _num_known(self, name: int, row: np.ndarray) -> int:
         """Return how many of a row's first tokens are cached, without the last, whose logits are needed."""
@@ -470,17 +470,17 @@ class KeptCaches:
         differs = np.flatnonzero(known != row[: len(known)])
         return int(differs[0]) if len(differs) else len(known)
 
-    def _read(self, model: Any, places: list[int], ids: Tensor, mask: Tensor, most: int) -> None:
+    def _read(self, model: Generates, places: list[int], ids: Tensor, mask: Tensor, most: int) -> None:
         """Read the last `most` tokens of rows, for some rows again, and keep the caches."""
         starts = (mask == 0).sum(dim=1).tolist()
         first, rows = min(starts), torch.arange(len(places))
-        cache = self._taken(places, [start - first for start in starts], ids.shape[1] - first - most)
-        given = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": _READING}
-        output = model.generate(**given, **cache)
+        cache = self._stacked_cache(places, [start - first for start in starts], ids.shape[1] - first - most)
+        inputs = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": _READING}
+        output = model.generate(**inputs, **cache)
         of_rows = KeptCaches(self.kept, [self.names[place] for place in places])
         of_rows.keep(rows, rows >= 0, getattr(output, CACHE), output.sequences, mask[:, first:])
 
-    def _taken(self, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
+    def _stacked_cache(self, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
         """Stack the keys and values of rows, each from its start to `columns`."""
         cache = DynamicCache()  # without the configuration, sliding layers keep all states
         rows = [self.kept.pop(self.names[place])[1] for place in places]
