@@ -62,13 +62,15 @@ def estimate(argv: Sequence[str] | None = None) -> dict[str, int]:
     program = "rlhf-ppo estimate"
     script_args, args, model_args = parse((EstimateArguments, PPOConfig, ModelConfig), program, argv)
     with user_errors(program):
-        found = estimate_memory(script_args, args, model_args)
+        num_bytes_by_purpose = estimate_memory(script_args, args, model_args)
     table = Table("memory per device", "GB", "for", title=f"PPO on {script_args.num_devices} device(s)")
-    for purpose, num_bytes in found.items():
+    for purpose, num_bytes in num_bytes_by_purpose.items():
         table.add_row(purpose, f"{num_bytes / 1e9:.2f}", PURPOSES[purpose])
-    table.add_row("sum", f"{sum(found.values()) / 1e9:.2f}", "besides libraries and fragments", style="bold")
+    table.add_row(
+        "sum", f"{sum(num_bytes_by_purpose.values()) / 1e9:.2f}", "besides libraries and fragments", style="bold"
+    )
     Console().print(table)
-    return found
+    return num_bytes_by_purpose
 
 
 def estimate_memory(script_args: EstimateArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, int]:

@@ -103,15 +103,15 @@ def judge_responses(args: JudgeArguments) -> WinRate:
         path = keep(table, folder, "responses")
         print_text(f"The responses are in {path}; judge them with {_again(path)}", sys.stderr)
         raise
-    found = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
+    win_rate = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
     path = keep(table, folder, JUDGED)
-    keep_win_rate(found, args, path, judge_identities(chosen))
+    keep_win_rate(win_rate, args, path, judge_identities(chosen))
     if args.num_shown > 0:
         texts: Any = table[["prompt", "model", "opponent"]].fillna("")
         shown = texts.assign(prompt=texts["prompt"].map(prompt_text), better=table["verdict"].map(_better))
         print_table(shown, num_rows=args.num_shown)
-    print_text(found)
-    if not found.judged:
+    print_text(win_rate)
+    if not win_rate.judged:
         raise ValueError(f"no verdict on any of {len(table)} prompts; judge them again with {_again(path)}")
     run = folder.parent if folder.name == JUDGED else args.model
     verdict = verdict_of(recorded_runs([run] if run else []), [Judgement.read(win_rate_beside(path))])
@@ -120,7 +120,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     print_text(f"The verdicts are in {path}")
     if card := show_judgements(folder.parent if folder.name == JUDGED else folder):
         print_text(f"The win rate is on the model card {card}")
-    return found
+    return win_rate
 
 
 def _again(path: Path) -> str:
@@ -140,7 +140,7 @@ def add_verdicts(table: pd.DataFrame, compared: Sequence[Compared], is_scoring: 
         (None if first is None else 1 - 2 * first, None if second is None else 2 * second - 1)
         for first, second in compared
     ]
-    verdicts = [each.reward for each in compared]
+    verdicts = [pair.reward for pair in compared]
     table["verdict"] = pd.array(verdicts, dtype="Float64")
     table["verdict_first"] = pd.array([first for first, _ in orders], dtype="Float64")
     table["verdict_second"] = pd.array([second for _, second in orders], dtype="Float64")
@@ -294,9 +294,9 @@ def _better(verdict: Any) -> str:
     return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
 
 
-def keep_win_rate(found: WinRate, args: JudgeArguments, judged: Path, identities: Sequence[str]) -> None:
+def keep_win_rate(win_rate: WinRate, args: JudgeArguments, judged: Path, identities: Sequence[str]) -> None:
     """Write the win rate, its options and the judge's identities beside its table; null if nothing was judged."""
-    rate, interval = (found.rate, found.interval()) if found.judged else (None, None)
-    written = {"win_rate": rate, "interval": interval, **dataclasses.asdict(found)}
+    rate, interval = (win_rate.rate, win_rate.interval()) if win_rate.judged else (None, None)
+    written = {"win_rate": rate, "interval": interval, **dataclasses.asdict(win_rate)}
     options = {key: redacted(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
     write_json(win_rate_beside(judged), {**written, "judge_identities": identities, "options": options})

@@ -74,42 +74,42 @@ def make_environment(
     """
     if env_type not in KEYS:
         raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{suggestion(env_type, KEYS)}")
-    given = json_object("config", config)
+    entries = json_object("config", config)
     mistakes = [
-        f"config has {key}={redacted(given[key], key)!r}, which {env_type} does not know; its keys are "
+        f"config has {key}={redacted(entries[key], key)!r}, which {env_type} does not know; its keys are "
         f"{list(KEYS[env_type])}{suggestion(key, KEYS[env_type])}"
-        for key in given.keys() - {*KEYS[env_type]}
+        for key in entries.keys() - {*KEYS[env_type]}
     ]
     mistakes += [
         f"{name} is given beside the environment's config and in it: leave one of them out"
         for name, value in (("reward_fn", reward_fn), ("reward_weights", reward_weights))
-        if value is not None and given.get(name) is not None
+        if value is not None and entries.get(name) is not None
     ]
     if mistakes:
         raise ValueError(mistakes[0])
-    fn = given.get("reward_fn") if reward_fn is None else reward_fn
+    fn = entries.get("reward_fn") if reward_fn is None else reward_fn
     further = [] if fn is None else [_reward("reward_fn", fn)]
     further_weights = {function_name(reward): 1.0 for reward in further}
-    weights = json_object("reward_weights", reward_weights or given.get("reward_weights"))
+    weights = json_object("reward_weights", reward_weights or entries.get("reward_weights"))
     rewards: list[Callable[..., Any]] = []
     if env_type == "multi_objective":
         named = {name: {} for name in weights if name not in (REWARD_MODEL, *further_weights)}
-        components = given.get("reward_components") or named
+        components = entries.get("reward_components") or named
         if not isinstance(components, Mapping) or not (components or further):
             raise ValueError(
                 f"multi_objective: reward_components={redacted(components)!r} must be a dict of rewards, such as "
                 f"""{{"correctness": {{"weight": 1.0}}}}; or give reward_weights by the names of rewards: {_NAMES}"""
             )
         rewards = [_component(name, spec) for name, spec in components.items()]
-        own = {
+        components_weights = {
             name: spec["weight"] for name, spec in components.items() if isinstance(spec, Mapping) and "weight" in spec
         }
-        weights = own | weights
+        weights = components_weights | weights
     if env_type == "preference_comparison":
-        rewards = [_preference(given)]
+        rewards = [_preference(entries)]
     rewards += further
     weights = further_weights | weights if weights else {}
-    stops = given.get("stop_strings") or given.get("stop_sequences")  # AITraining's default is an empty list
+    stops = entries.get("stop_strings") or entries.get("stop_sequences")  # AITraining's default is an empty list
     settings = {"stop_strings": [stops] if isinstance(stops, str) else stops} if stops else {}
     return Environment(rewards, parse_weights("reward_weights", weights) if weights else None, settings)
 
@@ -155,15 +155,15 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
         raise ValueError(f"config: {key}={redacted(spec)!r}: {error}") from error
 
 
-def json_object(name: str, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
+def json_object(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """Return a dict that may be given as JSON text; an empty one for None.
 
     Args:
         name: Name of the argument, for error messages.
-        given: The dict or its text.
+        value: The dict or its text.
 
     Raises:
         TypeError: It is not an object.
         ValueError: The text is not JSON.
     """
-    return parse_object(name, given, '{"length": 1}') or {}
+    return parse_object(name, value, '{"length": 1}') or {}
