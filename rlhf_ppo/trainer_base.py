@@ -48,13 +48,15 @@ from rlhf_ppo.rewards.scorer import Scores, scaling_scores
 from rlhf_ppo.run import construction, datasets, placing, rollouts, saving
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
+from rlhf_ppo.run.divergence import DivergenceGuard
 from rlhf_ppo.run.external import given_responses
 from rlhf_ppo.run.inputs import TrainerInputs
-from rlhf_ppo.run.learning import CriticOnly, DivergenceGuard, gradient_norms
+from rlhf_ppo.run.learning import gradient_norms
 from rlhf_ppo.run.loop import LoopState, count_update
 from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import RunState, Stateful, StatefulParts
 from rlhf_ppo.run.steps import Steps
+from rlhf_ppo.run.warmup import CriticOnly
 from rlhf_ppo.terminal import print_text
 
 if TYPE_CHECKING:

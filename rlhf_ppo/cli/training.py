@@ -66,7 +66,7 @@ from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, where_results
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
-from rlhf_ppo.run.learning import DivergenceError
+from rlhf_ppo.run.divergence import DivergenceError
 from rlhf_ppo.terminal import (
     RedactsSecrets,
     print_text,

@@ -1,9 +1,8 @@
-"""Learning from a rollout: advantages, losses, critic warm-up, gradients; the stop at values that are not finite."""
+"""Learning from a rollout: advantages and returns, the terms of the loss, and gradients."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -18,16 +17,10 @@ from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, sequence_weights, t
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import reduces_once
 from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
-from rlhf_ppo.models.capabilities import weights_not_finite
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
-from rlhf_ppo.models.unwrapping import advice_by_type
-from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
-from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import load_object
 from rlhf_ppo.run.run_state import RunState
-
-logger = get_logger(__name__)
 
 
 def advantages_and_returns(
@@ -229,70 +222,7 @@ def _check_loss(name: str, loss: Tensor, part: Experience) -> None:
         raise ValueError(f"{name} returned a loss of shape {shape}, expected {expected}: the loss of each token")
 
 
-_NOT_MEASURED = frozenset({"policy/entropy_avg", "loss/policy_avg", "val/first_logratio"})
-"""Metrics of the policy's forward passes, which warm-up skips."""
-
-
-class CriticOnly:
-    """Critic warm-up: the first `critic_warmup_steps` updates, in which only the value model learns.
-
-    The policy's parameters, including those shared with the value model, then have no gradient: neither weight decay
-    nor an optimizer's moments move them. Returns have lambda 1. Value pretraining: VC-PPO, 2503.01491; VAPO,
-    2504.05118.
-    """
-
-    def __init__(self, run: RunState) -> None:
-        self.run, self.args = run, run.args
-        self._hooks: list[Any] = []
-        self._held: set[int] = set()
-        self._left_out: list[tuple[Tensor, Tensor | None]] = []
-
-    @property
-    def warms_up(self) -> bool:
-        """Whether only the value model learns in the current update."""
-        return self.run.state.global_step < self.args.critic_warmup_steps
-
-    def drop_policy_gradients(self, policy: nn.Module) -> None:
-        """Remove the gradients of the policy's parameters where only the value model learns."""
-        if self.warms_up:
-            for parameter in policy.parameters():
-                parameter.grad = None
-
-    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Drop metrics of the policy's forward passes during warm-up, and add whether it is active."""
-        if self.args.critic_warmup_steps == 0:
-            return dict(metrics)
-        kept = {name: value for name, value in metrics.items() if not (self.warms_up and name in _NOT_MEASURED)}
-        return kept | {"val/critic_warmup": float(self.warms_up)}
-
-    def begin(self, optimizer: Any, policy_groups: Sequence[int]) -> None:
-        """Freeze the policy's parameter groups under DeepSpeed, whose groups always have gradients.
-
-        Args:
-            optimizer: The prepared optimizer.
-            policy_groups: Indices of the policy's groups; empty without such groups.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if policy_groups:
-            while hasattr(optimizer, "optimizer"):
-                optimizer = optimizer.optimizer
-            groups = optimizer.param_groups  # ZeRO passes them to the optimizer one at a time
-            self._held = {id(groups[index]) for index in policy_groups}
-            self._hooks = [optimizer.register_step_pre_hook(self._hide), optimizer.register_step_post_hook(self._show)]
-
-    def _hide(self, optimizer: Any, *_: Any) -> None:
-        if self.warms_up:
-            held = [group for group in optimizer.param_groups if id(group) in self._held]
-            self._left_out = [(each, each.grad) for group in held for each in group["params"]]
-            for each, _grad in self._left_out:
-                each.grad = None
-
-    def _show(self, *_: Any) -> None:
-        for each, grad in self._left_out:  # some exist for the whole run
-            each.grad = grad
-        self._left_out = []
+# ---- Gradients ----
 
 
 def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
@@ -355,107 +285,3 @@ def gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor |
     device = next(grads[0].device for grads in owned if grads)
     result = torch.stack([norm.float().to(device) for norm in norms])
     return result if accelerator.scaler is None else result / accelerator.scaler.get_scale()
-
-
-# ---- Values that are not finite ----
-
-_FIGURES = {
-    "policy/approxkl_avg": "the policy's log-probabilities",
-    "val/ratio": "the importance ratios",
-    "loss/policy_avg": "the policy loss",
-    "loss/value_avg": "the value loss",
-}
-"""Checked quantities of an optimizer step in the order of their computation; loss and gradient norm follow."""
-
-
-class DivergenceError(ValueError):
-    """A value of training is not finite. The message names the update, the value and the last checkpoint."""
-
-
-_SAMPLED = "the sampling log-probabilities"
-
-
-class DivergenceGuard:
-    """Raise `DivergenceError` on all ranks at the first score, loss, gradient norm or weight that is not finite.
-
-    Args:
-        run: The run, whose accelerator exists.
-        model: Policy and value model, unwrapped; errors use the names of its weights.
-
-    Attributes:
-        last_checkpoint: Checkpoint that the run last wrote or resumed from.
-    """
-
-    def __init__(self, run: RunState, model: nn.Module) -> None:
-        self.run, self.args, self.accelerator, self.model = run, run.args, run.accelerator, model
-        self.last_checkpoint: str | None = None
-
-    def check_rollout(self, rollout: Rollout) -> None:
-        """Check log-probabilities, KL, values and scores; a score of NaN stands for no score."""
-        of_tokens = {
-            "the policy's log-probabilities": rollout.logprobs,
-            _SAMPLED: rollout.sampling_logprobs,
-            "the reference's log-probabilities": rollout.ref_logprobs,
-            "the KL": rollout.kl(self.args.kl_estimator),
-            "the values": rollout.values,
-            "the rewards of tokens": rollout.token_scores,
-        }
-        outside = ~rollout.response_mask
-        given = {name: values.masked_fill(outside, 0.0) for name, values in of_tokens.items() if values is not None}
-        scores = rollout.scores.masked_fill(rollout.scores.isnan(), 0.0)
-        self._check(given | {"the value after the last token": rollout.final_values, "the score": scores})
-
-    def check_experience(self, experience: Experience) -> None:
-        """Check returns and advantages."""
-        self._check({"the returns": experience.returns, "the advantages": experience.advantages})
-
-    def _check(self, given: Mapping[str, Tensor]) -> None:
-        finite = torch.stack([values.isfinite().reshape(len(values), -1).all(dim=1) for values in given.values()])
-        with raise_on_all_ranks(self.accelerator):
-            if not bool(finite.all()):
-                number, row = (~finite).nonzero()[0].tolist()
-                name = list(given)[number]
-                fix = "The engine or rollout_func must give one for each token, or none" if name == _SAMPLED else None
-                raise DivergenceError(self._message(f"{name} of response {row}: not finite", fix))
-
-    def check_step(self, statistics: UpdateStatistics, num_parts: int, loss: Tensor, grad_norm: Any) -> None:
-        """Check an optimizer step before it is taken, with one exchange and one read from the device.
-
-        An overflow of gradients under fp16's loss scaling is not a divergence: the scaler skips that step.
-
-        Args:
-            statistics: Holds the sums of the step's micro-batches, the last `num_parts`.
-            num_parts: Number of micro-batches of the step.
-            loss: This rank's loss.
-            grad_norm: Gradient norm before clipping.
-        """
-        sums = torch.stack(statistics.sums[-num_parts:]).sum(dim=0)
-        watched = [sums[UpdateStatistics.KEYS.index(key)] for key in _FIGURES]
-        norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()
-        norm = norm.to(sums.device) if isinstance(norm, Tensor) else sums.new_full((), norm)  # no copy from the host
-        not_finite = ~torch.stack([*watched, loss.detach().float(), norm.float()]).isfinite()
-        flags: list[float] = self.run.sum_over_ranks(not_finite.float()).tolist()  # pyright: ignore[reportUnknownMemberType]
-        names = [*_FIGURES.values(), "the loss", "the norm of the gradient"]
-        found = next((name for name, flag in zip(names, flags, strict=True) if flag), None)
-        if found is not None and not (found == names[-1] and self.accelerator.mixed_precision == "fp16"):
-            raise DivergenceError(self._message(f"{found} became not finite while learning"))
-
-    def check_weights(self, together: bool = True) -> None:
-        """Check that every weight is finite; called before any is saved.
-
-        Args:
-            together: Whether every rank calls this, so that an error of one rank is raised on all.
-        """
-        self.run.check_in_step()
-        with raise_on_all_ranks(self.accelerator) if together else nullcontext():
-            if found := weights_not_finite(self.model):
-                raise DivergenceError(self._message(f"the weights {', '.join(list(found)[:3])} are not finite"))
-
-    def _message(self, reason: str, fix: str | None = None) -> str:
-        saved = self.last_checkpoint
-        if saved is None or not os.path.isdir(saved):
-            resume = "no checkpoint was saved before"
-        else:
-            resume = f"the last good checkpoint is {saved}"
-        fix = fix or advice_by_type(self.model, "Look at the rewards, or lower learning_rate or kl_coef")
-        return f"{self.run.moment()}: {reason}. Nothing from this update was saved; {resume}. {fix}"
