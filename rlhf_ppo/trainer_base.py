@@ -45,18 +45,15 @@ from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_r
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.rewards.functions import LoggedByFunctions
 from rlhf_ppo.rewards.scorer import Scores, scaling_scores
-from rlhf_ppo.run import construction, datasets, placing, rollouts, saving
+from rlhf_ppo.run import construction, datasets, divergence, learning, placing, rollouts, saving, warmup
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
-from rlhf_ppo.run.divergence import DivergenceGuard
 from rlhf_ppo.run.external import given_responses
 from rlhf_ppo.run.inputs import TrainerInputs
-from rlhf_ppo.run.learning import gradient_norms
 from rlhf_ppo.run.loop import LoopState, count_update
 from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import RunState, Stateful, StatefulParts
 from rlhf_ppo.run.steps import Steps
-from rlhf_ppo.run.warmup import CriticOnly
 from rlhf_ppo.terminal import print_text
 
 if TYPE_CHECKING:
@@ -140,10 +137,10 @@ class TrainerBase(Steps, Trainer):
             streams=random_streams.RngStreams(args.process_index, args.seed),
             logged=LoggedByFunctions(is_used=bool(loaded.functions)),
         )
-        self._critic_only = CriticOnly(run)
+        self._critic_only = warmup.CriticOnly(run)
         random_streams.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
         self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
-        self._guard = DivergenceGuard(run, self._models)
+        self._guard = divergence.DivergenceGuard(run, self._models)
         self._window, self._progress = MetricWindow(), Progress()
         self._rollout_metrics = rollouts.RolloutMetrics(run)
         self._latest_prompts: Prompts | None = None
@@ -582,7 +579,7 @@ class TrainerBase(Steps, Trainer):
         """
         run, args, accelerator, model = self._run, self.args, self.accelerator, self.model_wrapped
         self._critic_only.drop_policy_gradients(self._models.policy)
-        norms = gradient_norms(accelerator, self._models)
+        norms = learning.gradient_norms(accelerator, self._models)
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
