@@ -111,6 +111,8 @@ def save_run_card(
     ours = f"using rlhf_ppo {installed_versions().get('rlhf_ppo', '')}"
     card.text = card.text.replace("using [TRL](https://github.com/huggingface/trl)", ours)
     card.text = with_local_names(card.text, name, base, dataset_name) + text + _judged(found_judgements(output_dir))
+    if args.stop_strings:  # transformers looks for them with the tokenizer
+        card.text = card.text.replace("max_new_tokens=128", "max_new_tokens=128, tokenizer=generator.tokenizer", 1)
     write_text(output_dir / CARD, str(card))
 
 

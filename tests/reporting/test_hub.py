@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import count_w4, tiny_policy, tiny_scorer
+from tests.generation.test_stopping import byte_level
 from tests.runs import QUICK
 
 
@@ -117,3 +119,18 @@ def test_the_card_names_what_made_the_policy(trained, hub):
         assert reward in card.text
     for row in ("| kl_coef | 0.125 |", "| total_episodes | 6 |", "schulman2017proximal", "PPO"):
         assert row in card.text
+
+
+def test_the_cards_own_lines_generate_with_stop_strings(make_trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    models = {"model": tiny_policy(vocab_size=310), "value_model": None, "processing_class": byte_level()}
+    trainer = make_trained(**QUICK | models, stop_strings=["."])
+    trainer.save_model()
+    trainer.create_model_card()
+    directory = str(trainer.args.output_dir)
+    lines = card_of(trainer).text.partition("```python\n")[2].partition("```")[0]
+    lines = re.sub(r'model="[^"]*", device_map="auto"', f"model={directory!r}, device='cpu'", lines)
+    lines = lines.replace('[{"role": "user", "content": question}]', "question")  # the tokenizer has no template
+
+    exec(lines, {})
+
+    assert capsys.readouterr().out
