@@ -19,6 +19,16 @@ from measure import PHASES
 
 FOLDER = Path(__file__).parent
 CHATS, GROUPS = "smollm2-135m-chats", "smollm2-135m-groups"
+HEADER = """# Rows that begin alike
+
+SmolLM2-135M's shape with random weights, LoRA (the value model's weights are all trained), float32, one thread of a
+CPU; 16 responses of 32 tokens, two passes. *chats*: questions in the model's own template, 16 a micro-batch.
+*groups*: two prompts of 160 to 200 tokens, 8 responses each, 8 a micro-batch. *one body*: `value_model="policy"`. *a
+function*: a reward of no cost instead of a reward model. GRPO has a KL penalty, and its phases are sampling with
+scoring, and learning. CPU seconds of this process; MB above the models. Each process has one measured update, after
+one that is not.
+
+"""
 ARMS = {  # arguments of measure.py, by the label of the row
     "chats, two models": ("ours", CHATS),
     "chats, one body": ("ours", CHATS, "--one-body"),
@@ -81,7 +91,7 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
             rows = [json.loads(line) for line in given.results.read_text(encoding="utf-8").splitlines()]
             by_arm = {label: [row for row in rows if row["arm"] == label] for label in ARMS}
-            (FOLDER / "SHARED.md").write_text(table({label: runs for label, runs in by_arm.items() if runs}))
+            (FOLDER / "SHARED.md").write_text(HEADER + table({label: runs for label, runs in by_arm.items() if runs}))
             print(name, [update["cpu"] for update in row["updates"]], row["memory"], flush=True)
 
 

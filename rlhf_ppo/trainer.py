@@ -345,8 +345,8 @@ class PPOTrainer(TrainerBase):
     def _backward(self, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
         """Run a micro-batch's passes forward and backward; return its loss, and outputs and losses of each token.
 
-        The backward pass of one model runs before the other model's forward pass, to hold one model's activations at a
-        time. An overridden `compute_loss` has one backward pass.
+        Where each model has a pass (see `learning.passes`), the backward pass of one runs before the other's forward
+        pass, to hold one model's activations at a time. An overridden `compute_loss` has one backward pass.
         """
         model, run_backward = self.model_wrapped, partial(learning.backward, self.accelerator)
         if type(self).compute_loss is PPOTrainer.compute_loss:
@@ -365,7 +365,7 @@ class PPOTrainer(TrainerBase):
         """Compute `policy loss + vf_coef * value loss` of a micro-batch, from `policy_loss` and `value_loss`.
 
         To change a term, override `policy_loss` or `value_loss`. If you override this method, training calls it, and
-        runs one backward pass for both models. In warm-up the policy loss is 0.
+        runs one backward pass for both models. In warm-up the policy has no pass: its loss and entropy are 0.
 
         Args:
             model: The `PolicyAndValue`.

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -127,7 +128,7 @@ class TrainerBase(Steps, Trainer):
 
         # Make the parts that need it.
         self._run = run = RunState(
-            trainer=self,
+            trainer=weakref.proxy(self),  # no cycle, so that deleting a trainer frees its models
             args=args,
             tokenizer=tokenizer,
             tokens=tokens,

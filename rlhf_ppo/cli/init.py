@@ -114,7 +114,9 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
     if is_dialogue:
         print_text("The prompts are dialogues of Human and Assistant: stop_strings ends a response at the next Human.")
         if not str(prompt).rstrip().endswith(HH_TURN.strip()):
-            print_text("The prompts end in an answer, which the policy continues: cut them behind the last Assistant:")
+            print_text(
+                "The first prompt does not end in Assistant: the policy continues the text as it is. Cut it there."
+            )
     print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 

@@ -1,4 +1,4 @@
-"""Processes of a run: launch mode (DDP, DeepSpeed, FSDP), precision, logs, collectives, errors and random numbers."""
+"""Processes of a run: launch mode (DDP, DeepSpeed, FSDP), precision, logs, collectives and errors."""
 
 from __future__ import annotations
 

@@ -132,9 +132,9 @@ def passes(
 ) -> tuple[Literal["policy", "value_model"] | None, ...]:
     """Return which model each pass over a micro-batch runs, None for both; the loss is the sum of the passes' terms.
 
-    A pass for each model saves memory. DDP, DeepSpeed and FSDP exchange gradients in one backward pass in which every
-    parameter takes part, and a value model that is a head of the policy has no pass of its own. In critic warm-up only
-    the value model has a pass.
+    A pass for each model saves memory if its backward pass comes before the next pass. DDP, DeepSpeed and FSDP
+    exchange gradients in one backward pass in which every parameter takes part, and a value model that is a head of
+    the policy has no pass of its own. In critic warm-up only the value model has a pass.
 
     Args:
         accelerator: Gives the kind of distribution.
@@ -163,11 +163,10 @@ class Losses(NamedTuple):
 
     @classmethod
     def before(cls, part: Experience) -> Losses:
-        """Return those of models that have not changed since the rollout: a ratio of 1, and losses of 0."""
+        """Return those of models that have not changed since the rollout: a ratio of 1; losses and entropies of 0."""
         logprobs, values = part.logprobs, part.values
-        unknown = torch.full_like(logprobs, torch.nan)
         loss, clipped = torch.zeros_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
-        output = PolicyAndValueOutput(logprobs, unknown, values, unknown[:, 0])
+        output = PolicyAndValueOutput(logprobs, loss, values, torch.full_like(loss[:, 0], torch.nan))
         return cls(output, PolicyLoss(loss, torch.ones_like(loss), clipped), ValueLoss(loss, clipped))
 
 

@@ -213,4 +213,4 @@ def test_a_chat_model_with_raw_dialogues_is_told_what_happens_to_its_template(ca
 def test_dialogues_that_end_in_an_answer_are_no_prompts(end: str, is_told: bool, capsys: Any) -> None:
     write_rows("raw.jsonl", [{"text": f"\n\nHuman: w{row % 20} w{row % 7}\n\nAssistant:{end}"} for row in range(140)])
     init("--model base --prompts raw.jsonl --reward_funcs length".split())
-    assert ("The prompts end in an answer" in capsys.readouterr().out) == is_told
+    assert ("The first prompt does not end in Assistant" in capsys.readouterr().out) == is_told
