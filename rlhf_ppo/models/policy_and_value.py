@@ -43,7 +43,6 @@ from rlhf_ppo.models.unwrapping import (
 
 if TYPE_CHECKING:
     from peft.utils import ModulesToSaveWrapper
-    from torch.nn.modules.module import _IncompatibleKeys
 
 MAX_CHUNK_ELEMENTS, MAX_CHUNK_ELEMENTS_ON_GPU = 2**24, 2**27
 """Logits computed at once, tokens x vocabulary: 64 and 512 MiB in float32. The fewer they are, the more often hidden
@@ -483,7 +482,7 @@ def response_values(
     return ResponseValues(before, values.gather(1, after_last).squeeze(1).clone())
 
 
-def _allow_missing_frozen(model: nn.Module, incompatible: _IncompatibleKeys) -> None:
+def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:
     """Let DeepSpeed's checkpoints omit frozen parameters."""
     parameters = model.named_parameters(remove_duplicate=False)  # two models may share a base
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
