@@ -9,7 +9,6 @@ import inspect
 import itertools
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -128,7 +127,7 @@ class TrainerBase(Steps, Trainer):
 
         # Make the parts that need it.
         self._run = run = RunState(
-            trainer=weakref.proxy(self),  # no cycle, so that deleting a trainer frees its models
+            trainer=self,
             args=args,
             tokenizer=tokenizer,
             tokens=tokens,
