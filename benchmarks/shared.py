@@ -23,10 +23,10 @@ HEADER = """# Rows that begin alike
 
 SmolLM2-135M's shape with random weights, LoRA (the value model's weights are all trained), float32, one thread of a
 CPU; 16 responses of 32 tokens, two passes. *chats*: questions in the model's own template, 16 a micro-batch.
-*groups*: two prompts of 160 to 200 tokens, 8 responses each, 8 a micro-batch. *one body*: `value_model="policy"`. *a
-function*: a reward of no cost instead of a reward model. GRPO has a KL penalty, and its phases are sampling with
-scoring, and learning. CPU seconds of this process; MB above the models. Each process has one measured update, after
-one that is not.
+*groups*: two prompts of 160 to 200 tokens, 8 responses each, 8 a micro-batch. *one body*: `value_model="policy"`.
+*a function*: a reward of no cost instead of a reward model. GRPO has a KL penalty; it samples and scores under
+*generate*, and learns under *score*. CPU seconds of this process; MB above the models. Each process has one
+measured update, after one that is not.
 
 """
 ARMS = {  # arguments of measure.py, by the label of the row

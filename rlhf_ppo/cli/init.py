@@ -60,7 +60,7 @@ MAX_HELD_OUT = 256
 BATCH = 64
 """Largest number of episodes of an update."""
 SLOW = 10_000_000
-"""Weights above which a model without an accelerator gets less to do: an update takes a minute instead of a second."""
+"""Weights above which a model without an accelerator gets fewer and shorter updates."""
 SLOW_BATCH, SLOW_UPDATES, SLOW_HELD_OUT = 16, 10, 64
 RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 LORA_RATES = {"sft": 2e-4, "reward": 1e-4, "ppo": 7e-5}
@@ -88,12 +88,14 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         response = response_length(data, positions)
         data["prompts"] = fitting(data["prompts"], tokenizer, positions - response)
         sections = split(args, data)
-        options = propose(config, sections, positions, response, args.lora)
+        size = num_weights(config)
+        is_slow = size > SLOW and not torch.accelerator.is_available()
+        options = propose(size, is_slow, sections, positions, response, args.lora)
         prompt = data["prompts"].rows[0][prompt_column(data["prompts"].rows.column_names, "prompts")]
         is_dialogue = isinstance(prompt, str) and HH_USER in prompt and HH_TURN in prompt
         if is_dialogue:
             options["ppo"]["stop_strings"] = [HH_USER]
-        text = written(args, sections, options)
+        text = written(args, is_slow, sections, options)
         folder.mkdir(parents=True)
         for each in sections.values():
             if each.is_split:
@@ -287,23 +289,27 @@ def response_length(data: Mapping[str, Data], positions: int) -> int:
     return min(256, positions // 2, response)
 
 
+def num_weights(config: Any) -> int:
+    """Count the weights of a model from its configuration."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def propose(
-    config: Any, data: Mapping[str, Data], positions: int, response: int, is_lora: bool
+    size: int, is_slow: bool, data: Mapping[str, Data], positions: int, response: int, is_lora: bool
 ) -> dict[str, dict[str, Any]]:
     """Propose the options of each section.
 
     Args:
-        config: The model's configuration.
+        size: Weights of the model.
+        is_slow: Whether the machine is slow for this model: fewer and shorter updates, and one body.
         data: The data by section.
         positions: The model's longest sequence.
         response: Length of responses.
         is_lora: Whether adapters are trained.
     """
     rates = LORA_RATES if is_lora else RATES
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    size = sum(weight.numel() for weight in model.parameters())
-    is_slow = size > SLOW and not torch.accelerator.is_available()
     sections: dict[str, dict[str, Any]] = {}
     for name in ("sft", "reward", "judge_reward"):
         if each := data.get(name):
@@ -344,11 +350,14 @@ def learning_rate(at_a_billion: float, size: int) -> float:
     return float(f"{min(at_a_billion * math.sqrt(1e9 / size), 2e-3):.0e}")
 
 
-def written(args: argparse.Namespace, sections: Mapping[str, Data], options: Mapping[str, Mapping[str, Any]]) -> str:
+def written(
+    args: argparse.Namespace, is_slow: bool, sections: Mapping[str, Data], options: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Return the text of the pipeline's file.
 
     Args:
         args: The options.
+        is_slow: As for `propose`.
         sections: The data of each section.
         options: The options of each section.
     """
@@ -357,7 +366,7 @@ def written(args: argparse.Namespace, sections: Mapping[str, Data], options: Map
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         args=args,
         data=sections,
-        is_slow="value_model_path" in options["ppo"],
+        is_slow=is_slow,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         options={name: yaml.safe_dump(each, sort_keys=False) for name, each in options.items()},
     )

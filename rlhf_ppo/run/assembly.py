@@ -65,8 +65,8 @@ class Models:
     @property
     def longest_sequence(self) -> PositionLimit | None:
         """The longest sequence that every model supports; None without a limit."""
-        given = [*self.reading_policy_tokens.values(), self.frozen_reference]
-        return smallest(capabilities.position_limit(model) for model in given if model is not None)
+        models = [*self.reading_policy_tokens.values(), self.frozen_reference]
+        return smallest(capabilities.position_limit(model) for model in models if model is not None)
 
 
 def assemble_models(

@@ -65,11 +65,11 @@ class CriticOnly:
     def _hide(self, optimizer: Any, *_: Any) -> None:
         if self.warms_up:
             held = [group for group in optimizer.param_groups if id(group) in self._held]
-            self._left_out = [(each, each.grad) for group in held for each in group["params"]]
-            for each, _grad in self._left_out:
-                each.grad = None
+            self._left_out = [(weight, weight.grad) for group in held for weight in group["params"]]
+            for weight, _grad in self._left_out:
+                weight.grad = None
 
     def _show(self, *_: Any) -> None:
-        for each, grad in self._left_out:  # some exist for the whole run
-            each.grad = grad
+        for weight, grad in self._left_out:  # some exist for the whole run
+            weight.grad = grad
         self._left_out = []
