@@ -15,7 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+from bound import bandwidth, decoded_bytes, forward_flops, matmul_rate
 from measure import PHASES
+from workloads import WORKLOADS, Workload
 
 FOLDER = Path(__file__).parent
 CHATS, GROUPS = "smollm2-135m-chats", "smollm2-135m-groups"
@@ -26,7 +29,8 @@ CPU; 16 responses of 32 tokens, two passes. *chats*: questions in the model's ow
 *groups*: two prompts of 160 to 200 tokens, 8 responses each, 8 a micro-batch. *one body*: `value_model="policy"`.
 *a function*: a reward of no cost instead of a reward model. GRPO has a KL penalty; it samples and scores under
 *generate*, and learns under *score*. CPU seconds of this process; MB above the models. Each process has one
-measured update, after one that is not.
+measured update, after one that is not. *Of the bound*: the seconds of the necessary products over computed tokens, at
+the rate that matrices of 1024 x 1024 had in the same run, over those taken; of the whole update, and of learning.
 
 """
 ARMS = {  # arguments of measure.py, by the label of the row
@@ -52,9 +56,49 @@ def measured(arguments: tuple[str, ...], trl_python: str) -> dict[str, Any]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def bounds(workload: Workload, row: dict[str, Any]) -> tuple[float, float]:
+    """Count the seconds that an update with shared beginnings, and its learning, cannot go below.
+
+    Args:
+        workload: With adapters on the policy.
+        row: What was measured: `lengths` of prompts and responses, `shared` fraction of their tokens, `rates` of
+            products, FLOP/s, and of reading, bytes/s, and the arm's name.
+
+    Returns:
+        As in `bound.update_flops`, but layers run only over the computed tokens (each with mean attention, which is
+        too little, as tokens that are shared stand first), sampling reads a prompt once for all its responses, one
+        body has no value model to run, and a function no reward model.
+    """
+    prompts, responses = (torch.tensor(side) for side in row["lengths"][-1])
+    computed = 1 - row["shared"][-1]
+    full = forward_flops(workload.model, prompts, responses, workload.lora_rank)
+    body, frozen = computed * (full.layers + full.attention), computed * full.layers + full.head
+    has_value_model, has_reward_model = "one body" not in row["arm"], "function" not in row["arm"]
+    policy = 3 * (body + full.head + computed * full.adapters) - frozen
+    learning = workload.num_ppo_epochs * (policy + 3 * body * has_value_model)
+    scoring = body * (2 + has_value_model + has_reward_model) + 2 * full.head
+    sampling = (body if workload.copies > 1 else full.layers + full.attention) + full.head
+    rate, reading = row["rates"]
+    decoding = decoded_bytes(workload.model, int(responses.max())) / reading
+    return (sampling + scoring + learning) / rate + decoding, learning / rate
+
+
+def shares_of_bound(name: str, rows: list[dict[str, Any]]) -> str:
+    """Print the share of the bound of an update, and of its learning: medians over the rows whose rates are known."""
+    rows = [row for row in rows if row.get("rates") and row["lengths"]]
+    if not rows:
+        return ""
+    seconds = [bounds(WORKLOADS[ARMS[name][1]], row) for row in rows]
+    shares = [
+        median(bound[place] / row["updates"][-1][key] for bound, row in zip(seconds, rows, strict=True))
+        for place, key in enumerate(("cpu", "learn"))
+    ]
+    return f"{shares[0]:.0%}, {shares[1]:.0%}"
+
+
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Summarize each arm: an update is all optimizer steps on the same responses, of which GRPO reads each alone."""
-    columns = ("arm", "CPU s of an update, by round", "median", *PHASES, "MB", "tokens computed")
+    columns = ("arm", "CPU s of an update, by round", "median", *PHASES, "MB", "tokens computed", "of the bound")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, runs in results.items():
         updates = [run["updates"] if "GRPO" not in name else [total(run["updates"])] for run in runs]
@@ -66,7 +110,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         memory = median(run["memory"] for run in runs)
         lines.append(
             f"| {name} | {', '.join(f'{value:.1f}' for value in seconds)} | **{median(seconds):.1f}** | "
-            f"{' | '.join(figures)} | {memory:.0f} | {kept} |"
+            f"{' | '.join(figures)} | {memory:.0f} | {kept} | {shares_of_bound(name, runs)} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -83,13 +127,15 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--results", type=Path, default=FOLDER / "shared.jsonl", help="rows are appended")
-    given = parser.parse_args()
-    for _ in range(given.rounds):
-        for name in given.arms:
-            row = {"arm": name, **measured(ARMS[name], given.trl_python)}
-            with given.results.open("a", encoding="utf-8") as file:
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for _ in range(options.rounds):
+        for name in options.arms:
+            rates = {"rates": [matmul_rate(), bandwidth()]}
+            row = {"arm": name, **rates, **measured(ARMS[name], options.trl_python)}
+            with options.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            rows = [json.loads(line) for line in given.results.read_text(encoding="utf-8").splitlines()]
+            rows = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
             by_arm = {label: [row for row in rows if row["arm"] == label] for label in ARMS}
             (FOLDER / "SHARED.md").write_text(HEADER + table({label: runs for label, runs in by_arm.items() if runs}))
             print(name, [update["cpu"] for update in row["updates"]], row["memory"], flush=True)

@@ -119,6 +119,32 @@ def test_what_is_measured_on_a_gpu_runs(name: str, monkeypatch: pytest.MonkeyPat
     assert cells[0] == name and cells[-1].endswith("%")
 
 
+def test_the_bound_of_shared_rows_counts_computed_tokens_and_the_models_there_are() -> None:
+    from bound import forward_flops
+    from compare import bounds
+    from shared import CHATS
+    from shared import bounds as shared_bounds
+    from workloads import WORKLOADS
+
+    workload, lengths = WORKLOADS[CHATS], [[[40, 42], [32, 30]]]
+    rates = (1e9, 1e12)
+
+    def seconds(share: float, arm: str) -> torch.Tensor:
+        row = {"lengths": lengths, "shared": [share], "rates": rates, "arm": arm}
+        return torch.tensor(shared_bounds(workload, row), dtype=torch.float64)
+
+    alone = seconds(0.0, "chats, two models")
+    assert alone.tolist() == pytest.approx(bounds(workload, [{"lengths": lengths}], rates))
+    half, full = seconds(0.5, "chats, two models"), seconds(1.0, "chats, two models")
+    assert half.tolist() == pytest.approx(((alone + full) / 2).tolist())  # no more than heads, sampling and reading
+    flops = forward_flops(workload.model, *(torch.tensor(side) for side in lengths[0]))
+    body = (flops.layers + flops.attention) / rates[0]
+    one_body = alone - seconds(0.0, "chats, one body")  # a forward pass, and two passes of three
+    assert one_body.tolist() == pytest.approx([7 * body, 6 * body])
+    function = seconds(0.0, "chats, one body") - seconds(0.0, "chats, one body, a function")
+    assert function.tolist() == pytest.approx([body, 0])
+
+
 def process_results(seconds: float, memory: float) -> dict[str, Any]:
     phases = {"generate": seconds, "score": seconds, "learn": 2 * seconds, "wall": 5 * seconds, "cpu": 4 * seconds}
     return {"updates": [phases] * 3, "memory": memory, "lengths": [[[2, 3], [4, 5]]]}
