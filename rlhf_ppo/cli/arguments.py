@@ -219,7 +219,11 @@ def check_columns(dataset: Any, alternatives: list[set[str]], name: str = "the d
     problem = None
     if columns is not None and has is None:
         wanted = " or ".join(" and ".join(f"`{name}`" for name in sorted(needed)) for needed in alternatives)
-        problem = f"has the columns {columns}, but training needs {wanted}; rename them"
+        wanted += ", and `prompt` unless both begin with it" if "chosen" in alternatives[0] else ""
+        name_it = f"rename_columns({{'OLD': '{min(alternatives[0])}'}}).to_json('renamed.jsonl')"
+        problem = (
+            f"has the columns {columns}, but training needs {wanted}: rename them, such as by datasets' `{name_it}`"
+        )
     elif has and isinstance(dataset, Dataset) and "input_ids" not in has:
         problem = _unreadable_row(dataset, sorted(has))
     if problem:

@@ -93,7 +93,8 @@ def parse_step(command: str, argv: Sequence[str] | None, program: str) -> tuple[
             if resolve_environments(script_args.environment) is None:
                 check_rows(rows[0], "train_dataset")
         else:
-            check_columns(rows[0], PAIRS if command == "reward" else text_columns(args))
+            columns = PAIRS if command == "reward" else text_columns(args)
+            check_columns(rows[0], columns, f"dataset_name={script_args.dataset_name!r}")
         return options, rows
 
 

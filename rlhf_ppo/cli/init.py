@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.training import load_tokenizer
 from rlhf_ppo.data.prompts import (
+    PROMPT_COLUMNS,
     PromptEncoder,
+    is_conversation,
     prepare_prompts,
     prompt_column,
 )
@@ -92,8 +94,7 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         is_slow = size > SLOW and not torch.accelerator.is_available()
         options = propose(size, is_slow, sections, positions, response, args.lora)
         prompt = data["prompts"].rows[0][prompt_column(data["prompts"].rows.column_names, "prompts")]
-        is_dialogue = isinstance(prompt, str) and HH_USER in prompt and HH_TURN in prompt
-        if is_dialogue:
+        if is_dialogue(prompt):
             options["ppo"]["stop_strings"] = [HH_USER]
         text = written(args, is_slow, sections, options)
         folder.mkdir(parents=True)
@@ -113,12 +114,8 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         print_text(f"The judge is PPO's own reward{why}. Give --judge_model or --judge_preferences for another judge.")
     if isinstance(prompt, str) and tokenizer.chat_template is not None:
         print_text("The prompts are texts: the model's chat template is not used. Write lists of messages to use it.")
-    if is_dialogue:
+    if is_dialogue(prompt):
         print_text("The prompts are dialogues of Human and Assistant: stop_strings ends a response at the next Human.")
-        if not str(prompt).rstrip().endswith(HH_TURN.strip()):
-            print_text(
-                "The first prompt does not end in Assistant: the policy continues the text as it is. Cut it there."
-            )
     print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
@@ -163,14 +160,14 @@ def quantile(lengths: Sequence[int], share: float) -> int:
     return int(np.quantile(lengths, share, method="higher"))
 
 
-def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, prompt_column: str | None = None) -> Data:
+def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, column: str | None = None) -> Data:
     """Load a data set and measure the lengths of a sample.
 
     Args:
         name: A file, a directory or a hub name.
         argument: The option that names it: "texts", "preferences", "judge_preferences" or "prompts".
         tokenizer: The model's.
-        prompt_column: Column of the prompts in `prompts`; None takes the first that is known.
+        column: Column of the prompts in `prompts`; None takes `input_ids`, `prompt`, `text` or `messages`.
 
     Raises:
         ValueError: There are no such data, or a column is missing.
@@ -179,13 +176,13 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, prom
     rows = choose_split(splits, "train" if "train" in splits else next(iter(splits)), argument)
     held_out = splits["test"] if "test" in splits and rows is not splits["test"] else None
     if argument == "prompts":
-        rows, held_out = with_prompts_from(rows, prompt_column), with_prompts_from(held_out, prompt_column)
-    if argument != "texts":
-        is_prompts = argument == "prompts"
-        rows = separate_prompts(rows, where_missing=is_prompts)
-        held_out = held_out and separate_prompts(held_out, where_missing=is_prompts)
+        num_rows = len(rows)
+        rows, held_out = with_prompts(rows, name, column), held_out and with_prompts(held_out, name, column)
+        name += f" without {num_rows - len(rows)} empty prompts" if len(rows) < num_rows else ""  # errors count rows
+    elif argument != "texts":
+        rows, held_out = separate_prompts(rows), held_out and separate_prompts(held_out)
     if argument in COLUMNS:
-        check_columns(rows, COLUMNS[argument], argument)
+        check_columns(rows, COLUMNS[argument], f"{argument}={name!r}")
     sample = rows.select(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(int))
     prompts, responses = [0] * len(sample), list[Sequence[int]]()
     if argument in COLUMNS:
@@ -195,6 +192,51 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, prom
         prompts = measured.pop("prompt", prompts)
         responses = [*measured.values()]
     return Data(name, rows, held_out, prompts, [max(each) for each in zip(*responses, strict=True)])
+
+
+def with_prompts(rows: Any, name: str, column: str | None) -> Any:
+    """Return the rows with a prompt; the last answer of a dialogue is left out, since the policy writes its own.
+
+    Args:
+        rows: Prompts, dialogues or preference pairs.
+        name: The file, directory or hub name.
+        column: See `read_data`.
+
+    Raises:
+        ValueError: There is no such column.
+    """
+    if column is None and "messages" in rows.column_names and {*PROMPT_COLUMNS}.isdisjoint(rows.column_names):
+        column = "messages"
+    rows = separate_prompts(with_prompts_from(rows, column), where_missing=True)
+    column = prompt_column(rows.column_names, name)
+    whole = rows[column][:]
+    prompts = [without_last_answer(prompt) for prompt in whole]
+    if num_cut := sum(after is not before for after, before in zip(prompts, whole, strict=True)):
+        print_text(f"{name}: {num_cut} of {len(prompts)} prompts end in an answer, which the policy writes anew.")
+        rows = rows.remove_columns(column).add_column(column, prompts)
+    filled = [index for index, prompt in enumerate(prompts) if prompt and str(prompt).strip()]
+    if 0 < len(filled) < len(rows):
+        print_text(f"{name}: dropped {len(rows) - len(filled)} of {len(rows)} rows, which have no prompt.")
+        rows = rows.select(filled)
+    return rows
+
+
+def is_dialogue(prompt: Any) -> TypeGuard[str]:
+    """Return whether a prompt is a raw text of Human and Assistant, as in hh-rlhf; the first Human may open it."""
+    return isinstance(prompt, str) and HH_USER.strip() in prompt and HH_TURN in prompt
+
+
+def without_last_answer(prompt: Any) -> Any:
+    """Return a dialogue up to its last answer: messages without it, or a raw text up to its "Assistant:".
+
+    Args:
+        prompt: A prompt; one that is no dialogue, or has no last answer, is returned as it is.
+    """
+    if is_conversation(prompt) and prompt[-1]["role"] == "assistant":
+        return prompt[:-1]
+    if is_dialogue(prompt) and not prompt.rstrip().endswith(HH_TURN.strip()):
+        return prompt[: prompt.rindex(HH_TURN) + len(HH_TURN)]
+    return prompt
 
 
 def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> Data:

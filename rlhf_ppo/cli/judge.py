@@ -256,6 +256,8 @@ def _respond(args: JudgeArguments, rows: Any, tokenizer: Any, argument: str) -> 
     path, trusts = getattr(args, argument), args.trust_remote_code
     loaded = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=trusts)
     model: Any = load_policy(loaded, argument)
+    config, recorded = model.generation_config, RunSettings.load(str(args.model or args.opponent)).arguments
+    config.stop_strings = config.stop_strings or recorded.get("stop_strings")
     how = Answering(
         args.max_new_tokens,
         args.temperature,

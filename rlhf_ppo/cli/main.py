@@ -121,7 +121,7 @@ INIT_OPTIONS = {
     "preferences": "Pairs with `chosen` and `rejected` for the reward model.",
     "reward_funcs": "Instead of preferences: a built-in reward's name, file.py:function or an address.",
     "prompts": "Prompts for PPO: a file, a directory or a hub name; pairs have prompts too. Required.",
-    "prompt_column": "Column of the prompts in `prompts`; by default `prompt` or `text`.",
+    "prompt_column": "Column of the prompts in `prompts`; by default `prompt`, `text` or `messages`.",
     "judge_preferences": "Pairs for a second reward model, which judges; by default 40%% of the preferences.",
     "judge_model": "Instead of judge_preferences: such as gpt-4o-mini, or a reward model that PPO never saw.",
 }

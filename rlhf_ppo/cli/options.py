@@ -47,7 +47,7 @@ class JudgeArguments:
 
     model: str | None = option(None, "Directory or hub name of the model.")
     model_column: str | None = option(None, "Instead of model: the column with its responses.")
-    opponent: str | None = option(None, "Model to compare with, such as the SFT model.")
+    opponent: str | None = option(None, "Model to compare with, such as the one that PPO started from.")
     opponent_column: str | None = option(None, "Instead of opponent: the column with the responses to compare with.")
 
     judge_model: str | None = option(

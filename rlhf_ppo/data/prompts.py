@@ -116,9 +116,9 @@ class PromptEncoder:
 
     def _tokenized(self, row: Mapping[str, Any], column: str, index: int) -> list[int]:
         prompt = row[column]
-        if isinstance(prompt, str):
+        if prompt is None or isinstance(prompt, str):
             # BOS, which a tokenizer adds to "", would hide that the prompt is empty.
-            ids = _as_list(self.tokenizer(prompt)["input_ids"]) if prompt.strip() else []
+            ids = _as_list(self.tokenizer(prompt)["input_ids"]) if prompt and prompt.strip() else []
             return ids[:-1] if self._framed[-1:] == [eos_id(self.tokenizer)] else ids
         if is_conversation(prompt):
             return self._templated(prompt, index, self._settings(row, index))
@@ -170,7 +170,7 @@ class PromptEncoder:
 
     def _check(self, ids: list[int], index: int, is_text: bool) -> None:
         if not ids:
-            self._fail(index, "is empty", "drop such rows")
+            self._fail(index, "has an empty prompt", "drop such rows, such as by datasets' `filter`")
         if is_text and ids[-1] == self.tokenizer.eos_token_id:
             fix = "leave EOS out of the prompt; a chat template must end in the opening of the assistant's turn"
             self._fail(index, f"ends in the EOS token ({ids[-1]}), so there is nothing to answer", fix)
@@ -203,7 +203,7 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
             return column
     raise ValueError(
         f"{name} has the columns {found}, but none of `prompt` (text or conversation), `text` (text) or `input_ids` "
-        "(token ids): rename the column that holds the prompts"
+        "(token ids): rename the column that holds the prompts, or let --prompt_column of init or train name it"
     )
 
 

@@ -483,7 +483,7 @@ def headline(verdict: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str
     """
     found = dict(verdict)
     if verdict["outcome"] == "not judged":
-        found["reasons"] = ["No judge compared this policy with the SFT model.", *verdict["reasons"]]
+        found["reasons"] = ["No judge compared this policy with the model it started from.", *verdict["reasons"]]
         found["sentence"] = _of_log(figures)
     return found
 

@@ -93,7 +93,8 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
 
     Args:
         runs: The runs; empty for a model that PPO did not train.
-        judgements: A judgement of each policy; None takes the newest of each run, those against its SFT model first.
+        judgements: A judgement of each policy; None takes the newest of each run, those against the model it
+            started from first.
     """
     judged = list(runs)
     if judgements is None:
@@ -103,7 +104,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     names = [name for run in runs for name in run.settings.made_of.get("rewards", ())]
     reward = next(filter(None, (_accuracy_of(name, runs) for name in names)), None)
     if not judgements:
-        sentence = "Not judged: compare the policy with the SFT model, by `rlhf-ppo judge`, on unseen prompts."
+        sentence = "Not judged: let `rlhf-ppo judge` compare the policy with its start on unseen prompts."
         return Verdict("not judged", sentence, _first(_of_reward_model(reward), _of_training("not judged", runs)))
     first = judgements[0]
     rates = SeedWinRates(
@@ -115,7 +116,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     judge = _accuracy_of(first.judge, runs)
     is_blind = judge is not None and judge.interval[0] <= 0.5
     outcome: Outcome = "undecided" if is_blind or low <= 0.5 <= high else "better" if low > 0.5 else "worse"
-    opponent = "the SFT model" if any(_is_sft(run, first) for run in runs) else visible(first.opponent, one_line=True)
+    opponent = visible(first.opponent, one_line=True)
     of_seeds = f" over prompts and {len(rates.rates)} seeds" if len(rates.rates) > 1 else ""
     sentence = (
         f"{outcome.capitalize()} {'against' if outcome == 'undecided' else 'than'} {opponent}: the "
@@ -135,12 +136,9 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
 
 def _newest_judgement(run: RecordedRun) -> Judgement | None:
     found = found_judgements(run.directory)
-    against_sft = [each for each in found if _is_sft(run, each)]
-    return (against_sft or found or [None])[-1]
-
-
-def _is_sft(run: RecordedRun, judgement: Judgement) -> bool:
-    return judgement.opponent in (run.settings.arguments.get("sft_model_path"), run.settings.made_of.get("policy"))
+    starts = (run.settings.arguments.get("sft_model_path"), run.settings.made_of.get("policy"))
+    against_start = [each for each in found if each.opponent in starts]
+    return (against_start or found or [None])[-1]
 
 
 def _accuracy_of(name: str, runs: Sequence[RecordedRun]) -> RewardAccuracy | None:
@@ -171,7 +169,7 @@ def _of_training(outcome: Outcome, runs: Sequence[RecordedRun]) -> Iterator[str]
         yield f"Only {ended[1]:.0%} of the responses end by themselves: raise response_length."
     if kl and length and kl[1] > KL_PER_TOKEN_LARGE * length[1]:
         yield (
-            f"The policy has moved far from the SFT model, {kl[1] / length[1]:.2f} nats of KL per token: raise "
+            f"The policy has moved far from the reference, {kl[1] / length[1]:.2f} nats of KL per token: raise "
             "kl_coef or lower learning_rate."
         )
     if length and not 0.5 <= length[1] / max(length[0], 1e-9) <= 2:

@@ -209,8 +209,44 @@ def test_a_chat_model_with_raw_dialogues_is_told_what_happens_to_its_template(ca
     assert {*read("prompts")[0]} == {"prompt"} and read("prompts")[0]["prompt"].startswith("\n\nHuman: w")
 
 
-@pytest.mark.parametrize(("end", "is_told"), [("", False), (" ", False), (" w9 w8", True)])
-def test_dialogues_that_end_in_an_answer_are_no_prompts(end: str, is_told: bool, capsys: Any) -> None:
-    write_rows("raw.jsonl", [{"text": f"\n\nHuman: w{row % 20} w{row % 7}\n\nAssistant:{end}"} for row in range(140)])
-    init("--model base --prompts raw.jsonl --reward_funcs length".split())
-    assert ("The first prompt does not end in Assistant" in capsys.readouterr().out) == is_told
+def test_rows_without_a_prompt_are_dropped_and_errors_name_the_row_among_the_others(capsys: Any) -> None:
+    rows = [{"text": text} for text in ["w4", "", "w5", " ", None, "w6 <eos>", "w7"]]
+    write_rows("prompts.jsonl", rows)
+    with pytest.raises(SystemExit, match="2"):
+        init("--model base --prompts prompts.jsonl --reward_funcs length".split())
+    printed = capsys.readouterr()
+    assert printed.out == "prompts.jsonl: dropped 3 of 7 rows, which have no prompt.\n"
+    assert "row 2 of prompts.jsonl without 3 empty prompts ends in the EOS token" in printed.err
+
+
+QUESTION = "\n\nHuman: w4 w5\n\nAssistant:"
+CHAT = [turn("system", "w6"), turn("user", "w4")]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"text": QUESTION}, QUESTION),
+        ({"text": f"{QUESTION} "}, f"{QUESTION} "),
+        ({"text": f"{QUESTION} w6"}, QUESTION),
+        ({"text": f"{QUESTION} w6{QUESTION} w7"}, f"{QUESTION} w6{QUESTION}"),
+        ({"text": "Human: w4\n\nAssistant: w6"}, "Human: w4\n\nAssistant:"),
+        ({"text": "w4 w5"}, "w4 w5"),
+        ({"prompt": CHAT}, CHAT),
+        ({"prompt": [*CHAT, turn("assistant", "w7")]}, CHAT),
+        ({"messages": [*CHAT, turn("assistant", "w7"), *CHAT, turn("assistant", "w8")]},
+         [*CHAT, turn("assistant", "w7"), *CHAT]),
+    ],
+)  # fmt: skip
+def test_the_last_answer_of_a_dialogue_is_no_part_of_its_prompt(
+    row: dict[str, Any], prompt: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows("rows.jsonl", [{**row, "topic": "w9"}] * 2)
+    found = read_data("rows.jsonl", "prompts", make_tokenizer()).rows
+    assert [{name: row[name] for name in row if name != "topic"} for row in found] == [
+        {"text" if "text" in row else "prompt": prompt}
+    ] * 2
+    is_cut = prompt not in row.values()
+    assert capsys.readouterr().out == is_cut * (
+        "rows.jsonl: 2 of 2 prompts end in an answer, which the policy writes anew.\n"
+    )

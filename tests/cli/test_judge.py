@@ -56,6 +56,13 @@ def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, pla
     assert asked == [make_tokenizer()(f"w3 {last}")["input_ids"]] * 4
 
 
+def test_both_models_stop_at_the_stop_strings_of_the_run(places):
+    Path("one/ppo_settings.json").write_text(json.dumps({"arguments": {"stop_strings": ["w"]}}))
+    evaluate(["--model", "one", "--opponent", "two", "--judge", "length", *SHORT])
+    answers = pd.read_parquet("judged/judged.parquet")[["model", "opponent"]].to_numpy().ravel()
+    assert {len(str(answer).split()) for answer in answers} == {1}
+
+
 def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, capsys, monkeypatch):
     monkeypatch.setattr(module, "respond", lambda *_: pytest.fail("it has answered"))
     with pytest.raises(SystemExit, match="2"):

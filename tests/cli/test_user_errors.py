@@ -33,6 +33,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_rows("questions.jsonl", [{"question": "w4"}] * 12)
         write_rows("numbers.jsonl", [row | {"text": 5, "chosen": 1}] * 12)
         write_rows("gap.jsonl", [row] * 6 + [row | {"text": None, "rejected": None}] * 6)
+        write_rows("blank.jsonl", [row] * 6 + [row | {"prompt": None}])
         write_rows("mixed.jsonl", [row | {"chosen": [{"role": "assistant", "content": "w4"}]}] * 12)
         write_rows("flat.jsonl", [{"messages": "w4 w5"}] * 12)
         for name in ("empty.jsonl", "sheet.xlsx"):
@@ -131,7 +132,20 @@ MISTAKES = [
     ("pipeline steps.yaml", "ppo: error: reward_funcs holds 'own.py:numbr'"),
     ("pipeline nowhere.yaml", "nowhere.yaml: No such file or directory"),
     ("init --model base --prompts rows.jsonl --reward_funcs own.py:numbr", "reward_funcs holds 'own.py:numbr'"),
-    ("init --model base --prompts rows.jsonl --preferences numbers.jsonl", "preferences has in row 0 chosen=1, rej"),
+    (
+        "init --model base --prompts rows.jsonl --preferences numbers.jsonl",
+        "preferences='numbers.jsonl' has in row 0 chosen=1",
+    ),
+    (
+        "init --model base --prompts rows.jsonl --preferences questions.jsonl",
+        "preferences='questions.jsonl' has the columns ['question'], but training needs `chosen` and `rejected`, and "
+        "`prompt` unless both begin with it: rename them, such as by datasets' `rename_columns({'OLD': 'chosen'})",
+    ),
+    (f"{PPO} --dataset_name blank.jsonl", "row 6 of train_dataset has an empty prompt: drop such rows, such as by"),
+    (
+        "init --model base --prompts questions.jsonl --reward_funcs length",
+        "or let --prompt_column of init or train name",
+    ),
     (
         f"{PPO} --dataset_name questions.jsonl --prompt_column query",
         "prompt_column='query', but the data set has the co",
@@ -143,7 +157,7 @@ MISTAKES = [
     (f"sft {TRL} base --dataset_name flat.jsonl", "row 0 messages='w4 w5': write conversations"),
     (f"sft {TRL} base --dataset_name rows.jsonl --max_length 0", "max_length=0 must be finite and at least 1"),
     (f"sft {TRL} scorer --dataset_name rows.jsonl", "model_name_or_path='scorer' is a reward model, not a language"),
-    (f"reward {TRL} base --dataset_name gap.jsonl", "row 6 chosen=' w4', rejected=None: write texts"),
+    (f"reward {TRL} base --dataset_name gap.jsonl", "dataset_name='gap.jsonl' has in row 6 chosen=' w4', rejected=N"),
     (f"reward {TRL} base --dataset_name mixed.jsonl", "row 0 chosen=[{'role': 'assistant', 'content': 'w4'}], rej"),
     (f"sft {QUICK} --bf16 False --dataset_name rows.jsonl", "model_name_or_path=None: give the directory"),
     (f"sft {TRL} base --dataset_name questions.jsonl", "but training needs `text` or `messages`"),

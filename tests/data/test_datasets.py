@@ -108,7 +108,7 @@ def test_a_text_with_the_bos_that_the_tokenizer_adds_is_found_in_any_row(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("position", [0, 6, 9])
-@pytest.mark.parametrize(("bad", "says"), [("", "is empty"), ("w1 <eos>", "EOS")])
+@pytest.mark.parametrize(("bad", "says"), [("", "has an empty prompt"), ("w1 <eos>", "EOS")])
 def test_any_row_is_checked_and_named_by_its_place_in_the_given_data(
     kind: str, position: int, bad: str, says: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:

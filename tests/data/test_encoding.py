@@ -152,17 +152,23 @@ def test_padding_without_a_mask_is_no_text_whatever_token_it_is(pad: str, side: 
 
 @pytest.mark.parametrize(
     "row",
-    [{"prompt": ""}, {"input_ids": []}, {"input_ids": [3, 4], "attention_mask": [0, 0]}, {"input_ids": [PAD, PAD]}],
+    [
+        {"prompt": ""},
+        {"prompt": None},
+        {"input_ids": []},
+        {"input_ids": [3, 4], "attention_mask": [0, 0]},
+        {"input_ids": [PAD, PAD]},
+    ],
 )
 def test_empty_prompts_are_refused(row: dict[str, Any]) -> None:
-    assert "is empty" in refused(row)
-    assert "is empty" in refused(row, word_tokenizer(post="<bos> $A"))  # BOS alone is not a prompt either
+    assert "has an empty prompt" in refused(row)
+    assert "has an empty prompt" in refused(row, word_tokenizer(post="<bos> $A"))  # BOS alone is not a prompt either
 
 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": None}, "a text or a list of messages"),
+        ({"prompt": 5}, "a text or a list of messages"),
         ({"input_ids": [3, 4], "attention_mask": [1]}, "1 values for 2 input_ids"),
         ({"input_ids": [3, -1, 4]}, "token id -1"),
         ({"input_ids": [3, 9, 4]}, "token id 9, outside the policy's 9 ids"),

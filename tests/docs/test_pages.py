@@ -122,7 +122,7 @@ OF_OTHERS = {
     "docs/faults.md": ["signal", "pid"],  # SLURM, py-spy
     "docs/pipeline.md": "preferences prompts texts".split(),
     "docs/tutorials/lora.md": "file lora preferences prompts texts".split(),
-    "docs/tutorials/own-data.md": ["prompts"],
+    "docs/tutorials/own-data.md": "preferences prompts texts".split(),
     "docs/command-line.md": "environment tools".split(),
     "docs/agents.md": "environment tools".split(),
     "docs/generation.md": "logprobs-mode weight-transfer-config".split(),  # vLLM's server

@@ -54,17 +54,17 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 def test_the_interval_decides(make_run: MakeRun) -> None:
     sentences = {
-        0.56: "Better than the SFT model: the policy wins 56.0% of 100 prompts (95% interval 51.0 to 61.0%).",
-        0.44: "Worse than the SFT model: the policy wins 44.0% of 100 prompts (95% interval 39.0 to 49.0%).",
-        0.54: "Undecided against the SFT model: the policy wins 54.0% of 100 prompts (95% interval 49.0 to 59.0%), "
+        0.56: "Better than out/sft: the policy wins 56.0% of 100 prompts (95% interval 51.0 to 61.0%).",
+        0.44: "Worse than out/sft: the policy wins 44.0% of 100 prompts (95% interval 39.0 to 49.0%).",
+        0.54: "Undecided against out/sft: the policy wins 54.0% of 100 prompts (95% interval 49.0 to 59.0%), "
         "and the interval includes 50%.",
-        0.55: "Undecided against the SFT model: the policy wins 55.0% of 100 prompts (95% interval 50.0 to 60.0%), "
+        0.55: "Undecided against out/sft: the policy wins 55.0% of 100 prompts (95% interval 50.0 to 60.0%), "
         "and the interval includes 50%.",
     }
     for seed, (rate, sentence) in enumerate(sentences.items()):
         found = verdict_of([make_run(rate, seed=seed)])
         assert found.sentence == sentence and found.outcome == sentence.split()[0].lower()
-        assert found.opponent == "the SFT model"
+        assert found.opponent == "out/sft"
     unjudged = verdict_of([make_run(seed=9)])
     assert unjudged.outcome == "not judged" and unjudged.win_rate is None and "rlhf-ppo judge" in unjudged.sentence
 
