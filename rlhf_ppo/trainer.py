@@ -136,10 +136,10 @@ class PPOTrainer(TrainerBase):
         batch_size: int | None = None,
         args: PPOConfig | None = None,
         resume_from_checkpoint: str | None = None,
-        trial: Any = None,
+        trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        self._begin_run(resume_from_checkpoint, ignore_keys_for_eval)
+        self._begin_run(resume_from_checkpoint)
         for prompts in self._prompt_batches():  # ends with the data, or at a signal
             rollout = self.collect_rollout(prompts)  # 1. sample, score, compute log-probabilities and values
             self._accept(rollout)  # counts the scores in the moments by which stage 2 scales them
@@ -298,7 +298,7 @@ class PPOTrainer(TrainerBase):
         statistics = UpdateStatistics(
             watches_kl=args.kl_stop is not None,
             learns_ptx=args.ptx_coef > 0,
-            shares_prefixes=self._models.shares_prefixes,
+            shares_prefixes=run.models.shares_prefixes,
         )
         generator = minibatch_generator(args.seed, self.state.global_step, args.process_index)
         self.model_wrapped.train()
@@ -331,7 +331,7 @@ class PPOTrainer(TrainerBase):
             return 0.0
         losses: list[Tensor] = []
         ptx_loss = self._learn_from_texts(statistics)  # its own backward pass
-        parts = learning.weighted_micro_batches(minibatch, num_tokens, run.unwrapped(model), run)
+        parts = learning.weighted_micro_batches(minibatch, num_tokens, run.models, run)
         for number, micro_batch in enumerate(parts, start=1):
             with learning.accumulate(self.accelerator, model, number == len(parts), self.args):
                 loss, figures = self._backward(micro_batch, num_tokens)

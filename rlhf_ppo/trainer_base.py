@@ -9,7 +9,7 @@ import inspect
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, Trainer
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
-from rlhf_ppo.algorithm.masked import RunningMoments, ScoreMoments
+from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
@@ -40,19 +39,17 @@ from rlhf_ppo.reporting import evaluation as evaluations
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
 from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
 from rlhf_ppo.reporting.health import add_console_and_health, health_settings
-from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics, evaluation_columns, noting_out_of_memory
+from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
-from rlhf_ppo.rewards.functions import LoggedByFunctions
-from rlhf_ppo.rewards.scorer import Scores, scaling_scores
-from rlhf_ppo.run import construction, datasets, divergence, learning, placing, rollouts, saving, warmup
+from rlhf_ppo.rewards.scorer import scaling_scores
+from rlhf_ppo.run import construction, datasets, divergence, evaluator, learning, rollouts, saving, warmup
 from rlhf_ppo.run.auditor import CriticAuditor
-from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress
-from rlhf_ppo.run.external import given_responses
+from rlhf_ppo.run.checkpoints import is_unfinished
+from rlhf_ppo.run.external import ExternalRows, RunOfSteps
 from rlhf_ppo.run.inputs import TrainerInputs
-from rlhf_ppo.run.loop import LoopState, count_update
 from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
-from rlhf_ppo.run.run_state import RunState, Stateful, StatefulParts
+from rlhf_ppo.run.run_state import LoopState, PPOTrainerState, Progress, Stateful, count_update
 from rlhf_ppo.run.steps import Steps
 from rlhf_ppo.terminal import print_text
 
@@ -71,8 +68,8 @@ class TrainerBase(Steps, Trainer):
 
     dataset_name: str | None = None
     args: PPOConfig
-    model: PolicyAndValue
-    model_wrapped: nn.Module  # what the steps run: the backend wraps `model` when a run begins
+    model: PolicyAndValue  # Trainer's own; the parts read and save `RunState.models`, without wrappers
+    model_wrapped: nn.Module  # what the steps run
     state: PPOTrainerState  # pyright: ignore[reportIncompatibleVariableOverride]
     optimizer: Any
     lr_scheduler: Any
@@ -80,9 +77,9 @@ class TrainerBase(Steps, Trainer):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Explain unknown arguments."""
         known = inspect.signature(cls).parameters
-        if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            own = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
-            reject_call(cls.__name__, args, kwargs, known, own)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            options = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
+            reject_call(cls.__name__, args, kwargs, known, options)
         return super().__new__(cls)
 
     if not TYPE_CHECKING:  # type checkers know the attributes
@@ -97,69 +94,47 @@ class TrainerBase(Steps, Trainer):
     def __init__(self, inputs: TrainerInputs) -> None:
         args = inputs.args
         loaded = construction.load(self, inputs)
-        models, tokens, tokenizer = loaded.models, loaded.tokens, loaded.tokenizer
+        models = loaded.models
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
-        self.tokens, self.stop_token_id, self.sizes = tokens, tokens.stop, loaded.sizes
+        self.tokens, self.stop_token_id, self.sizes = loaded.tokens, loaded.tokens.stop, loaded.sizes
         self._is_stepped, self._reward_funcs = loaded.is_stepped, inputs.reward_funcs
         self._policy_loss = loaded.policy_loss
-        self.score_moments, self._stateful = RunningMoments(), StatefulParts()
-        self.kl_controller = construction.make_kl_controller(args, inputs.kl_controller, self._stateful)
-        if args.score_scaling:
-            self._stateful.register("score_moments", self.score_moments)
 
         # Call Trainer's constructor, which makes the accelerator.
         self._optimization = Optimization(inputs.optimizers)
+        policy_and_value = PolicyAndValue(models.policy, models.value_model, args.temperature)
         processes.use_one_device(args)
         with configuration_kept(models.policy, "use_cache"):  # which Trainer switches off
             super().__init__(
-                model=PolicyAndValue(models.policy, models.value_model, args.temperature),
+                model=policy_and_value,
                 args=args,
-                data_collator=loaded.preparation.collator(inputs.data_collator, tokens.pad),
+                data_collator=loaded.preparation.collator(inputs.data_collator, loaded.tokens.pad),
                 train_dataset=loaded.train_dataset,
                 eval_dataset=loaded.eval_dataset,
-                processing_class=tokenizer,
+                processing_class=loaded.tokenizer,
                 callbacks=inputs.callbacks,
-                optimizers=cast(Any, self._optimization.given),
+                optimizers=self._optimization.instances,
             )
-        self._optimization.check(self.model, self.accelerator)
+        self._optimization.check(policy_and_value, self.accelerator)
         self.state = PPOTrainerState.of(self.state)
 
         # Make the parts that need it.
-        self._run = run = RunState(
-            trainer=self,
-            args=args,
-            tokenizer=tokenizer,
-            tokens=tokens,
-            processor=loaded.processor,
-            accelerator=self.accelerator,
-            callbacks=self.callback_handler,
-            streams=random_streams.RngStreams(args.process_index, args.seed),
-            logged=LoggedByFunctions(is_used=bool(loaded.functions)),
-        )
-        self._critic_only = warmup.CriticOnly(run)
-        random_streams.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
-        self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
-        self._guard = divergence.DivergenceGuard(run, self._models)
-        self._window, self._progress = MetricWindow(), Progress()
+        self._run = run = construction.make_run(self, policy_and_value, loaded)
+        self._critic_only, self._guard = warmup.CriticOnly(run), divergence.DivergenceGuard(run)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
+        self._window, self._progress = MetricWindow(), Progress()
+        self._run_of_steps = RunOfSteps(run)
+        self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
         self._latest_prompts: Prompts | None = None
-        self._is_saving = self._has_stepped = False
-        self._open_steps: ExitStack | None = None  # releases what a run of `step` holds
         self._printed = ""  # the latest sample table
+        random_streams.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
         add_console_and_health(self, args, self.sizes, self.reward_models)
         self.add_callback(self._signals)
-        placing.set_up_backend(self.accelerator, self._models)
         parts = construction.make_parts(self, run, inputs, loaded, self._critic_only)
         self.sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
         self._baselines, self._play, self.ptx = parts.baselines, parts.play, parts.ptx
-        if self.ptx is not None:
-            self._stateful.register("ptx", self.ptx)
-
-    @property
-    def _models(self) -> PolicyAndValue:
-        """What the steps read: policy and value model without the wrappers of backends and compilation."""
-        return self._run.unwrapped(self.model)
+        self.kl_controller, self.score_moments = parts.kl_controller, parts.score_moments
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; keep the one that `early_accelerator` created."""
@@ -171,7 +146,7 @@ class TrainerBase(Steps, Trainer):
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
+        trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Run PPO.
@@ -196,28 +171,19 @@ class TrainerBase(Steps, Trainer):
         """
         if self._is_stepped:
             raise ValueError("train_dataset=None: pass the prompts to train on, or call step() with responses")
-        with self._open_run(resume_from_checkpoint) as checkpoint:
-            return super().train(checkpoint, None, ignore_keys_for_eval)
+        opened = saving.opened(self._run, self.train_dataset, resume_from_checkpoint)
+        with self._signals.listening(), opened as checkpoint:
+            return super().train(checkpoint)
 
-    @contextmanager
-    def _open_run(self, resume: str | bool | None) -> Iterator[str | None]:
-        """Handle signals and lock the run's directory in the block; yield the checkpoint to resume from."""
-        models, data = self._models, self.train_dataset
-        with self._signals.listening(), saving.opened(self._run, models, data, resume) as checkpoint:
-            self._guard.last_checkpoint = checkpoint
-            self._run.logged.forget()  # what a failed update has left
-            yield checkpoint
-
-    def _begin_run(self, checkpoint: str | None, ignore_keys: list[str] | None = None) -> None:
+    def _begin_run(self, checkpoint: str | None) -> None:
         """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""
-        run, args = self._run, self.args
-        construction.start_afresh(run, self.policy_model, self.sampler.engine)
-        self.sizes = args.fill_derived(self.accelerator.num_processes, num_rows(self.train_dataset))
+        run, args, num_prompts = self._run, self.args, num_rows(self.train_dataset)
+        construction.start_afresh(run, self.sampler.engine)
+        self.sizes = args.fill_derived(self.accelerator.num_processes, num_prompts)
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
         self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, None)
-        num_prompts = num_rows(self.train_dataset) or 0
-        self._progress = progress = saving.resume(run, self.sizes, checkpoint, num_prompts, per_epoch)
+        self._progress = progress = saving.resume(run, self.sizes, checkpoint, num_prompts or 0, per_epoch)
         self._window = MetricWindow(progress.pending_metrics)
         _, loader = self._prepare_for_training(max_steps, loader, checkpoint)
         check_prepared(self.optimizer, self.model_wrapped, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
@@ -230,18 +196,13 @@ class TrainerBase(Steps, Trainer):
         self._globalstep_last_logged = progress.last_logged_step
         self.model_wrapped.zero_grad()
         self._note_run()
-        self._stateful.start(checkpoint)
-        self._loop = LoopState(
-            datasets.Passes(loader, args, self.sizes),
-            checkpoint,
-            updates_per_epoch=per_epoch,
-            ignore_keys=ignore_keys,
-            num_episodes_before=self.state.episode,
-            schedule_follows_metric=follows_metric(self.lr_scheduler),
-        )
+        run.stateful.start(checkpoint)
+        batches = datasets.Passes(loader, args, self.sizes).batches
+        follows = follows_metric(self.lr_scheduler)
+        self._loop = LoopState(batches, checkpoint, per_epoch, self.state.episode, schedule_follows_metric=follows)
         run.fire("on_train_begin")
         if args.eval_on_start and checkpoint is None:
-            self._evaluate(None, ignore_keys, skip_scheduler=True)
+            self._evaluate(None, None, skip_scheduler=True)
         if self.state.global_step == 0:
             self._make_samples()
 
@@ -250,16 +211,16 @@ class TrainerBase(Steps, Trainer):
 
         Each prompt is repeated `args.num_generations` times in adjacent rows.
         """
-        if self._begins_steps:  # `step` brings its own
+        if self._run_of_steps.is_beginning:  # `step` brings its own
             return
         run, loop = self._run, self._loop
         for epoch in itertools.count(self._progress.epoch):
             run.fire("on_epoch_begin")
             self._load_rng_state(loop.checkpoint)
             num_batches = num_skipped = self._progress.batches_in_epoch
-            if self.state.global_step >= self.state.max_steps:  # resumed from the run's last checkpoint
+            if run.is_over:  # resumed from the run's last checkpoint
                 self.control.should_training_stop = True
-            for batch in () if self.control.should_training_stop else loop.passes.batches(epoch, num_skipped):
+            for batch in () if self.control.should_training_stop else loop.batches(epoch, num_skipped):
                 num_batches += 1
                 self._latest_prompts = Prompts.from_collated(batch, self.args.device)
                 run.fire("on_step_begin")
@@ -315,9 +276,8 @@ class TrainerBase(Steps, Trainer):
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""
         reference = None if self.reference is None else self.reference.separate_policy
-        made_of = names_of_parts(
-            self.policy_model, reference, self.reward_models, self.scorer.names, self._reward_funcs, self.dataset_name
-        )
+        names, funcs = self.scorer.names, self._reward_funcs
+        made_of = names_of_parts(self.policy_model, reference, self.reward_models, names, funcs, self.dataset_name)
         if self.args.should_save:
             save_settings(self.args, made_of, health_settings(self.callback_handler.callbacks))
 
@@ -354,16 +314,10 @@ class TrainerBase(Steps, Trainer):
         return self.args.logging_strategy != "no" and self.state.global_step > self._globalstep_last_logged
 
     def _log_save_evaluate(self) -> None:
-        loop: Any = self._loop
+        loop, epoch = self._loop, self._progress.epoch
+        rate: Any = loop.learning_rate
         self._maybe_log_save_evaluate(
-            self._tr_loss,
-            loop.grad_norm,
-            self.model_wrapped,
-            None,
-            self._progress.epoch,
-            loop.ignore_keys,
-            loop.start,
-            loop.learning_rate,
+            self._tr_loss, loop.grad_norm, self.model_wrapped, None, epoch, None, loop.start, rate
         )
         self._run.agree_on_control()
 
@@ -377,19 +331,19 @@ class TrainerBase(Steps, Trainer):
             self._run.fire("on_train_end")
         self._finish_current_push()
         self.is_in_train = False
-        raise stopped(number, str(self._guard.last_checkpoint), self.state, self.args.process_index)
+        raise stopped(number, str(self._run.last_checkpoint), self.state, self.args.process_index)
 
     def _save_last(self) -> None:
         """Write a checkpoint of the latest update, unless it has one."""
         name = f"checkpoint-{self.state.global_step}"
-        if os.path.basename(self._guard.last_checkpoint or "") != name:
+        if os.path.basename(self._run.last_checkpoint or "") != name:
             self._save_checkpoint(self.model_wrapped, None)
             self._run.fire("on_save")
 
     def _finish_run(self) -> TrainOutput:
         """Log remaining updates and finish the run; after a signal, leave it."""
         control, loop = self.control, self._loop
-        if self._begins_steps:  # nothing has run
+        if self._run_of_steps.is_beginning:  # nothing has run
             return TrainOutput(0, 0.0, {})
         if self._has_unlogged_updates():
             # It ended early, after its checkpoint: a resumed run logs as if it had not.
@@ -446,19 +400,9 @@ class TrainerBase(Steps, Trainer):
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """
-        rows, row_scores = given_responses(
-            queries,
-            responses,
-            scores,
-            response_masks=response_masks,
-            sampling_logprobs=sampling_logprobs,
-            ended=ended,
-            num_rows=self.sizes.local_batch_size,
-            pad_token_id=self.tokens.pad,
-            device=self.args.device,
-            preparation=self._preparation,
-        )
-        with self._step_of_run():
+        given = ExternalRows(queries, responses, scores, response_masks, sampling_logprobs, ended)
+        rows, row_scores = given.padded(self._run, self.sizes.local_batch_size, self._preparation)
+        with self._run_of_steps.update(self._begin_steps, self._leave_if_stopped, self._finish_run):
             self._run.fire("on_step_begin")
             rollout = self.collect_rollout(Prompts.of_responses(rows), rows, row_scores)
             self._accept(rollout)
@@ -481,7 +425,7 @@ class TrainerBase(Steps, Trainer):
             DivergenceError: A weight is not finite. `output_dir` is released nevertheless.
             RunStopped: A signal arrived after the last update; the run ended with a checkpoint.
         """
-        self._close_steps(saves=True)
+        self._run_of_steps.close(self._save_and_finish)
 
     def __enter__(self) -> Self:
         """Return the trainer; the end of the block calls `close`."""
@@ -489,57 +433,20 @@ class TrainerBase(Steps, Trainer):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Call `close`; after an error of one of several processes only release `output_dir`."""
-        self._close_steps(saves=kind is None or self.accelerator.num_processes == 1)
+        ends_together = kind is None or self.accelerator.num_processes == 1
+        self._run_of_steps.close(self._save_and_finish if ends_together else None)
 
-    @property
-    def _begins_steps(self) -> bool:
-        """Whether Trainer's `train` only sets up a run of `step`."""
-        return self._open_steps is not None and not self._has_stepped
+    def _begin_steps(self, held: ExitStack) -> None:
+        held.enter_context(self._signals.listening())
+        super().train(held.enter_context(saving.opened(self._run, self.train_dataset, None)))
 
-    @contextmanager
-    def _step_of_run(self) -> Iterator[None]:
-        """Begin the run of `step` in its first call; end it after the last update, a signal or an error."""
-        with ExitStack() as ending:
-            ending.callback(self._release_steps)
-            if self._open_steps is None and not self._has_stepped:
-                self._open_steps = ExitStack()
-                super().train(self._open_steps.enter_context(self._open_run(None)))
-                self._has_stepped = True
-            if self._open_steps is None or self.state.global_step >= self.state.max_steps:
-                done, of = self.state.global_step, self.state.max_steps
-                raise RuntimeError(
-                    f"the run of step() is over after {done} of {of} updates; to continue, make a new PPOTrainer with "
-                    "resume_from_checkpoint=True, and a larger total_episodes for more updates"
-                )
-            with self._run.noting_error():
-                yield
-            self._leave_if_stopped()
-            if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
-                self._finish_run()
-            else:
-                ending.pop_all()
-
-    def _close_steps(self, saves: bool) -> None:
-        """End a run of `step` before its last update, see `PPOTrainer.close`; do nothing without an open run.
-
-        Args:
-            saves: Whether to save, log and fire `on_train_end`, which all ranks do together.
-        """
-        if self._open_steps is None:
-            return
-        with ExitStack() as ending:
-            ending.callback(self._release_steps)
-            if saves:
-                self._signals.agree(self.args.device)
-                if self.args.save_strategy != "no":
-                    with preserve_rng():
-                        self._save_last()
-                self._finish_run()
-
-    def _release_steps(self) -> None:
-        if self._open_steps is not None:
-            self._open_steps.close()
-            self._open_steps = None
+    def _save_and_finish(self) -> None:
+        """End a run of `step` before its last update: save, log and fire `on_train_end`."""
+        self._signals.agree(self.args.device)
+        if self.args.save_strategy != "no":
+            with preserve_rng():
+                self._save_last()
+        self._finish_run()
 
     def register_stateful(self, name: str, part: Stateful) -> None:
         """Save an object's state in every checkpoint and restore it on resume.
@@ -552,7 +459,7 @@ class TrainerBase(Steps, Trainer):
         Raises:
             TypeError: Its state cannot be in a checkpoint.
         """
-        self._stateful.register(name, part)
+        self._run.stateful.register(name, part)
 
     @property
     def reward_model(self) -> nn.Module | None:
@@ -578,8 +485,8 @@ class TrainerBase(Steps, Trainer):
             Gradient norm before clipping.
         """
         run, args, accelerator, model = self._run, self.args, self.accelerator, self.model_wrapped
-        self._critic_only.drop_policy_gradients(self._models.policy)
-        norms = learning.gradient_norms(accelerator, self._models)
+        self._critic_only.drop_policy_gradients()
+        norms = learning.gradient_norms(accelerator, run.models)
         clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
         if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
@@ -610,8 +517,10 @@ class TrainerBase(Steps, Trainer):
         dataset = datasets.read_by_each_rank(dataset, batch_size * self.sizes.world_size, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
         with datasets.loading(self.args, dataset, is_training):
-            made = super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
-            return datasets.leaving_signals(made)
+            loader = super()._get_dataloader(
+                dataset, description, batch_size, *args, is_training=is_training, **kwargs
+            )
+            return datasets.leaving_signals(loader)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = [*OWN_COLUMNS]
@@ -628,7 +537,7 @@ class TrainerBase(Steps, Trainer):
 
     # ---- Optimizer and schedule ----
 
-    def create_optimizer(self, model: Any = None) -> Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Make the optimizer, with the given function if there is one.
 
         Args:
@@ -638,52 +547,45 @@ class TrainerBase(Steps, Trainer):
             TypeError: The function returned no optimizer.
             ValueError: Its optimizer lacks trainable parameters, or holds foreign ones.
         """
+        prepared = self.model if model is None else model
         if self.optimizer is None:
-            self.optimizer = self._optimization.made_optimizer(self.model if model is None else model)
-        return self._optimization.rated(super().create_optimizer(model), model or self.model, self.args)
+            self.optimizer = self._optimization.make_optimizer(prepared)
+        return self._optimization.rated(super().create_optimizer(model), prepared, self.args)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
         """Make the scheduler; one that follows a metric maximizes it if greater is better."""
         follow_metric(self.args)
         if self.lr_scheduler is None:
             over = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = self._optimization.made_scheduler(over, num_training_steps)
+            self.lr_scheduler = self._optimization.make_scheduler(over, num_training_steps)
             self._created_lr_scheduler = self.lr_scheduler is not None
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        self._optimization.take(scheduler, self.args, num_training_steps)
+        self._optimization.record(scheduler, self.args, num_training_steps)
         return scheduler
 
     # ---- Checkpoints ----
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write what Trainer writes, under a temporary name, then rotate the checkpoints and upload."""
-        run, args, state = self._run, self.args, self.state
+        run, args, progress = self._run, self.args, self._progress
         self._guard.check_weights()
-        progress, self._is_saving = self._progress, True
         progress.losses = run.gather(self._tr_loss.reshape(1)).tolist()
-        progress.last_logged_step, progress.kinds = self._globalstep_last_logged, saving.kinds_of(self._models)
-        progress.pending_metrics = self._window.updates
+        progress.last_logged_step, progress.pending_metrics = self._globalstep_last_logged, self._window.updates
         self.store_flos()
-        with saving.writing_checkpoint(run, progress, self._stateful) as (directory, final):
+        with saving.writing_checkpoint(run, progress) as directory:
             self.save_model(directory, _internal_call=True)
             if not args.save_only_model:
                 self._save_optimizer_and_scheduler(directory)
                 self._save_scaler(directory)
                 self._save_rng_state(directory)
-            if state.best_global_step == state.global_step:
-                state.best_model_checkpoint = final
-            if args.should_save:
-                saving.export_states([*self.callback_handler.callbacks, self.control], state)
-                state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
-        self._guard.last_checkpoint, self._is_saving = final, False
         self.create_model_card()
         if args.push_to_hub:
-            self._push_from_checkpoint(final)
+            self._push_from_checkpoint(str(run.last_checkpoint))
         if args.should_save:
-            rotate_checkpoints(output_directory(args), args.save_total_limit, state.best_model_checkpoint)
+            rotate_checkpoints(output_directory(args), args.save_total_limit, self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with saving.without_frozen(self.model_wrapped, self._models, self.is_deepspeed_enabled):
+        with saving.without_frozen(self._run, self.model_wrapped):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -698,7 +600,8 @@ class TrainerBase(Steps, Trainer):
             DivergenceError: A weight is not finite; nothing is written.
         """
         args, accelerator = self.args, self.accelerator
-        if not self._is_saving:
+        directory = output_dir or output_directory(args)
+        if not is_unfinished(directory):
             self._guard.check_weights(together=processes.is_sharding(accelerator))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None and "FULL_STATE_DICT" not in str(plugin.state_dict_type):
@@ -706,22 +609,20 @@ class TrainerBase(Steps, Trainer):
             self._save(output_dir, state_dict=accelerator.get_state_dict(self.model_wrapped))  # pyright: ignore
         super().save_model(output_dir, _internal_call)
         if not _internal_call and args.process_index == 0 and not args.disable_tqdm:
-            own = output_directory(args)
-            print_text(where_results_are(output_dir or own, own))
+            print_text(where_results_are(directory, output_directory(args)))
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if self.args.should_save:
-            directory = output_dir or output_directory(self.args)
-            saving.save_all(self._run, self._models, directory, state_dict, is_checkpoint=self._is_saving)
+            saving.save_all(self._run, output_dir or output_directory(self.args), state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            saving.load_models(self._models, resume_from_checkpoint, super()._load_from_checkpoint)
+            saving.load_models(self._run.models, resume_from_checkpoint, super()._load_from_checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        saving.check_loaded(self._models, load_result)
+        saving.check_loaded(self._run.models, load_result)
 
     def _load_callback_state(self) -> None:
         saving.restore_states(self.args, self.callback_handler.callbacks, self.state)
@@ -730,11 +631,10 @@ class TrainerBase(Steps, Trainer):
         """Load both, then apply this run's arguments if they changed."""
         if checkpoint is None:
             return
-        with saving.loading_without_policy_state(checkpoint, self._models.policy, self.is_fsdp_enabled):
+        with saving.loading_without_policy_state(self._run, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-        saving.apply_own_optimization(
-            self._run, self._progress, self._optimization, self.optimizer, self._get_learning_rate
-        )
+        rate = self._get_learning_rate
+        saving.apply_settings(self._run, self._progress, self._optimization, self.optimizer, rate)
 
     def _load_best_model(self) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -770,7 +670,9 @@ class TrainerBase(Steps, Trainer):
         datasets.check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
         return self._preparation.prepared(eval_dataset, "eval_dataset")
 
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
         """Like `evaluate` with a data set, but nothing is logged.
 
         Args:
@@ -786,7 +688,9 @@ class TrainerBase(Steps, Trainer):
         test_dataset = self._preparation.prepared(test_dataset, "test_dataset")
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
+    def _evaluate(
+        self, trial: object, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
         """Evaluate during training, and step a schedule that follows a metric."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run.agree_on_control()
@@ -805,17 +709,10 @@ class TrainerBase(Steps, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Collect a rollout for every batch of `dataloader`, with the same separate random numbers in every call."""
-        run, gather = self._run, cast(Callable[..., Any], self.accelerator.gather_for_metrics)
-        with self._apart_from_training():
+        run = self._run
+        with evaluator.apart_from_training(run, self.model_wrapped, self.sampler.engine):
             self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
-
-            def evaluate(prompts: Prompts) -> Mapping[str, Tensor]:
-                rollout = self.collect_rollout(prompts)
-                self._guard.check_rollout(rollout)
-                return evaluation_columns(rollout, self.args, self.kl_controller.coef)
-
-            fire = partial(run.fire, "on_prediction_step")
-            columns = evaluations.evaluated(dataloader, evaluate, gather, self.args.device, fire)
+            columns = evaluator.evaluate(run, dataloader, self.collect_rollout, self._guard, self.kl_controller.coef)
         metrics = rollouts.metrics_of_evaluation(run, columns, metric_key_prefix, self._score_unit)
         return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore[reportArgumentType]
 
@@ -833,33 +730,17 @@ class TrainerBase(Steps, Trainer):
             One row per prompt: query, model response, score, and each reward if there are several; rank 0 also writes
             it to `output_dir/_samples/`. None before the first update on a stream without evaluation data.
         """
-        run, held_out = self._run, self.eval_dataset is not None
-        gather_rows = partial(self.accelerator.gather_for_metrics, use_gather_object=True)
-        gather: Callable[..., Any] = gather_rows if held_out else gather_object
-        with self._apart_from_training():
+        run, is_held_out = self._run, self.eval_dataset is not None
+        respond = partial(self._respond, config=self.sampler.settings(greedy=True))
+        with evaluator.apart_from_training(run, self.model_wrapped, self.sampler.engine):
             batches = itertools.islice(self._sample_prompts(), 1 if sampling else None)
-            rows = rollouts.rows_of_samples(run, batches, self._respond_greedily, gather)
+            rows = evaluator.rows_of_samples(run, batches, respond, self.score_responses, is_held_out)
         if not rows:
             return None
         table = evaluations.table_of(rows, self.scorer.names)
         if self.is_world_process_zero():
-            self._printed = evaluations.show_table(table, self, held_out, self._printed)
+            self._printed = evaluations.show_table(table, self, is_held_out, self._printed)
         return table
-
-    def _respond_greedily(self, prompts: Prompts) -> tuple[Prompts, Responses, Scores]:
-        """Sample greedy responses and the baselines' responses, and score the former."""
-        with noting_out_of_memory("generate"):
-            responses, prompts = self._respond(prompts, self.sampler.settings(greedy=True))
-        with noting_out_of_memory("score"):
-            return prompts, responses, self.score_responses(responses, prompts)
-
-    @contextmanager
-    def _apart_from_training(self) -> Iterator[None]:
-        """Let the steps use the current weights in the block, with the same separate random numbers in every call."""
-        self._run.check_in_step()
-        self.sampler.engine.policy_changed()  # the weights may have changed
-        with rollouts.apart_from_training(self._run, self.model_wrapped):
-            yield
 
     @torch.no_grad()
     def audit_critic(
@@ -886,8 +767,8 @@ class TrainerBase(Steps, Trainer):
         """
         sets: Any = self.eval_dataset if eval_dataset is None else self._prepared_eval(eval_dataset)
         check_audit(self.args, sets, num_prefixes, num_continuations, self._play is not None)
-        with self._apart_from_training():
-            batches = evaluations.held_out_prompts(
+        with evaluator.apart_from_training(self._run, self.model_wrapped, self.sampler.engine):
+            batches = evaluator.held_out_prompts(
                 sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
             )
             auditor = CriticAuditor(self, self._respond, self._run, self.sampler, num_prefixes, num_continuations)
@@ -901,9 +782,9 @@ class TrainerBase(Steps, Trainer):
     def _sample_prompts(self) -> Iterator[Prompts]:
         """Yield all held-out prompts in batches; without them, one batch of training prompts."""
         if self.eval_dataset is not None:
-            return evaluations.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, self.args.device)
+            return evaluator.held_out_prompts(self.eval_dataset, self.get_eval_dataloader, self.args.device)
         collate = self._get_collator_with_removed_columns(self.data_collator, "sampling")
-        return rollouts.training_prompts(self._run, self.train_dataset, collate, self._latest_prompts)
+        return evaluator.training_prompts(self._run, self.train_dataset, collate, self._latest_prompts)
 
     # ---- The hub ----
 
@@ -926,17 +807,10 @@ class TrainerBase(Steps, Trainer):
             **more: Trainer's other arguments, of which `language`, `license` and `finetuned_from` are used.
         """
         if self.is_world_process_zero():
-            save_run_card(
-                self.args,
-                self.policy_model,
-                reward_origins(self.reward_models, self.scorer.names),
-                self.state.log_history,
-                model_name=model_name,
-                dataset_name=dataset_name or self.dataset_name,
-                tags=tags,
-                with_curves=not self.is_in_train,
-                **more,
-            )
+            rewards, log = reward_origins(self.reward_models, self.scorer.names), self.state.log_history
+            more |= {"model_name": model_name, "dataset_name": dataset_name or self.dataset_name}
+            with_curves = not self.is_in_train
+            save_run_card(self.args, self.policy_model, rewards, log, tags=tags, with_curves=with_curves, **more)
 
     # ---- Counting: one step is one PPO update ----
 

@@ -26,7 +26,7 @@ ROOMS = re.findall(r"^\| `(\w+)(?:\.py)?` \|", MAP, re.MULTILINE)
 """The rows of CONTRIBUTING's map: a room imports from itself and from those above it, never from one below it."""
 MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
 LONGER = {  # Trainer finds its overrides on one class only; the options are one dataclass
-    "rlhf_ppo/trainer_base.py": 637,
+    "rlhf_ppo/trainer_base.py": 529,
     "rlhf_ppo/config/ppo_config.py": 520,
 }
 MAX_FUNCTION_LINES = 60  # with the docstring, without the signature

@@ -1,22 +1,17 @@
-"""Evaluation in training: rollouts on held-out prompts, the metric of the best model, and sample tables."""
+"""Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers.image_utils import load_image
 from transformers.integrations.integration_utils import TensorBoardCallback
 
@@ -24,103 +19,16 @@ from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.data.images import IMAGES_COLUMN, thumbnails
-from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.reporting.console import beside_bars
-from rlhf_ppo.reporting.metrics import gather_columns, warn_of_unscored
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.terminal import cell, markdown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
-    from rlhf_ppo.data.rollout import Responses
+    from rlhf_ppo.data.rollout import Prompts, Responses
     from rlhf_ppo.rewards.scorer import Scores
 
-
-def evaluated(
-    batches: Iterable[Mapping[str, object]],
-    evaluate: Callable[[Prompts], Mapping[str, Tensor]],
-    gather: Callable[[Tensor], Tensor],
-    device: torch.device,
-    after_batch: Callable[[], None],
-) -> dict[str, Tensor]:
-    """Evaluate held-out prompts batch by batch.
-
-    Args:
-        batches: Collated batches of this rank.
-        evaluate: Takes a batch's prompts, and returns the `evaluation_columns` of their rollout.
-        gather: Concatenates over ranks, without the rows that pad the last batch.
-        device: Device of the prompts.
-        after_batch: Called after each batch.
-
-    Returns:
-        By name, one value per episode of all ranks.
-    """
-    parts: list[dict[str, Tensor]] = []
-    for batch in batches:
-        parts.append(gather_columns(evaluate(Prompts.from_collated(batch, device)), gather))
-        after_batch()
-    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    warn_of_unscored(columns["scores"])
-    return columns
-
-
-@contextmanager
-def runnable(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """Yield the prepared model, or, before training, the plain model with all parameters on a device.
-
-    Args:
-        model: The `PolicyAndValue`, prepared or not.
-        device: This rank's device.
-    """
-    if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
-        with gathered(model.parameters()):
-            yield model.to(device)
-    else:
-        yield model
-
-
-def held_out_prompts(
-    eval_dataset: Any, loader_of: Callable[[str | None], Iterable[Mapping[str, Any]]], device: torch.device
-) -> Iterator[Prompts]:
-    """Yield all held-out prompts of this rank in batches.
-
-    Args:
-        eval_dataset: The evaluation set, or a dict of them.
-        loader_of: Takes the name of a set, or None for the only one; returns collated batches.
-        device: Device of the prompts.
-    """
-    names = list(eval_dataset) if isinstance(eval_dataset, dict) else [None]
-    for name in names:
-        for batch in loader_of(name):
-            yield Prompts.from_collated(batch, device)
-
-
-def first_prompts(
-    rows: Sequence[Any],
-    num_rows: int,
-    collate: Callable[[list[Any]], Mapping[str, Any]],
-    accelerator: Accelerator,
-    device: torch.device,
-) -> Prompts:
-    """Return this rank's share of the first training prompts.
-
-    Args:
-        rows: The training set.
-        num_rows: Rows of each rank, at most as many as the data has.
-        collate: Makes a batch.
-        accelerator: The accelerator.
-        device: Device of the prompts.
-    """
-    num_rows = min(num_rows, len(rows) // accelerator.num_processes)
-    first = num_rows * accelerator.process_index
-    batch = collate([rows[index] for index in range(first, first + num_rows)])
-    return Prompts.from_collated(batch, device)
-
-
-# Sample tables: prompts, responses and scores, in the terminal, in files and in the experiment trackers
 
 NUM_PRINTED, MAX_CHARACTERS = 2, 300
 """Rows of a table in the terminal, and characters of a text there; files and trackers have all."""

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer
 
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController, check_coefficient
+from rlhf_ppo.algorithm.masked import RunningMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_optimization, check_output_dir, check_ptx, parse_weights
 from rlhf_ppo.config.ppo_config import Sizes, output_directory
@@ -22,10 +23,12 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampler import Sampler
 from rlhf_ppo.generation.sampling import SpecialTokens, special_tokens
 from rlhf_ppo.models import capabilities, loading
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings, settle_special_tokens
 from rlhf_ppo.ranks import processes
-from rlhf_ppo.rewards.functions import RewardFunction
+from rlhf_ppo.ranks.random_streams import RngStreams
+from rlhf_ppo.rewards.functions import LoggedByFunctions, RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, RewardModel, load_reward_models
@@ -36,17 +39,18 @@ from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
 from rlhf_ppo.run.inputs import TrainerInputs
 from rlhf_ppo.run.learning import PolicyLossFunction, resolve_policy_loss
-from rlhf_ppo.run.placing import early_accelerator, place_frozen
+from rlhf_ppo.run.placing import early_accelerator, place_frozen, set_up_backend
 from rlhf_ppo.run.ptx import LanguageModeling
 from rlhf_ppo.run.rollouts import Play
-from rlhf_ppo.run.run_state import RunState, StatefulParts
+from rlhf_ppo.run.run_state import HoldsState, RunState, StatefulParts
 from rlhf_ppo.run.warmup import CriticOnly
 
 logger = processes.get_logger(__name__)
 
 
-def start_afresh(run: RunState, policy: nn.Module, engine: GenerationEngine) -> None:
+def start_afresh(run: RunState, engine: GenerationEngine) -> None:
     """Seed the random numbers and drop what an earlier run has left, at the start of a run."""
+    policy = run.models.policy
     set_seed(run.args.seed, device_specific=True)
     run.streams.seed(run.args.seed)
     settle_special_tokens(policy)
@@ -157,10 +161,10 @@ def reward_functions(
         ValueError: A name is unknown, or nothing scores the episodes.
     """
     functions = [ExternalScores()] if is_stepped else resolve_rewards(reward_funcs)
-    own = [] if episodes is None else episodes.rewards
-    if not (functions or reward_model or own):
+    of_environments = [] if episodes is None else episodes.rewards
+    if not (functions or reward_model or of_environments):
         raise ValueError("no reward: pass reward_funcs, a reward_model, or an environment with get_reward")
-    return functions + own
+    return functions + of_environments
 
 
 def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:
@@ -169,23 +173,25 @@ def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl
     return asks_for_reference(args) or kl_controller is not None or "reference" in asked
 
 
-def make_kl_controller(args: PPOConfig, given: KLController | None, stateful: StatefulParts) -> KLController:
-    """Return the given controller, or the one for the arguments; register it in `stateful` unless it is constant.
+def make_kl_controller(run: RunState, controller: KLController | None) -> KLController:
+    """Return the user's controller, or the one for the arguments; checkpoints save it unless it is constant.
 
     Raises:
-        ValueError: A controller is given, and the arguments ask for one.
+        ValueError: There is a controller, and the arguments ask for one.
     """
-    if given is not None and args.kl_target is not None:
+    args = run.args
+    if controller is not None and args.kl_target is not None:
         raise ValueError(f"kl_controller and kl_target={args.kl_target} both set the KL coefficient; leave one None")
     if args.kl_estimator == "k3" and args.kl_coef > 0:
         logger.warning_once(
             "kl_estimator='k3' does not optimise the KL-regularised reward, and can end below the untrained "
             "policy; 'k1' does"
         )
-    if given is None and args.kl_target is None:
-        return FixedKLController(args)
-    controller = given or AdaptiveKLController(args.kl_coef, cast(float, args.kl_target), args.kl_horizon)
-    stateful.register("kl_controller", controller)
+    if controller is None:
+        if args.kl_target is None:
+            return FixedKLController(args)
+        controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    run.stateful.register("kl_controller", controller)
     return controller
 
 
@@ -226,6 +232,8 @@ class Parts:
         baselines: Responses that reward functions compare with.
         play: Plays episodes of several turns instead, or None.
         ptx: The loss on `ptx_dataset`, or None.
+        kl_controller: Sets the KL coefficient.
+        score_moments: Mean and spread of the scores so far, for `score_scaling`.
     """
 
     sampler: Sampler
@@ -234,12 +242,38 @@ class Parts:
     baselines: BaselineCompletions
     play: Play | None
     ptx: LanguageModeling | None
+    kl_controller: KLController
+    score_moments: RunningMoments
+
+
+def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) -> RunState:
+    """Return the state that the parts of a trainer share.
+
+    Args:
+        trainer: The trainer, after Trainer's constructor.
+        models: Policy and value model.
+        loaded: What `load` made of the user's arguments.
+    """
+    args = trainer.args
+    return RunState(
+        trainer=trainer,
+        args=args,
+        models=models,
+        tokenizer=loaded.tokenizer,
+        tokens=loaded.tokens,
+        processor=loaded.processor,
+        accelerator=trainer.accelerator,
+        callbacks=trainer.callback_handler,
+        streams=RngStreams(args.process_index, args.seed),
+        logged=LoggedByFunctions(is_used=bool(loaded.functions)),
+        stateful=StatefulParts(),
+    )
 
 
 def make_parts(
     trainer: Trainer, run: RunState, inputs: TrainerInputs, loaded: LoadedInputs, critic_only: CriticOnly
 ) -> Parts:
-    """Place the frozen models, and make engine, sampler and scorer.
+    """Set up the backend, place the frozen models, and make engine, sampler and scorer.
 
     Args:
         trainer: The trainer, after Trainer's constructor.
@@ -249,6 +283,10 @@ def make_parts(
         critic_only: Critic warm-up.
     """
     args, tokens, accelerator, models = run.args, run.tokens, run.accelerator, loaded.models
+    set_up_backend(accelerator, run.models)
+    kl_controller, score_moments = make_kl_controller(run, inputs.kl_controller), RunningMoments()
+    if args.score_scaling:
+        run.stateful.register("score_moments", score_moments)
     if models.reference is not None and models.reference.model is not None:
         models.reference.model = place_frozen(models.reference.model, accelerator, args.offload_frozen)
     baselines = BaselineCompletions.of(loaded.functions, run.tokenizer, tokens)
@@ -267,11 +305,13 @@ def make_parts(
     play = None if episodes is None else episodes.player(trainer, run, engine, longest, baselines.kinds)
     preparation = loaded.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     never_sampled, longest = preparation.never_sampled, preparation.longest_sequence
-    sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.moment)
+    sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.position)
     scorer = make_scorer(run, models.rewards, loaded.functions, chats)
     texts = inputs.ptx_dataset
     ptx = None if texts is None else LanguageModeling(run, loaded.sizes, critic_only, longest, texts)
-    return Parts(sampler, scorer, preparation, baselines, play, ptx)
+    if ptx is not None:
+        run.stateful.register("ptx", ptx)
+    return Parts(sampler, scorer, preparation, baselines, play, ptx, kl_controller, score_moments)
 
 
 def make_scorer(
@@ -306,9 +346,10 @@ def make_scorer(
         for function in functions
     ]
     weights = parse_weights("reward_weights", args.reward_weights)
-    own = [source.name for source in sources if getattr(source, "is_of_environment", False)]  # weight 1 if not given
+    # Rewards of environments have weight 1 by default.
+    of_environments = [source.name for source in sources if getattr(source, "is_of_environment", False)]
     if isinstance(weights, dict):
-        weights = dict.fromkeys(own, 1.0) | weights
-    elif weights is not None and len(weights) == len(models) + len(sources) - len(own):
-        weights = [*weights, *[1.0] * len(own)]
+        weights = dict.fromkeys(of_environments, 1.0) | weights
+    elif weights is not None and len(weights) == len(models) + len(sources) - len(of_environments):
+        weights = [*weights, *[1.0] * len(of_environments)]
     return Scorer([*models, *sources], weights, together)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_ppo.data.rollout import Experience, Rollout
 from rlhf_ppo.models.capabilities import weights_not_finite
@@ -37,16 +36,11 @@ class DivergenceGuard:
     """Raise `DivergenceError` on all ranks at the first score, loss, gradient norm or weight that is not finite.
 
     Args:
-        run: The run, whose accelerator exists.
-        model: Policy and value model, unwrapped; errors use the names of its weights.
-
-    Attributes:
-        last_checkpoint: Checkpoint that the run last wrote or resumed from.
+        run: The run; errors use the names of the weights of its models.
     """
 
-    def __init__(self, run: RunState, model: nn.Module) -> None:
-        self.run, self.args, self.accelerator, self.model = run, run.args, run.accelerator, model
-        self.last_checkpoint: str | None = None
+    def __init__(self, run: RunState) -> None:
+        self.run, self.args, self.accelerator, self.models = run, run.args, run.accelerator, run.models
 
     def check_rollout(self, rollout: Rollout) -> None:
         """Check log-probabilities, KL, values and scores; a score of NaN stands for no score."""
@@ -59,24 +53,26 @@ class DivergenceGuard:
             "the rewards of tokens": rollout.token_scores,
         }
         outside = ~rollout.response_mask
-        given = {name: values.masked_fill(outside, 0.0) for name, values in of_tokens.items() if values is not None}
+        figures = {name: values.masked_fill(outside, 0.0) for name, values in of_tokens.items() if values is not None}
         scores = rollout.scores.masked_fill(rollout.scores.isnan(), 0.0)
-        self._check(given | {"the value after the last token": rollout.final_values, "the score": scores})
+        self._check(figures | {"the value after the last token": rollout.final_values, "the score": scores})
 
     def check_experience(self, experience: Experience) -> None:
         """Check returns and advantages."""
         self._check({"the returns": experience.returns, "the advantages": experience.advantages})
 
-    def _check(self, given: Mapping[str, Tensor]) -> None:
-        finite = torch.stack([values.isfinite().reshape(len(values), -1).all(dim=1) for values in given.values()])
+    def _check(self, figures: Mapping[str, Tensor]) -> None:
+        finite = torch.stack([values.isfinite().reshape(len(values), -1).all(dim=1) for values in figures.values()])
         with raise_on_all_ranks(self.accelerator):
             if not bool(finite.all()):
                 number, row = (~finite).nonzero()[0].tolist()
-                name = list(given)[number]
+                name = list(figures)[number]
                 fix = "The engine or rollout_func must give one for each token, or none" if name == _SAMPLED else None
                 raise DivergenceError(self._message(f"{name} of response {row}: not finite", fix))
 
-    def check_step(self, statistics: UpdateStatistics, num_parts: int, loss: Tensor, grad_norm: Any) -> None:
+    def check_step(
+        self, statistics: UpdateStatistics, num_parts: int, loss: Tensor, grad_norm: Tensor | float
+    ) -> None:
         """Check an optimizer step before it is taken, with one exchange and one read from the device.
 
         An overflow of gradients under fp16's loss scaling is not a divergence: the scaler skips that step.
@@ -94,9 +90,9 @@ class DivergenceGuard:
         not_finite = ~torch.stack([*watched, loss.detach().float(), norm.float()]).isfinite()
         flags: list[float] = self.run.sum_over_ranks(not_finite.float()).tolist()  # pyright: ignore[reportUnknownMemberType]
         names = [*_FIGURES.values(), "the loss", "the norm of the gradient"]
-        found = next((name for name, flag in zip(names, flags, strict=True) if flag), None)
-        if found is not None and not (found == names[-1] and self.accelerator.mixed_precision == "fp16"):
-            raise DivergenceError(self._message(f"{found} became not finite while learning"))
+        first = next((name for name, flag in zip(names, flags, strict=True) if flag), None)
+        if first is not None and not (first == names[-1] and self.accelerator.mixed_precision == "fp16"):
+            raise DivergenceError(self._message(f"{first} became not finite while learning"))
 
     def check_weights(self, together: bool = True) -> None:
         """Check that every weight is finite; called before any is saved.
@@ -106,14 +102,14 @@ class DivergenceGuard:
         """
         self.run.check_in_step()
         with raise_on_all_ranks(self.accelerator) if together else nullcontext():
-            if found := weights_not_finite(self.model):
-                raise DivergenceError(self._message(f"the weights {', '.join(list(found)[:3])} are not finite"))
+            if names := weights_not_finite(self.models):
+                raise DivergenceError(self._message(f"the weights {', '.join(list(names)[:3])} are not finite"))
 
     def _message(self, reason: str, fix: str | None = None) -> str:
-        saved = self.last_checkpoint
+        saved = self.run.last_checkpoint
         if saved is None or not os.path.isdir(saved):
             resume = "no checkpoint was saved before"
         else:
             resume = f"the last good checkpoint is {saved}"
-        fix = fix or advice_by_type(self.model, "Look at the rewards, or lower learning_rate or kl_coef")
-        return f"{self.run.moment()}: {reason}. Nothing from this update was saved; {resume}. {fix}"
+        fix = fix or advice_by_type(self.models, "Look at the rewards, or lower learning_rate or kl_coef")
+        return f"{self.run.position()}: {reason}. Nothing from this update was saved; {resume}. {fix}"

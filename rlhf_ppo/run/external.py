@@ -1,10 +1,11 @@
-"""The rows that the caller of `PPOTrainer.step` passes: their checks and their padding."""
+"""`PPOTrainer.step`: the rows that its caller passes, their checks and padding, and the run that spans its calls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import torch
@@ -14,6 +15,7 @@ from rlhf_ppo.data.rollout import Responses, check_lengths
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.run.datasets import PromptPreparation
+from rlhf_ppo.run.run_state import RunState
 
 MAX_ROUNDING = 1e-3
 """Largest log-probability in nats: engines that compute in 16 bits may round to a little above 0."""
@@ -33,51 +35,58 @@ class ExternalScores(RewardSource):
         raise ValueError("pass reward_model or reward_funcs: without them only step() works, which is given scores")
 
 
-def given_responses(
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    scores: Sequence[float] | Sequence[Tensor] | Tensor,
-    *,
-    response_masks: Sequence[Tensor] | None,
-    sampling_logprobs: Sequence[Tensor] | None,
-    ended: Sequence[bool] | Tensor | None,
-    num_rows: int,
-    pad_token_id: int,
-    device: torch.device,
-    preparation: PromptPreparation,
-) -> tuple[Responses, Scores]:
-    """Check and pad the responses of `PPOTrainer.step`.
+@dataclass(frozen=True)
+class ExternalRows:
+    """The arguments of `PPOTrainer.step`, which documents them."""
 
-    Raises:
-        ValueError: A value does not fit; see `PPOTrainer.step`.
-    """
-    given: dict[str, Sized | None] = {
-        **{"queries": queries, "responses": responses, "scores": scores, "response_masks": response_masks},
-        **{"sampling_logprobs": sampling_logprobs, "ended": ended},
-    }
-    for name, of_rows in given.items():
-        if of_rows is not None and len(of_rows) != num_rows:
-            raise ValueError(
-                f"{name} has {len(of_rows)} entries, but an update takes {num_rows} responses on each process: "
-                "per_device_train_batch_size x gradient_accumulation_steps"
-            )
-    for name, rows in {"queries": queries, "responses": responses}.items():
-        _check_ids(name, rows, preparation.vocabulary)
-    padded = padded_responses(queries, responses, response_masks, num_rows, pad_token_id, device)
-    check_lengths(padded.context_length, padded.responses.shape[1], preparation.longest_sequence)
-    if sampling_logprobs is not None:
-        padded = replace(padded, sampling_logprobs=_logprobs(sampling_logprobs, padded))
-    if ended is not None:
-        padded = replace(padded, ended=torch.as_tensor(ended, dtype=torch.bool, device=device))
+    queries: Sequence[Tensor]
+    responses: Sequence[Tensor]
+    scores: Sequence[float] | Sequence[Tensor] | Tensor
+    response_masks: Sequence[Tensor] | None
+    sampling_logprobs: Sequence[Tensor] | None
+    ended: Sequence[bool] | Tensor | None
+
+    def padded(self, run: RunState, num_rows: int, preparation: PromptPreparation) -> tuple[Responses, Scores]:
+        """Check the rows, and pad them to those of an update.
+
+        Args:
+            run: The run.
+            num_rows: Rows of an update on this rank.
+            preparation: Gives the vocabulary and the longest sequence.
+
+        Raises:
+            ValueError: A value does not fit; see `PPOTrainer.step`.
+        """
+        for name, rows in vars(self).items():
+            if rows is not None and len(rows) != num_rows:
+                raise ValueError(
+                    f"{name} has {len(rows)} entries, but an update takes {num_rows} responses on each process: "
+                    "per_device_train_batch_size x gradient_accumulation_steps"
+                )
+        _check_ids("queries", self.queries, preparation.vocabulary)
+        _check_ids("responses", self.responses, preparation.vocabulary)
+        device = run.args.device
+        padded = padded_responses(self.queries, self.responses, self.response_masks, num_rows, run.tokens.pad, device)
+        check_lengths(padded.context_length, padded.responses.shape[1], preparation.longest_sequence)
+        if self.sampling_logprobs is not None:
+            padded = replace(padded, sampling_logprobs=_logprobs(self.sampling_logprobs, padded))
+        if self.ended is not None:
+            padded = replace(padded, ended=torch.as_tensor(self.ended, dtype=torch.bool, device=device))
+        return padded, _scores(self.scores, padded)
+
+
+def _scores(scores: Sequence[float] | Sequence[Tensor] | Tensor, rows: Responses) -> Scores:
+    """Return the scores of padded responses, from one score of each or from rewards of its tokens."""
+    num_rows, device = len(rows), rows.response_mask.device
     if _are_of_tokens(scores):
-        per_token = _of_tokens("scores", scores, padded)
-        has_none = (per_token.isnan() | ~padded.response_mask.cpu()).all(dim=1)
+        per_token = _of_tokens("scores", scores, rows)
+        has_none = (per_token.isnan() | ~rows.response_mask.cpu()).all(dim=1)
         values = torch.zeros(num_rows).masked_fill(has_none, math.nan).to(device)
         per_token = per_token.masked_fill(has_none[:, None], 0.0).to(device)
-        return padded, Scores(values, per_token, {ExternalScores.name: values + per_token.sum(dim=1)})
+        return Scores(values, per_token, {ExternalScores.name: values + per_token.sum(dim=1)})
     values = torch.tensor([float(score) for score in scores], dtype=torch.float32, device=device)
-    per_token = torch.zeros_like(padded.response_mask, dtype=torch.float32)
-    return padded, Scores(values, per_token, {ExternalScores.name: values})
+    per_token = torch.zeros_like(rows.response_mask, dtype=torch.float32)
+    return Scores(values, per_token, {ExternalScores.name: values})
 
 
 def padded_responses(
@@ -121,12 +130,12 @@ def _check_ids(name: str, rows: Sequence[Tensor], vocabulary: Vocabulary) -> Non
             )
 
 
-def _of_tokens(name: str, given: Sequence[Tensor], rows: Responses) -> Tensor:
+def _of_tokens(name: str, per_row: Sequence[Tensor], rows: Responses) -> Tensor:
     """Pad numbers of each response's tokens on the right, float32 `(B, T)`, on the CPU.
 
     Args:
         name: Name of the argument.
-        given: Numbers of each response, floating point `(T_i,)`.
+        per_row: Numbers of each response, floating point `(T_i,)`.
         rows: The padded responses.
 
     Returns:
@@ -134,16 +143,16 @@ def _of_tokens(name: str, given: Sequence[Tensor], rows: Responses) -> Tensor:
     """
     padded = torch.zeros(rows.response_mask.shape)
     lengths = rows.episode_mask.sum(dim=1).tolist()
-    for row, (numbers, length) in enumerate(zip(given, lengths, strict=True)):
+    for row, (numbers, length) in enumerate(zip(per_row, lengths, strict=True)):
         if len(numbers) != length:
             raise ValueError(f"{name}[{row}] has {len(numbers)} values for the {length} tokens of the response")
         padded[row, :length] = numbers.detach().float().cpu()
     return padded.masked_fill_(~rows.response_mask.cpu(), 0.0)
 
 
-def _logprobs(given: Sequence[Tensor], rows: Responses) -> Tensor:
+def _logprobs(per_row: Sequence[Tensor], rows: Responses) -> Tensor:
     """Return the sampling log-probabilities, nats, float32 `(B, T)`, 0 on tokens that the policy did not write."""
-    padded = _of_tokens("sampling_logprobs", given, rows)
+    padded = _of_tokens("sampling_logprobs", per_row, rows)
     wrong = (~padded.isfinite() | (padded > MAX_ROUNDING)).any(dim=1)
     if bool(wrong.any()):
         raise ValueError(
@@ -158,3 +167,72 @@ def _are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
     if not isinstance(scores, list | tuple):
         return False
     return all(isinstance(row, Tensor) and row.dim() == 1 for row in scores) and any(len(row) > 1 for row in scores)
+
+
+class RunOfSteps:
+    """The run that spans the calls of `PPOTrainer.step`."""
+
+    def __init__(self, run: RunState) -> None:
+        self.run, self._has_begun = run, False
+        self._held: ExitStack | None = None  # while it is open, such as the lock of its directory
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether Trainer's `train` only prepares the run, in the first call."""
+        return self._held is not None and not self._has_begun
+
+    @contextmanager
+    def update(
+        self,
+        begin: Callable[[ExitStack], object],
+        leave_if_stopped: Callable[[], object],
+        finish: Callable[[], object],
+    ) -> Iterator[None]:
+        """Begin the run in the first call; end it after the last update, a signal or an error.
+
+        Args:
+            begin: Prepares the run; what the run holds enters the stack.
+            leave_if_stopped: Leaves the run after a signal, with an exception.
+            finish: Finishes the run after its last update.
+
+        Raises:
+            RuntimeError: The run is over.
+        """
+        run = self.run
+        with ExitStack() as ending:
+            ending.callback(self._release)
+            if self._held is None and not self._has_begun:
+                self._held = ExitStack()
+                begin(self._held)
+                self._has_begun = True
+            if self._held is None or run.is_over:
+                done, of = run.state.global_step, run.state.max_steps
+                raise RuntimeError(
+                    f"the run of step() is over after {done} of {of} updates; to continue, make a new PPOTrainer with "
+                    "resume_from_checkpoint=True, and a larger total_episodes for more updates"
+                )
+            with run.noting_error():
+                yield
+            leave_if_stopped()
+            if run.control.should_training_stop or run.is_over:
+                finish()
+            else:
+                ending.pop_all()
+
+    def close(self, finish: Callable[[], object] | None) -> None:
+        """End the run before its last update; do nothing without an open run.
+
+        Args:
+            finish: Saves, logs and finishes, which all ranks do together; None only releases what the run holds.
+        """
+        if self._held is None:
+            return
+        with ExitStack() as ending:
+            ending.callback(self._release)
+            if finish is not None:
+                finish()
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None

@@ -43,7 +43,7 @@ class Optimization:
         optimizers: The trainer's argument: optimizer and scheduler, or functions that make them.
 
     Attributes:
-        given: The instances among them, for Trainer.
+        instances: Those of both that are no functions, for Trainer.
         policy_groups: Indices of the policy's parameter groups, if critic warm-up holds them under DeepSpeed.
     """
 
@@ -51,7 +51,7 @@ class Optimization:
         optimizer, scheduler = optimizers
         self._make_optimizer: MakeOptimizer | None = None if isinstance(optimizer, Optimizer) else optimizer
         self._make_scheduler: MakeScheduler | None = None if isinstance(scheduler, _SCHEDULERS) else scheduler
-        self.given: tuple[Any, Any] = (
+        self.instances: tuple[Any, Any] = (
             None if self._make_optimizer else optimizer,
             None if self._make_scheduler else scheduler,
         )
@@ -59,7 +59,7 @@ class Optimization:
         self._is_deepspeed, self.policy_groups = False, list[int]()
 
     def check(self, model: nn.Module, accelerator: Accelerator) -> None:
-        """Check a given optimizer, and that DeepSpeed neither replaces it nor steps the scheduler.
+        """Check the user's optimizer, and that DeepSpeed neither replaces it nor steps the scheduler.
 
         Args:
             model: The `PolicyAndValue`.
@@ -68,7 +68,7 @@ class Optimization:
         Raises:
             ValueError: The optimizer does not hold the model's parameters, or DeepSpeed has its own.
         """
-        optimizer = self.given[0]
+        optimizer = self.instances[0]
         if optimizer is not None:
             check_covers(optimizer, model)
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
@@ -87,8 +87,8 @@ class Optimization:
                 f"starts; {_FIX}"
             )
 
-    def made_optimizer(self, model: nn.Module) -> Optimizer | None:
-        """Make the optimizer with the given function; return None without one."""
+    def make_optimizer(self, model: nn.Module) -> Optimizer | None:
+        """Make the optimizer with the user's function; return None without one."""
         if self._make_optimizer is None:
             return None
         optimizer = self._make_optimizer(_trainable(model))
@@ -109,11 +109,11 @@ class Optimization:
             self.policy_groups = [index for index, group in groups if critic.isdisjoint(map(id, group["params"]))]
         return optimizer
 
-    def made_scheduler(self, optimizer: Optimizer, num_updates: int) -> Any:
-        """Make the scheduler with the given function; return None without one."""
+    def make_scheduler(self, optimizer: Optimizer, num_updates: int) -> Any:
+        """Make the scheduler with the user's function; return None without one."""
         return None if self._make_scheduler is None else self._make_scheduler(optimizer, num_updates)
 
-    def take(self, scheduler: Any, args: PPOConfig, num_updates: int) -> None:
+    def record(self, scheduler: Any, args: PPOConfig, num_updates: int) -> None:
         """Record the settings of a new scheduler and its optimizer, before a checkpoint is loaded."""
         if self._scheduler is not scheduler:
             self._scheduler, self._state = scheduler, copy.deepcopy(scheduler.state_dict())
@@ -156,8 +156,8 @@ class Optimization:
         if not before or not changed:
             return None
         groups = self._scheduler.optimizer.param_groups
-        for group, own in zip(groups, self._groups, strict=True):
-            group.update({name: copy.deepcopy(own[name]) for name in changed if name in own})
+        for group, settings in zip(groups, self._groups, strict=True):
+            group.update({name: copy.deepcopy(settings[name]) for name in changed if name in settings})
         if follows_metric(self._scheduler):
             vars(self._scheduler).update({name: self._state[name] for name in changed if name in self._state})
             for group, old, new in zip(groups, before["learning_rate"], self._rates, strict=True):
@@ -169,10 +169,10 @@ class Optimization:
 
     def _replay(self, num_updates: int) -> None:
         self._scheduler.load_state_dict(copy.deepcopy(self._state))
-        for group, own in zip(self._scheduler.optimizer.param_groups, self._groups, strict=True):
-            _set_rate(group, own["lr"])
-            if "initial_lr" in own:
-                group["initial_lr"] = copy.deepcopy(own["initial_lr"])
+        for group, settings in zip(self._scheduler.optimizer.param_groups, self._groups, strict=True):
+            _set_rate(group, settings["lr"])
+            if "initial_lr" in settings:
+                group["initial_lr"] = copy.deepcopy(settings["initial_lr"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the optimizer's steps were taken in another process
             for _ in range(num_updates):
@@ -267,9 +267,9 @@ def _critic_parameters(model: nn.Module) -> set[int]:
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Parameter]]:
-    own = "policy.", "value_model."  # wrappers add prefixes
+    prefixes = "policy.", "value_model."  # wrappers add others before them
     return [
-        (name[min((name.index(part) for part in own if part in name), default=0) :], parameter)
+        (name[min((name.index(prefix) for prefix in prefixes if prefix in name), default=0) :], parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]

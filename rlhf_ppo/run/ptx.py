@@ -180,7 +180,7 @@ class LanguageModeling:
         rows = self.next_rows()
         num_tokens = run.sum_over_ranks(rows.response_mask.sum())
         total = torch.zeros((), device=rows.response_mask.device)
-        args, models = run.args, run.unwrapped(model)
+        args, models = run.args, run.models
         cut = (args.per_device_train_batch_size, args.max_tokens_per_micro_batch, run.gather)
         # DeepSpeed keeps the last step's gradient of a parameter without a part in a step's first backward pass.
         only = None if run.accelerator.distributed_type == DistributedType.DEEPSPEED else "policy"
@@ -210,11 +210,11 @@ class LanguageModeling:
         return rows[rows.longest_first()]
 
     def text_at(self, index: int) -> Text:
-        """Return the text of a place in the order of all passes."""
-        number, place = divmod(index, len(self.texts))
+        """Return a text by its position in the order of all passes."""
+        number, position = divmod(index, len(self.texts))
         if number not in self._orders:
             args = self.run.args
             seed = derive_seed("ptx", args.seed if args.data_seed is None else args.data_seed, number)
             order = torch.randperm(len(self.texts), generator=torch.Generator().manual_seed(seed)).tolist()
             self._orders = {last: self._orders[last] for last in self._orders if last == number - 1} | {number: order}
-        return self.texts[self._orders[number][place]]
+        return self.texts[self._orders[number][position]]

@@ -1,9 +1,8 @@
-"""Rollouts: sampled responses, log-probabilities and values, metrics, evaluations and sample tables."""
+"""Rollouts: log-probabilities and values of sampled responses, and their metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,16 +10,12 @@ from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
-from rlhf_ppo.data.prompts import num_rows
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout, forward_in_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
-from rlhf_ppo.models.unwrapping import as_module
-from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, completion_rows
-from rlhf_ppo.reporting.evaluation import first_prompts, runnable, sample_rows
-from rlhf_ppo.rewards.scorer import Scores, WrongRewardError, scores_in_reward_unit
+from rlhf_ppo.rewards.scorer import WrongRewardError, scores_in_reward_unit
 from rlhf_ppo.run.learning import valued_tokens
 from rlhf_ppo.run.run_state import RunState
 
@@ -38,7 +33,7 @@ def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Respons
     def forward(*batch: Tensor, places: Any) -> tuple[Tensor, ...]:
         return model(*batch, with_entropy=False, places=places)
 
-    return PolicyAndValueOutput(*_forward(run, responses, forward, run.unwrapped(model).packs_rows))
+    return PolicyAndValueOutput(*_forward(run, responses, forward, run.models.packs_rows))
 
 
 def reference_logprobs(
@@ -55,7 +50,7 @@ def reference_logprobs(
     """
     if reference is None:
         return None
-    models = run.unwrapped(model)
+    models = run.models
     if reference.is_policy(models.policy):
         return logprobs
     with reference.forward(model, models.policy) as forward:
@@ -133,27 +128,6 @@ class RolloutMetrics:
         return completion_rows(*latest, self.run.tokenizer, self.run.args.kl_estimator, num_rows)
 
 
-@contextmanager
-def apart_from_training(run: RunState, model: Any) -> Iterator[nn.Module]:
-    """Yield the model to evaluate, with the same separate random numbers in every call.
-
-    Args:
-        run: The run.
-        model: The prepared `PolicyAndValue`, or the plain one before training.
-    """
-    args = run.args
-    run.streams.num_apart = 0
-    try:
-        with (
-            isolated_rng(args.seed),
-            run.streams.rewards.reseeded(args.seed, args.process_index),
-            runnable(as_module(model), args.device) as runs,
-        ):
-            yield runs
-    finally:
-        run.streams.num_apart = None
-
-
 def metrics_of_evaluation(
     run: RunState, columns: dict[str, Tensor], prefix: str, score_unit: ScoreMoments | None
 ) -> dict[str, float]:
@@ -171,44 +145,3 @@ def metrics_of_evaluation(
     run.timer.drain()
     extra = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}
     return metrics.evaluation_metrics(columns, prefix) | extra
-
-
-def training_prompts(
-    run: RunState, dataset: Any, collate: Callable[[list[Any]], Mapping[str, Any]], latest: Prompts | None
-) -> Iterator[Prompts]:
-    """Yield one batch of training prompts: the first rows, or a stream's latest, as it cannot be read twice at a time.
-
-    Args:
-        run: The run.
-        dataset: The training set.
-        collate: Makes a batch.
-        latest: The prompts of the latest update, or None.
-    """
-    args = run.args
-    if num_rows(dataset) is not None:
-        yield first_prompts(dataset, args.eval_batch_size, collate, run.accelerator, args.device)
-    elif latest is not None:
-        yield latest.take(range(len(latest))[: args.eval_batch_size])
-
-
-def rows_of_samples(
-    run: RunState,
-    batches: Iterable[Prompts],
-    respond: Callable[[Prompts], tuple[Prompts, Responses, Scores]],
-    gather: Callable[..., Any],
-) -> list[dict[str, Any]]:
-    """Respond to prompts and return the rows of a table, of all ranks.
-
-    Args:
-        run: The run.
-        batches: This rank's prompts.
-        respond: Takes prompts; returns them with the baselines' responses, the policy's responses and their scores.
-        gather: Concatenates the lists of all ranks.
-    """
-    rows: list[dict[str, Any]] = []
-    for batch in batches:
-        prompts, responses, scores = respond(batch)
-        extra = run.logged.drain_columns()
-        rows += gather(sample_rows(run.tokenizer, prompts, responses, scores, extra))
-    run.logged.drain()
-    return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from rlhf_ppo.config import PPOConfig
@@ -32,11 +33,10 @@ from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, transfor
 from rlhf_ppo.ranks.processes import get_logger, is_fsdp, raise_on_all_ranks, zero_stage
 from rlhf_ppo.ranks.random_streams import preserve_rng
 from rlhf_ppo.run import checkpoints as directories
-from rlhf_ppo.run.checkpoints import PPOTrainerState, Progress, comparable_arguments, describe_changes
 from rlhf_ppo.run.datasets import check_ranks_alike
 from rlhf_ppo.run.optimization import Optimization
-from rlhf_ppo.run.run_state import RunState, StatefulParts
-from rlhf_ppo.terminal import print_text
+from rlhf_ppo.run.run_state import PPOTrainerState, Progress, RunState
+from rlhf_ppo.terminal import is_secret, print_text
 
 logger = get_logger(__name__)
 
@@ -50,7 +50,7 @@ VALUE_MODEL_DIR = "value_model"
 def save_models(
     models: PolicyAndValue,
     directory: str,
-    state_dict: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Tensor] | None,
     value_directory: str | None,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -59,7 +59,7 @@ def save_models(
     Args:
         models: Both models.
         directory: The policy's directory.
-        state_dict: Weights of both models, gathered by an engine; None takes them from the models.
+        state_dict: Weights of both models, gathered by a backend; None takes them from the models.
         value_directory: The value model's subdirectory; None does not write it.
         dtype: Type of the policy's saved weights, unless it has an adapter; None: as they are.
     """
@@ -84,25 +84,24 @@ def save_models(
 
 def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the floating-point weights in another type; tied weights stay one tensor."""
-    made: dict[tuple[Any, ...], Tensor] = {}
+    converted: dict[tuple[int, torch.Size], Tensor] = {}
     for value in state_dict.values():
         if value.is_floating_point():
-            made[value.data_ptr(), value.shape] = value.to(dtype)
-    return {name: made.get((value.data_ptr(), value.shape), value) for name, value in state_dict.items()}
+            converted[value.data_ptr(), value.shape] = value.to(dtype)
+    return {name: converted.get((value.data_ptr(), value.shape), value) for name, value in state_dict.items()}
 
 
-def save_all(
-    run: RunState, models: PolicyAndValue, directory: str, state_dict: Mapping[str, Any] | None, is_checkpoint: bool
-) -> None:
+def save_all(run: RunState, directory: str, state_dict: Mapping[str, Tensor] | None) -> None:
     """Write the models, the tokenizer and the arguments in place of earlier ones; see `save_models`.
+
+    A checkpoint has the value model in any case; else it is written with `save_critic`, and a head always.
 
     Args:
         run: The run.
-        models: Both models.
         directory: The policy's directory.
         state_dict: Weights of both models, or None.
-        is_checkpoint: Whether the value model is written in any case; else with `save_critic`; a head is always.
     """
+    models, is_checkpoint = run.models, directories.is_unfinished(directory)
     is_head = isinstance(models.value_model, ValueHead)
     critic = CRITIC_DIR if run.args.save_critic or is_head else None
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
@@ -121,19 +120,19 @@ def save_all(
 def stopping_as_trained(policy: nn.Module, tokens: SpecialTokens) -> Iterator[None]:
     """Let the policy's `generation_config` end responses where training does, while it is saved."""
     model, strings = transformers_model(policy), tokens.stop_strings
-    own = getattr(model, "generation_config", None)
-    if own is not None:
+    config = getattr(model, "generation_config", None)
+    if config is not None:
         stops = {"eos_token_id": list(tokens.stops) if tokens.stops[1:] else tokens.stop} if tokens.stops else {}
         stops |= {"stop_strings": list(strings.strings)} if strings is not None else {}
-        cast(Any, model).generation_config = changed(own, **stops)
+        cast(Any, model).generation_config = changed(config, **stops)
     try:
         yield
     finally:
-        if own is not None:
-            cast(Any, model).generation_config = own
+        if config is not None:
+            cast(Any, model).generation_config = config
 
 
-def _with_prefix(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _with_prefix(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
 
 
@@ -219,27 +218,28 @@ def load_converted(model: Any, directory: str) -> None:
 
 
 @contextmanager
-def without_frozen(engine: nn.Module, models: PolicyAndValue, is_deepspeed: bool) -> Iterator[None]:
+def without_frozen(run: RunState, model: nn.Module) -> Iterator[None]:
     """Leave the frozen base of adapters out of DeepSpeed's checkpoint.
 
     Trainer would do so for a `PeftModel`, which `PolicyAndValue` is not.
 
     Args:
-        engine: The prepared model.
-        models: Both models.
-        is_deepspeed: Whether it is DeepSpeed's engine.
+        run: The run.
+        model: The prepared model.
     """
-    if not is_deepspeed or not any(is_peft_model(part) for part in (models.policy, models.value_model)):
+    models = run.models
+    has_base = any(is_peft_model(part) for part in (models.policy, models.value_model))
+    if zero_stage(run.accelerator) is None or not has_base:
         yield
         return
-    saving = cast(Any, engine)
-    saving.save_checkpoint = functools.partial(saving.save_checkpoint, exclude_frozen_parameters=True)
+    prepared = cast(Any, model)
+    prepared.save_checkpoint = functools.partial(prepared.save_checkpoint, exclude_frozen_parameters=True)
     hook = models.register_state_dict_post_hook(_drop_frozen)
     try:
         yield
     finally:
         hook.remove()
-        del saving.save_checkpoint
+        del prepared.save_checkpoint
 
 
 def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -253,30 +253,39 @@ def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 @contextmanager
-def writing_checkpoint(run: RunState, progress: Progress, stateful: StatefulParts) -> Iterator[tuple[str, str]]:
-    """Yield a directory for a checkpoint of the latest update, and the name that it gets at the end of the block."""
-    args, accelerator = run.args, run.accelerator
-    name = f"checkpoint-{run.state.global_step}"
+def writing_checkpoint(run: RunState, progress: Progress) -> Iterator[str]:
+    """Yield a directory for a checkpoint of the latest update, which gets its name at the end of the block.
+
+    Trainer's state is written last: a checkpoint without it is not complete.
+    """
+    args, accelerator, state = run.args, run.accelerator, run.state
+    name = f"checkpoint-{state.global_step}"
     final = os.path.join(output_directory(args), name)
     directory = os.path.join(output_directory(args), directories.UNFINISHED, name)
     with raise_on_all_ranks(accelerator):
         if args.should_save:
             shutil.rmtree(os.path.dirname(directory), ignore_errors=True)  # of a killed process
             os.makedirs(directory)
-            progress.num_processes = accelerator.num_processes
+            progress.num_processes, progress.kinds = accelerator.num_processes, kinds_of(run.models)
             progress.save(directory)
-            stateful.save(directory)
+            run.stateful.save(directory)
     with failing_together(accelerator):
-        yield directory, final
+        yield directory
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = final
+        if args.should_save:
+            _export_states([*run.callbacks.callbacks, run.control], state)
+            state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
     accelerator.wait_for_everyone()
     with raise_on_all_ranks(accelerator):
         if args.should_save:
             shutil.rmtree(final, ignore_errors=True)
             os.replace(directory, final)
             os.rmdir(os.path.dirname(directory))
+    run.last_checkpoint = final
 
 
-def export_states(parts: Sequence[Any], state: TrainerState) -> None:
+def _export_states(parts: Sequence[TrainerCallback | TrainerControl], state: TrainerState) -> None:
     """Put the states of callbacks and control into Trainer's state, in Trainer's form."""
     states: Any = {}
     for part in parts:
@@ -285,10 +294,10 @@ def export_states(parts: Sequence[Any], state: TrainerState) -> None:
     state.stateful_callbacks = states
 
 
-def restore_states(args: PPOConfig, callbacks: Sequence[Any], state: TrainerState) -> None:
+def restore_states(args: PPOConfig, callbacks: Sequence[TrainerCallback], state: TrainerState) -> None:
     """Restore the counters of callbacks, such as a patience; the callbacks keep the arguments of this run."""
     saved: Any = state.stateful_callbacks if args.restore_callback_states_from_checkpoint else {}
-    states = {name: iter(each if isinstance(each, list) else [each]) for name, each in saved.items()}
+    states = {name: iter(value if isinstance(value, list) else [value]) for name, value in saved.items()}
     for callback in callbacks:
         if isinstance(callback, ExportableState):
             for name, value in next(states.get(type(callback).__name__, iter(())), {}).get("attributes", {}).items():
@@ -296,20 +305,17 @@ def restore_states(args: PPOConfig, callbacks: Sequence[Any], state: TrainerStat
 
 
 def failing_together(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Raise an error of one rank on all ranks; not with engines, whose ranks synchronize while they save."""
+    """Raise an error of one rank on all ranks; not with backends whose ranks synchronize while they save."""
     is_plain = zero_stage(accelerator) is None and not is_fsdp(accelerator)
     return raise_on_all_ranks(accelerator) if is_plain else nullcontext()
 
 
 @contextmanager
-def opened(
-    run: RunState, models: PolicyAndValue, train_dataset: Any, resume_from_checkpoint: str | bool | None
-) -> Iterator[str | None]:
+def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
     """Check that the ranks are alike, and lock the run's directory; yield the checkpoint to resume from, or None.
 
     Args:
-        run: The run.
-        models: Both models, which are loaded later.
+        run: The run, whose models are loaded later.
         train_dataset: The prepared training set.
         resume_from_checkpoint: As `PPOTrainer.train` takes it.
     """
@@ -324,16 +330,18 @@ def opened(
                 stack.enter_context(directories.locked(directory))
                 start = directories.find_start(directory, wanted, args.overwrite_output_dir)
                 if start is not None:
-                    check_engine(start, accelerator)
-                    before, now = Progress.load(start).kinds, kinds_of(models)
+                    check_backend(start, accelerator)
+                    before, now = Progress.load(start).kinds, kinds_of(run.models)
                     differing = [name for name in before if before[name] != now[name]]
                     _check_same_model([f"{name}: {before[name]}, now {now[name]}" for name in differing])
                 elif args.overwrite_output_dir:
                     directories.delete_checkpoints(directory)
-        yield broadcast_object_list([start])[0]
+        run.last_checkpoint = broadcast_object_list([start])[0]
+        run.logged.forget()  # what a failed update has left
+        yield run.last_checkpoint
 
 
-def check_engine(checkpoint: str, accelerator: Accelerator) -> None:
+def check_backend(checkpoint: str, accelerator: Accelerator) -> None:
     """Check that a checkpoint has the optimizer state in the format of this launch mode.
 
     Raises:
@@ -347,12 +355,35 @@ def check_engine(checkpoint: str, accelerator: Accelerator) -> None:
     if not any(path for name in names for path in Path(checkpoint).glob(name)):
         raise ValueError(
             f"resume_from_checkpoint={checkpoint!r} has no {names[0]}: it was written with save_only_model=True or "
-            "under another engine; launch as it was launched, or start a new run with model=<checkpoint> and "
+            "under another backend; launch as it was launched, or start a new run with model=<checkpoint> and "
             f"value_model=<checkpoint>/{VALUE_MODEL_DIR}"
         )
 
 
 # ---- Resume ----
+
+_NOT_COMPARED = {
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "run_name", "logging_dir", "local_rank"),
+    *("local_batch_size", "micro_batch_size", "batch_size", "local_mini_batch_size", "mini_batch_size"),
+    *("num_total_batches", "total_episodes", "disable_tqdm", "log_level", "log_level_replica", "log_console"),
+    *("health_checks", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+}
+"""Paths, derived sizes, display options, and arguments that are compared with `Progress.optimization` instead."""
+
+
+def comparable_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """Return the arguments that a resumed run is compared in, as JSON values and without secrets."""
+    values = {
+        name: value for name, value in args.to_dict().items() if name not in _NOT_COMPARED and not is_secret(name)
+    }
+    return json.loads(json.dumps(values, default=str))
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the arguments that have changed, with both values; empty if none has."""
+    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    return ", ".join(f"{name}={now[name]!r} (was {before[name]!r})" for name in changed)
 
 
 def resume(
@@ -412,7 +443,7 @@ def reseed_if_processes_changed(run: RunState, progress: Progress) -> bool:
     return True
 
 
-def apply_own_optimization(
+def apply_settings(
     run: RunState, progress: Progress, optimization: Optimization, optimizer: Any, learning_rate: Callable[[], float]
 ) -> None:
     """Apply this run's arguments after a checkpoint's optimizer and schedule are loaded.
@@ -435,20 +466,20 @@ def apply_own_optimization(
 
 
 @contextmanager
-def loading_without_policy_state(checkpoint: str, policy: nn.Module, is_fsdp: bool) -> Iterator[None]:
+def loading_without_policy_state(run: RunState, checkpoint: str) -> Iterator[None]:
     """Let FSDP load an optimizer without state for the policy, as written during critic warm-up.
 
     torch requires the state of every parameter with `requires_grad`.
     """
-    held = [each for each in policy.parameters() if each.requires_grad]
-    if not is_fsdp or "policy" in _models_with_optimizer_state(checkpoint):
-        held = []
-    for parameter in held:
+    trained = [parameter for parameter in run.models.policy.parameters() if parameter.requires_grad]
+    if not is_fsdp(run.accelerator) or "policy" in _models_with_optimizer_state(checkpoint):
+        trained = []
+    for parameter in trained:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in held:
+        for parameter in trained:
             parameter.requires_grad_(True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_ppo.run.run_state import RunState
 
@@ -32,10 +32,10 @@ class CriticOnly:
         """Whether only the value model learns in the current update."""
         return self.run.state.global_step < self.args.critic_warmup_steps
 
-    def drop_policy_gradients(self, policy: nn.Module) -> None:
+    def drop_policy_gradients(self) -> None:
         """Remove the gradients of the policy's parameters where only the value model learns."""
         if self.warms_up:
-            for parameter in policy.parameters():
+            for parameter in self.run.models.policy.parameters():
                 parameter.grad = None
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:

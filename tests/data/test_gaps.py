@@ -82,7 +82,7 @@ SHAPED: dict[str, Any] = {
 
 def estimated(trainer: Any, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
     """The experience of a rollout, as the first of a run, and the metrics of it."""
-    trainer._stateful.start(None)
+    trainer._run.stateful.start(None)
     trainer._accept(rollout)
     experience = trainer.estimate_advantages(rollout)
     return experience, trainer._rollout_metrics.record(rollout, experience, trainer.kl_controller, trainer._score_unit)
