@@ -31,16 +31,16 @@ def visible(text: str, *, one_line: bool = False) -> str:
         text: Any text.
         one_line: Whether to escape newlines and tabs too.
     """
-    text = CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    text = CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
 def escape_error(error: BaseException) -> None:
     """Escape the texts of an error of a user's code, in place: a model may have written them."""
-    error.args = tuple(visible(each) if isinstance(each, str) else each for each in error.args)
+    error.args = tuple(visible(argument) if isinstance(argument, str) else argument for argument in error.args)
 
 
-def markdown(value: Any) -> str:
+def markdown(value: object) -> str:
     """Escape a text for a cell of a Markdown table; newlines become `<br>`."""
     return html.escape(visible(str(value))).replace("|", "&#124;").replace("\n", "<br>")
 
@@ -121,16 +121,16 @@ def redact_url(address: str) -> str:
 
 def redact_urls(text: str) -> str:
     """Return a text with redacted URLs."""
-    return _ADDRESS.sub(lambda found: redact_url(found[0]), text)
+    return _ADDRESS.sub(lambda match: redact_url(match[0]), text)
 
 
 def redact_text(text: str) -> str:
     """Return a text with redacted URLs and hidden values of secret settings."""
     text = _BEARER.sub(rf"\1 {HIDDEN}", redact_urls(text))
-    return _SETTING.sub(lambda found: f"{found['name']}{found['between']}{HIDDEN}", text)
+    return _SETTING.sub(lambda match: f"{match['name']}{match['between']}{HIDDEN}", text)
 
 
-def redacted(value: Any, name: str = "") -> Any:
+def redacted(value: object, name: str = "") -> Any:
     """Return a value without its secrets.
 
     Args:
@@ -220,8 +220,8 @@ def secrets_of(address: str) -> set[str]:
     parts = urllib.parse.urlsplit(address)
     user, _, password = parts.netloc.rpartition("@")[0].partition(":")
     values = [value for _, value in urllib.parse.parse_qsl(parts.query)]
-    found = {user, password, parts.query, parts.fragment, *values}
-    return {text for secret in found for text in (secret, urllib.parse.unquote(secret)) if len(text) > 1}
+    secrets = {user, password, parts.query, parts.fragment, *values}
+    return {text for secret in secrets for text in (secret, urllib.parse.unquote(secret)) if len(text) > 1}
 
 
 class RedactsSecrets:
@@ -235,15 +235,15 @@ class RedactsSecrets:
         return {name: _state_of(name, value) for name, value in self.__dict__.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made = self.__copy__()
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
+        copied = self.__copy__()
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def __copy__(self) -> Self:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as JSON values, without secrets."""
@@ -259,7 +259,7 @@ class RedactsSecrets:
     __repr__ = __str__
 
 
-def _state_of(name: str, value: Any) -> Any:
+def _state_of(name: str, value: object) -> Any:
     if is_secret(name) and isinstance(value, str):
         return None
     # The object that holds DeepSpeed's configuration, which may contain the key of a tracker.

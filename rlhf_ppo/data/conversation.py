@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.data.prompts import (
     MARK,
+    Messages,
+    Prompt,
     PromptEncoder,
     as_the_template_reads,
     ids_of,
@@ -37,9 +39,6 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 
 NEEDS = {"trl": "1.16", "transformers": "5.13"}
 """Lowest versions that tools and environments need, above the package's own."""
-
-Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Messages
 
 
 def check_versions() -> None:
@@ -91,7 +90,7 @@ class Conversations:
         if not is_chat_template_prefix_preserving(tokenizer):
             self.template = get_training_chat_template(tokenizer)
 
-    def of_row(self, row: Mapping[str, Any]) -> Conversations:
+    def of_row(self, row: Mapping[str, object]) -> Conversations:
         """Return a copy for a row, whose own arguments of the chat template win; see `template_settings`."""
         same = copy.copy(self)
         same.settings = template_settings(row, self.settings)
@@ -101,7 +100,7 @@ class Conversations:
         """Return the prompt of a row that has none."""
         return EMPTY_PROMPT if renders_chats(self.tokenizer) else ""
 
-    def prompt_ids(self, prompt: Prompt, schemas: Sequence[Any] | None) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, schemas: Sequence[object] | None) -> list[int]:
         """Return the tokens of a prompt, with the opening of the policy's turn.
 
         Args:
@@ -204,9 +203,9 @@ class Conversations:
         """Tokenize a text without special tokens: each one in it is split after its first character."""
         ids: list[int] = []
         start = 0
-        for found in self._added.finditer(text):
-            ids += self.text_ids(text[start : found.start() + 1])
-            start = found.start() + 1
+        for match in self._added.finditer(text):
+            ids += self.text_ids(text[start : match.start() + 1])
+            start = match.start() + 1
         return ids + self.text_ids(text[start:])
 
     @functools.cached_property
@@ -217,7 +216,7 @@ class Conversations:
         return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
 
 
-def with_observation(prompt: Prompt, observation: Any) -> Prompt:
+def with_observation(prompt: Prompt, observation: object) -> Prompt:
     """Return a new prompt whose last message ends with the unchanged result of `reset`.
 
     Args:
@@ -243,7 +242,7 @@ def with_observation(prompt: Prompt, observation: Any) -> Prompt:
 def as_json(messages: Messages) -> str:
     """Write messages as JSON; escape the characters that `visible` would change."""
     text = json.dumps(list(messages), ensure_ascii=False, default=str)
-    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def as_lines(messages: str) -> str:

@@ -47,12 +47,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write a JSON file atomically."""
     write_text(path, json.dumps(content, indent=1))
 
 
-def read_object(path: Path, types: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def read_object(path: Path, types: Mapping[str, object] | None = None) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Args:
@@ -71,7 +71,7 @@ def read_object(path: Path, types: Mapping[str, Any] | None = None) -> dict[str,
     return content
 
 
-def check_values(file: str, values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+def check_values(file: str, values: Mapping[str, Any], types: Mapping[str, object]) -> None:
     """Check the values of a JSON file.
 
     Args:

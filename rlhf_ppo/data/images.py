@@ -12,12 +12,16 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
 from torch import Tensor, nn
+from transformers import ProcessorMixin
 from transformers.image_utils import load_image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 IMAGE_COLUMNS = ("images", "image")
 """Columns of a data set, in TRL's order: a list of images, or one."""
@@ -71,7 +75,7 @@ def with_spare(
 
     def joined(batch: Tensor, row: Tensor) -> Tensor:
         room = [width - part.shape[1] for part in (batch, row)]
-        sides = [(each, 0) if left else (0, each) for each in room]
+        sides = [(empty, 0) if left else (0, empty) for empty in room]
         return torch.cat([nn.functional.pad(part, side) for part, side in zip((batch, row), sides, strict=True)])
 
     return [*rows, spare], joined(input_ids, ids), joined(attention_mask, torch.ones_like(ids))
@@ -84,7 +88,7 @@ def model_inputs(rows: Sequence[RowImages], attention_mask: Tensor) -> dict[str,
         rows: The images of `B` rows.
         attention_mask: 1 on real tokens, long `(B, L)`, padded on either side.
     """
-    device, made = attention_mask.device, dict[str, Tensor]()
+    device, fields = attention_mask.device, dict[str, Tensor]()
     for name in dict.fromkeys(name for row in rows for name in row.fields):
         if name.endswith(_TOKEN_TYPES):
             types = torch.tensor([[row.of_response] for row in rows]).repeat(1, attention_mask.shape[1])
@@ -92,10 +96,10 @@ def model_inputs(rows: Sequence[RowImages], attention_mask: Tensor) -> dict[str,
                 if name in row.fields:
                     of_tokens[:start] = 0
                     of_tokens[start : start + len(row.ids)] = row.fields[name]
-            made[name] = types.to(device)
+            fields[name] = types.to(device)
         else:
-            made[name] = _concatenated([row.fields[name] for row in rows if name in row.fields]).to(device)
-    return made
+            fields[name] = _concatenated([row.fields[name] for row in rows if name in row.fields]).to(device)
+    return fields
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -107,7 +111,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def images_of(row: Mapping[str, Any]) -> list[Any] | None:
+def images_of(row: Mapping[str, object]) -> list[Any] | None:
     """Return the images in a row's columns, as TRL reads them; None without a column."""
     for column in IMAGE_COLUMNS:
         if column in row:
@@ -116,7 +120,7 @@ def images_of(row: Mapping[str, Any]) -> list[Any] | None:
     return None
 
 
-def opened(image: Any) -> Any:
+def opened(image: Any) -> object:
     """Return an image as transformers takes it: also of bytes, of a `file://` address, and as `datasets` stores it.
 
     Args:
@@ -130,7 +134,7 @@ def opened(image: Any) -> Any:
     return urllib.request.url2pathname(urllib.parse.urlsplit(image).path) if is_file else image
 
 
-def image_blocks(prompt: Any) -> list[Mapping[str, Any]]:
+def image_blocks(prompt: object) -> list[Mapping[str, Any]]:
     """Return the blocks of images in a conversation."""
     messages = prompt if isinstance(prompt, list | tuple) else []
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
@@ -138,7 +142,7 @@ def image_blocks(prompt: Any) -> list[Mapping[str, Any]]:
     return [block for block in blocks if isinstance(block, Mapping) and block.get("type") == "image"]
 
 
-def data_url(picture: Any, longest_edge: int | None = None) -> str:
+def data_url(picture: Image, longest_edge: int | None = None) -> str:
     """Return an image as a `data:` URL, also as a thumbnail.
 
     Args:
@@ -167,7 +171,7 @@ def shows_images(dataset: Any, thorough: bool = True) -> bool:
             that is empty in all rows counts.
     """
     if isinstance(dataset, Mapping):
-        return any(shows_images(each, thorough) for each in dataset.values())
+        return any(shows_images(part, thorough) for part in dataset.values())
     is_stream = not hasattr(dataset, "__len__")
     if dataset is None or (is_stream and not thorough):
         return False
@@ -177,13 +181,13 @@ def shows_images(dataset: Any, thorough: bool = True) -> bool:
     except Exception:  # an image that cannot be read, whose row is named when it is encoded
         return True
     columns = [column for column in IMAGE_COLUMNS if column in first]
-    found = bool(image_blocks(prompt)) or bool(columns)
+    has_images = bool(image_blocks(prompt)) or bool(columns)
     if columns and not thorough:
         return bool(image_blocks(prompt)) or _has_values(dataset, columns)
-    if found or is_stream or not thorough:
-        return found
+    if has_images or is_stream or not thorough:
+        return has_images
     if isinstance(dataset, datasets.Dataset):  # Arrow has one type for all contents
-        if not (isinstance(prompt, list) and any(isinstance(each["content"], list) for each in prompt)):
+        if not (isinstance(prompt, list) and any(isinstance(part["content"], list) for part in prompt)):
             return False
         dataset = dataset.select_columns("prompt")
     return any(image_blocks(dataset[row].get("prompt")) for row in range(len(dataset)))
@@ -197,7 +201,9 @@ def _has_values(dataset: Any, columns: Sequence[str]) -> bool:
     return any(images_of(row) for table in rows.iter(1000) for row in table.to_pylist())
 
 
-def as_blocks(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None = None) -> list[dict[str, Any]]:
+def as_blocks(
+    messages: Sequence[Mapping[str, object]], images: Sequence[object] | None = None
+) -> list[dict[str, Any]]:
     """Return a conversation whose contents are lists of blocks, with the images in their places, as TRL does."""
     from trl.data_utils import prepare_multimodal_messages  # slow to import
 
@@ -212,7 +218,7 @@ def as_blocks(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | Non
     return shown
 
 
-def without_placeholders(text: str, processor: Any) -> str:
+def without_placeholders(text: str, processor: ProcessorMixin) -> str:
     """Return a response without the tokens in whose place a processor puts images, videos and sounds."""
     for kind in ("image", "video", "audio"):
         text = text.replace(getattr(processor, f"{kind}_token", None) or "\0", "")
@@ -243,12 +249,12 @@ class ImageChats:
         spare, _ = chats.encoded([{"role": "user", "content": blocks}], None, {})
         return replace(chats, spare=spare)
 
-    def of_model(self, processor: Any, num_processes: int) -> ImageChats:
+    def of_model(self, processor: ProcessorMixin | None, num_processes: int) -> ImageChats:
         """Return the encoding for a model that may have a processor of its own."""
         return self if processor is None else ImageChats.of(processor, num_processes)
 
     def encoded(
-        self, prompt: Sequence[Mapping[str, Any]], images: Sequence[Any] | None, settings: Mapping[str, Any]
+        self, prompt: Sequence[Mapping[str, object]], images: Sequence[object] | None, settings: Mapping[str, Any]
     ) -> tuple[RowImages, list[dict[str, Any]]]:
         """Encode a conversation.
 
@@ -271,19 +277,23 @@ class ImageChats:
             return_tensors="pt",
             **settings,
         )
-        given = [block["image"] for block in image_blocks(messages)]
-        return self._row(fields, [load_image(each) if isinstance(each, str) else each for each in given]), messages
+        pictures = [block["image"] for block in image_blocks(messages)]
+        return self._row(
+            fields, [load_image(image) if isinstance(image, str) else image for image in pictures]
+        ), messages
 
-    def of_text(self, text: str, pictures: Sequence[Any]) -> RowImages:
+    def of_text(self, text: str, pictures: Sequence[object]) -> RowImages:
         """Encode a text of the chat template."""
         images = [[*pictures]] if pictures else None
         fields = self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
         return self._row(fields, pictures)
 
-    def _row(self, fields: Mapping[str, Any], pictures: Sequence[Any]) -> RowImages:
+    def _row(self, fields: Mapping[str, Any], pictures: Sequence[object]) -> RowImages:
         """Return the tokens and images of a processor's output for one row."""
-        own = {name: value for name, value in fields.items() if name not in ("input_ids", "attention_mask", "labels")}
-        tensors = {name: value[0] if name.endswith(_TOKEN_TYPES) else value for name, value in own.items()}
+        others = {
+            name: value for name, value in fields.items() if name not in ("input_ids", "attention_mask", "labels")
+        }
+        tensors = {name: value[0] if name.endswith(_TOKEN_TYPES) else value for name, value in others.items()}
         return RowImages(tensors, fields["input_ids"][0].tolist(), pictures, self._of_response, self.spare)
 
     def of_ids(self, ids: Sequence[int]) -> RowImages:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeGuard, cast
 import datasets
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import has_length
 
 from rlhf_ppo.data.images import IMAGE_COLUMNS, IMAGES_COLUMN, ImageChats, RowImages, image_blocks, images_of
@@ -28,6 +28,10 @@ OWN_COLUMNS = ("input_ids", "attention_mask", "prompt", "tools", "chat_template_
 
 MARK = "answer-5f0c2d"
 """Content of a test message: it shows whether and where a chat template writes contents."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: messages with `role`, `content`, and what else its chat template reads."""
+Prompt = str | Messages
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,11 @@ class PromptEncoder:
         """Raise a `ValueError` if no column holds prompts."""
         prompt_column(columns, self.name)
 
-    def row(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def row(self, row: Mapping[str, object], index: int) -> dict[str, Any]:
         """Return the row with the `input_ids` of its prompt, without `attention_mask`."""
         return {key: value for key, value in row.items() if key != "attention_mask"} | self(row, index)
 
-    def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def __call__(self, row: Mapping[str, object], index: int) -> dict[str, Any]:
         """Return the new columns of a row: `input_ids`, and `prompt` if the prompt is in `text`."""
         column = prompt_column(row, self.name)
         shown = self.with_images(row, index)
@@ -69,7 +73,7 @@ class PromptEncoder:
         self._check(ids, index, is_text=column != "input_ids")
         return {"input_ids": ids} | ({"prompt": row["text"]} if column == "text" else {})
 
-    def with_images(self, row: Mapping[str, Any], index: int = 0) -> tuple[RowImages, list[dict[str, Any]]] | None:
+    def with_images(self, row: Mapping[str, object], index: int = 0) -> tuple[RowImages, list[dict[str, Any]]] | None:
         """Encode a row of a data set with images; return its ids and images, and its conversation with them.
 
         Returns:
@@ -93,7 +97,7 @@ class PromptEncoder:
             self._fail(index, "has images, which cannot be read here", fix)
         return None
 
-    def _declared(self, row: Mapping[str, Any], index: int) -> list[int]:
+    def _declared(self, row: Mapping[str, object], index: int) -> list[int]:
         try:
             ids = real_tokens(row)
         except (TypeError, ValueError) as error:
@@ -114,7 +118,7 @@ class PromptEncoder:
             )
         return ids[start:end]
 
-    def _tokenized(self, row: Mapping[str, Any], column: str, index: int) -> list[int]:
+    def _tokenized(self, row: Mapping[str, object], column: str, index: int) -> list[int]:
         prompt = row[column]
         if prompt is None or isinstance(prompt, str):
             # BOS, which a tokenizer adds to "", would hide that the prompt is empty.
@@ -125,16 +129,16 @@ class PromptEncoder:
         fix = "a prompt is a text or a list of messages {'role': ..., 'content': ...}"
         self._fail(index, f"has a prompt of type {type(prompt).__name__} ({prompt!r:.60})", fix)
 
-    def _templated(self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any]) -> list[int]:
+    def _templated(self, messages: Messages, index: int, settings: Mapping[str, Any]) -> list[int]:
         if not renders_chats(self.tokenizer):
             fix = "set tokenizer.chat_template, load the tokenizer of a chat model, or give the prompt as text"
             self._fail(index, "is a conversation, and the tokenizer has no chat template", fix)
         self._check_blocks(messages, index, settings)
         try:
-            given = as_the_template_reads(messages, self.tokenizer, settings=settings)
-            prefilled = given[-1].get("role") == "assistant"
+            shown = as_the_template_reads(messages, self.tokenizer, settings=settings)
+            prefilled = shown[-1].get("role") == "assistant"
             encoded = self.tokenizer.apply_chat_template(
-                given,
+                shown,
                 add_generation_prompt=not prefilled,
                 continue_final_message=prefilled,
                 return_dict=True,
@@ -144,7 +148,7 @@ class PromptEncoder:
             self._fail(index, f"is rejected by the chat template ({error})", "give the messages that it takes")
         return _as_list(ids_of(encoded))
 
-    def _settings(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def _settings(self, row: Mapping[str, object], index: int) -> dict[str, Any]:
         try:
             return template_settings(row, self.template_kwargs)
         except ValueError as error:
@@ -152,9 +156,7 @@ class PromptEncoder:
                 index, f"has tools that are not JSON ({error})", "give a list of JSON schemas, or its JSON text"
             )
 
-    def _check_blocks(
-        self, messages: Sequence[Mapping[str, Any]], index: int, settings: Mapping[str, Any] | None = None
-    ) -> None:
+    def _check_blocks(self, messages: Messages, index: int, settings: Mapping[str, object] | None = None) -> None:
         """Check that no message holds an image, a sound or another block that the template drops without an error."""
         reader, known = (
             (self.tokenizer, ("text",)) if self.chats is None else (self.chats.processor, ("text", "image"))
@@ -197,12 +199,12 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
     Raises:
         ValueError: None exists.
     """
-    found = list(columns)
+    names = list(columns)
     for column in PROMPT_COLUMNS:
-        if column in found:
+        if column in names:
             return column
     raise ValueError(
-        f"{name} has the columns {found}, but none of `prompt` (text or conversation), `text` (text) or `input_ids` "
+        f"{name} has the columns {names}, but none of `prompt` (text or conversation), `text` (text) or `input_ids` "
         "(token ids): rename the column that holds the prompts, or let --prompt_column of init or train name it"
     )
 
@@ -227,27 +229,27 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
-def template_settings(row: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def template_settings(row: Mapping[str, Any], defaults: Mapping[str, object] | None = None) -> dict[str, Any]:
     """Return further arguments of the chat template for a row: those of the row, in TRL's columns, win.
 
     Args:
         row: The row, perhaps with `tools`, a list or its JSON text, and `chat_template_kwargs`.
-        given: The arguments for all rows, or None.
+        defaults: The arguments for all rows, or None.
 
     Raises:
         ValueError: `tools` is a text that is not JSON.
     """
     tools: Any = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools
-    own = {"tools": without_none(tools), **(row.get("chat_template_kwargs") or {})}
-    return {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
+    of_row = {"tools": without_none(tools), **(row.get("chat_template_kwargs") or {})}
+    return {**(defaults or {}), **{key: value for key, value in of_row.items() if value is not None}}
 
 
 def as_the_template_reads(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> list[dict[str, Any]]:
     """Drop keys that are None, at any depth, and join blocks of text that the chat template cannot read.
 
@@ -279,7 +281,7 @@ def without_none(value: Any) -> Any:
     return [without_none(inner) for inner in value] if isinstance(value, list) else value  # pyright: ignore
 
 
-def renders_chats(tokenizer: Any) -> bool:
+def renders_chats(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
     """Return whether a tokenizer renders conversations: with a chat template or, as mistral-common's, with code."""
     if tokenizer.chat_template is not None:
         return True
@@ -289,12 +291,14 @@ def renders_chats(tokenizer: Any) -> bool:
         return False
 
 
-def is_special(tokenizer: Any, token: int) -> bool:
+def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Return whether the text without special tokens leaves a token out; not all tokenizers list their tokens."""
     return tokenizer.decode([token], skip_special_tokens=True) != tokenizer.decode([token])
 
 
-def _reads_blocks(tokenizer: Any, role: str, how: Mapping[str, Any], kind: str = "text") -> bool:
+def _reads_blocks(
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin, role: str, how: Mapping[str, Any], kind: str = "text"
+) -> bool:
     """Return whether the chat template writes the content of a message's blocks of a type."""
     asked: dict[str, Any] = {"role": "user", "content": "dummy"}
     call = {"type": "function", "function": {"name": "dummy", "arguments": {}}}
@@ -341,15 +345,14 @@ def text_of_content(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in blocks)
 
 
-def real_tokens(row: Mapping[str, Any]) -> list[int]:
+def real_tokens(row: Mapping[str, object]) -> list[int]:
     """Return a row's `input_ids`; with an `attention_mask`, only the ids that it marks.
 
     Raises:
         TypeError: `input_ids` are not integers.
         ValueError: The mask has another length.
     """
-    given = _as_list(row["input_ids"])
-    ids = [operator.index(token) for token in given]
+    ids = [operator.index(token) for token in _as_list(row["input_ids"])]
     if row.get("attention_mask") is None:
         return ids
     mask = _as_list(row["attention_mask"])
@@ -367,10 +370,10 @@ def num_rows(dataset: Any) -> int | None:
     return len(dataset) if has_length(dataset) else None
 
 
-def may_hold_chats(*given: Any) -> bool:
+def may_hold_chats(*sets: Any) -> bool:
     """Return whether the first row of a data set, or of a dict of them, is a conversation; streams may hold some."""
-    each = [part for one in given for part in (one.values() if isinstance(one, Mapping) else [one])]
-    return any(num_rows(part) is None or is_conversation(part[0].get("prompt")) for part in each if part is not None)
+    parts = [part for one in sets for part in (one.values() if isinstance(one, Mapping) else [one])]
+    return any(num_rows(part) is None or is_conversation(part[0].get("prompt")) for part in parts if part is not None)
 
 
 def prepare_prompts(
@@ -443,7 +446,7 @@ class PromptCollator:
 
     pad_token_id: int
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         """Collate rows.
 
         Args:
@@ -474,11 +477,11 @@ class ImageCollator:
     collate: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
     encode: PromptEncoder
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         """Collate rows with `input_ids`."""
         chats = cast(ImageChats, self.encode.chats)
-        made = [self.encode.with_images(row) or (chats.of_ids(real_tokens(row)), row.get("prompt")) for row in rows]
-        images, prompts = zip(*made, strict=True)
+        encoded = [self.encode.with_images(row) or (chats.of_ids(real_tokens(row)), row.get("prompt")) for row in rows]
+        images, prompts = zip(*encoded, strict=True)
         return {**self.collate(rows), "prompt": [*prompts], IMAGES_COLUMN: [*images]}
 
 
@@ -548,7 +551,7 @@ class _LengthFilter:
 class _PromptStream(torch.utils.data.IterableDataset[dict[str, Any]]):
     """A torch stream whose rows are encoded and checked when read."""
 
-    def __init__(self, dataset: Iterable[Mapping[str, Any]], encode: PromptEncoder, fits: _LengthFilter) -> None:
+    def __init__(self, dataset: Iterable[Mapping[str, object]], encode: PromptEncoder, fits: _LengthFilter) -> None:
         self.dataset, self.encode, self.fits = dataset, encode, fits
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -576,15 +579,15 @@ def _prepare_dataset(
             desc=f"Tokenizing {encode.name}",
         )
         if encode.chats:
-            given = dataset.remove_columns([*dropped, *({*prompts.column_names} & {*dataset.column_names})])
-            prompts = datasets.concatenate_datasets([given, prompts], axis=1)
+            others = dataset.remove_columns([*dropped, *({*prompts.column_names} & {*dataset.column_names})])
+            prompts = datasets.concatenate_datasets([others, prompts], axis=1)
         kept = prompts
         if fits.max_length is not None:
             kept = prompts.filter(fits, input_columns="input_ids", num_proc=num_proc, desc=f"Measuring {encode.name}")
     num_ended = 0
     if "input_ids" in dataset.column_names:  # texts that end in EOS are errors
-        batches = kept.select_columns("input_ids").iter(1000)
-        num_ended = sum(fits.has_ended(ids) for batch in batches for ids in cast(Any, batch)["input_ids"])
+        batches: Any = kept.select_columns("input_ids").iter(1000)
+        num_ended = sum(fits.has_ended(ids) for batch in batches for ids in batch["input_ids"])
     fits.report(len(prompts), len(kept), num_ended)
     return kept
 

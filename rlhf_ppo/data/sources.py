@@ -12,6 +12,9 @@ from datasets.exceptions import DatasetsError
 
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation
 
+Rows = datasets.Dataset | datasets.IterableDataset
+"""Rows of a data set, or a stream of them."""
+
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 """The kinds of files that hold prompts, and the builder of `datasets` that reads each."""
 
@@ -74,7 +77,7 @@ def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:
     return splits[split]
 
 
-def with_prompts_from(dataset: Any, column: str | None) -> Any:
+def with_prompts_from(dataset: Rows | None, column: str | None) -> Any:
     """Return a data set whose column of prompts is named `prompt`, in place of others with prompts.
 
     Args:
@@ -93,7 +96,7 @@ def with_prompts_from(dataset: Any, column: str | None) -> Any:
     return dataset.remove_columns(others).rename_columns({column: "prompt"} if column != "prompt" else {})
 
 
-def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
+def hold_out(dataset: Rows, num_rows: int) -> tuple[Any, Any]:
     """Set rows aside for evaluation: the last ones, or the first ones of a stream.
 
     Args:
@@ -110,7 +113,7 @@ def hold_out(dataset: Any, num_rows: int) -> tuple[Any, Any]:
     return dataset.select(range(kept)), held_out
 
 
-def hold_out_pairs(dataset: Any, num_rows: int = 200, largest_share: float = 0.1) -> tuple[Any, Any]:
+def hold_out_pairs(dataset: Rows, num_rows: int = 200, largest_share: float = 0.1) -> tuple[Any, Any]:
     """Set pairs of random prompts aside; the same ones each time, so that a resumed run has not learned from them.
 
     Args:
@@ -152,15 +155,15 @@ def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
         ValueError: There is no such data set, or none of the splits.
     """
     if isinstance(dataset, dict) and argument == "eval_dataset":
-        return {name: load_named(each, f"{argument}[{name!r}]", splits) for name, each in dataset.items()}
+        return {name: load_named(rows, f"{argument}[{name!r}]", splits) for name, rows in dataset.items()}
     if not isinstance(dataset, str | os.PathLike):
         is_pairs = {"chosen", "rejected"} <= {*(getattr(dataset, "column_names", None) or ())}
         return separate_prompts(dataset, where_missing=True) if is_pairs and hasattr(dataset, "take") else dataset
-    found = load_splits(os.fspath(dataset), argument=argument)
-    names = [name for name in splits if name in found] or list(found)[: len(found) == 1]
+    loaded = load_splits(os.fspath(dataset), argument=argument)
+    names = [name for name in splits if name in loaded] or list(loaded)[: len(loaded) == 1]
     if not names:
-        raise ValueError(f"{argument}={os.fspath(dataset)!r} has the splits {list(found)}; load the wanted one")
-    return separate_prompts(choose_split(found, names[0], argument), where_missing=True)
+        raise ValueError(f"{argument}={os.fspath(dataset)!r} has the splits {list(loaded)}; load the wanted one")
+    return separate_prompts(choose_split(loaded, names[0], argument), where_missing=True)
 
 
 HH_TURN, HH_USER = "\n\nAssistant:", "\n\nHuman:"
@@ -217,7 +220,7 @@ def separate_prompts(dataset: Any, where_missing: bool = False) -> Any:
     if "prompt" not in first and not first.keys().isdisjoint(PROMPT_COLUMNS):  # the prompt is in another column
         return dataset
     responses = (first["chosen"], first["rejected"])
-    if not all(isinstance(each, str) for each in responses) and not all(map(is_conversation, responses)):
+    if not all(isinstance(response, str) for response in responses) and not all(map(is_conversation, responses)):
         return dataset  # later checks name the column
     if with_explicit_prompt(first) == first:
         return dataset
