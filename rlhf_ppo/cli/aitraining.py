@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate import PartialState
+from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
@@ -59,7 +60,7 @@ def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:
     return train_dataset, _prepared(choose_split(splits, params.valid_split, "valid_split"), params)
 
 
-def fill_update(rows: Any, num_episodes: int) -> Any:
+def fill_update(rows: Dataset, num_episodes: int) -> Dataset:
     """Repeat prompts in order if one update needs more; warn once.
 
     Args:
@@ -132,17 +133,17 @@ def _column(columns: list[str], option: str, params: LLMTrainingParams) -> str:
     name = getattr(params, option)
     if name in columns:
         return name
-    own = _OWN_NAMES.get((params.trainer, option))
-    if own in columns and name == getattr(LLMTrainingParams, option):
-        return str(own)
-    wanted = own if name is None else name
+    usual = _OWN_NAMES.get((params.trainer, option))
+    if usual in columns and name == getattr(LLMTrainingParams, option):
+        return str(usual)
+    wanted = usual if name is None else name
     raise ValueError(
         f"{option}={name!r}: the data set has no column {wanted!r}, but {columns}; name one of them with "
         f"--{option.replace('_', '-')}"
     )
 
 
-def _prepared(dataset: Any, params: LLMTrainingParams) -> Any:
+def _prepared(dataset: Dataset, params: LLMTrainingParams) -> Dataset:
     """Limit the number of rows and rename the columns."""
     if params.max_samples is not None:
         dataset = dataset.select(range(min(params.max_samples, len(dataset))))
@@ -167,8 +168,8 @@ def _naming_parameters() -> Iterator[None]:
     try:
         yield
     except USER_ERRORS as error:
-        doubled = re.sub(r"\bmax_prompt_length=(\d+)", lambda found: f"block_size={2 * int(found[1])}", str(error))
-        error.args = (_NAME.sub(lambda found: _NAMES[found[0]], doubled),)
+        doubled = re.sub(r"\bmax_prompt_length=(\d+)", lambda match: f"block_size={2 * int(match[1])}", str(error))
+        error.args = (_NAME.sub(lambda match: _NAMES[match[0]], doubled),)
         raise
 
 
@@ -286,8 +287,8 @@ def reward_sources(params: LLMTrainingParams) -> tuple[str | None, list[Callable
         environment = make_environment(params.environment, config, reward_weights=weights, reward_fn=function)
         functions, settings, weights = environment.reward_funcs, environment.settings, environment.reward_weights
     if weights is not None:
-        own = ({} if model is None else {REWARD_MODEL: 1.0}) | ({function_name(function): 1.0} if function else {})
-        settings = {**settings, "reward_weights": own | json_object("rl_reward_weights", weights)}
+        ones = ({} if model is None else {REWARD_MODEL: 1.0}) | ({function_name(function): 1.0} if function else {})
+        settings = {**settings, "reward_weights": ones | json_object("rl_reward_weights", weights)}
     return model, functions, settings
 
 

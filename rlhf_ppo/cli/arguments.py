@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from datasets import Dataset
-from pyarrow import types
+from pyarrow import DataType, types
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from trl.scripts.utils import ScriptArguments, TrlParser
@@ -20,7 +20,7 @@ from rlhf_ppo.cli.errors import CommandParser, user_errors
 from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed
 from rlhf_ppo.config.ppo_config import AgentArguments, EngineArguments, LoggingArguments, PPOConfig, RecipeArguments
 from rlhf_ppo.config.presets import PRESETS
-from rlhf_ppo.data.sources import choose_split, hold_out, load_splits, separate_prompts, with_prompts_from
+from rlhf_ppo.data.sources import Rows, choose_split, hold_out, load_splits, separate_prompts, with_prompts_from
 from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.terminal import visible_logger
 
@@ -39,7 +39,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         ValueError: The YAML file cannot be read, or an option is unknown.
     """
 
-    def parse_args_and_config(self, args: Iterable[str] | None = None, *_: Any, **__: Any) -> tuple[Any, ...]:
+    def parse_args_and_config(self, args: Iterable[str] | None = None, *_: object, **__: object) -> tuple[Any, ...]:
         """Parse the command line; its options override those of the file or preset that `--config` names."""
         first = CommandParser(self.prog, add_help=False)
         first.add_argument("--config")
@@ -60,7 +60,9 @@ class PPOArgumentParser(CommandParser, TrlParser):
             self.error(f"--config {name} has learning rates for LoRA adapters: add --use_peft, or use {name[:-5]}")
         return str(for_all)
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[Any, list[str]]:
         """Parse; an error explains unknown options."""
         parsed, unknown = super().parse_known_args(args, namespace)
         known = [action.dest for action in self._actions]
@@ -88,7 +90,7 @@ def parse(groups: Sequence[type], program: str, argv: Sequence[str] | None) -> A
     has_ppo = PPOConfig in groups
     preset = ", or a preset such as recommended" if has_ppo else ""
     about = f"--config FILE reads options from a YAML file{preset}; the command line wins."
-    parser: Any = PPOArgumentParser(groups, prog=program, usage="%(prog)s [options]", description=about)
+    parser = PPOArgumentParser(groups, prog=program, usage="%(prog)s [options]", description=about)
     for action in parser._actions if has_ppo else ():
         if action.dest in REJECTED or str(action.help).startswith("Derived"):
             action.help = argparse.SUPPRESS
@@ -97,7 +99,7 @@ def parse(groups: Sequence[type], program: str, argv: Sequence[str] | None) -> A
         return parser.parse_args_and_config(argv)
 
 
-def group_help(parser: Any) -> None:
+def group_help(parser: PPOArgumentParser) -> None:
     """Show options under the titles of `HELP_GROUPS`; options of other classes stay above them.
 
     Args:
@@ -193,7 +195,7 @@ def train_and_eval_rows(script_args: ScriptArguments, command: str) -> tuple[Any
         eval_dataset = choose_split(splits, script_args.dataset_test_split, "dataset_test_split")
     if command == "train":
         column = cast(PPOScriptArguments, script_args).prompt_column
-        train_dataset, eval_dataset = (with_prompts_from(each, column) for each in (train_dataset, eval_dataset))
+        train_dataset, eval_dataset = (with_prompts_from(rows, column) for rows in (train_dataset, eval_dataset))
     if eval_dataset is None and command == "train":
         train_dataset, eval_dataset = hold_out(train_dataset, num_rows=100)
     if command == "sft":
@@ -203,7 +205,7 @@ def train_and_eval_rows(script_args: ScriptArguments, command: str) -> tuple[Any
     return separate_prompts(train_dataset, where_missing), held_out
 
 
-def check_columns(dataset: Any, alternatives: list[set[str]], name: str = "the data set") -> None:
+def check_columns(dataset: Rows, alternatives: list[set[str]], name: str = "the data set") -> None:
     """Check that a data set has the columns that TRL's trainer reads, and that they hold texts or conversations.
 
     Args:
@@ -248,14 +250,14 @@ def _unreadable_row(dataset: Dataset, columns: Sequence[str]) -> str | None:
     return None
 
 
-def _kind_of_type(kind: Any) -> str:
+def _kind_of_type(kind: DataType) -> str:
     if types.is_string(kind) or types.is_large_string(kind):
         return "text"
     is_list = types.is_list(kind) or types.is_large_list(kind)
     return "conversation" if is_list and types.is_struct(kind.value_type) else ""
 
 
-def _is_chat(value: Any) -> bool:
+def _is_chat(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(message, Mapping) for message in value)
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from datasets import Dataset
 from jinja2 import Environment
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 from trl.data_utils import maybe_apply_chat_template
 
 from rlhf_ppo.cli.arguments import check_columns
@@ -83,8 +83,8 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
     with user_errors(PROGRAM):
         resolve_rewards(args.reward_funcs)  # its file and its name
         tokenizer = load_tokenizer(args.model, False, "model")
-        given = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
-        data = {name: read_data(getattr(args, name), name, tokenizer, args.prompt_column) for name in given}
+        names = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
+        data = {name: read_data(getattr(args, name), name, tokenizer, args.prompt_column) for name in names}
         config: Any = load_pretrained(AutoConfig, args.model, "model")
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
         response = response_length(data, positions)
@@ -98,13 +98,13 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
             options["ppo"]["stop_strings"] = [HH_USER]
         text = written(args, is_slow, sections, options)
         folder.mkdir(parents=True)
-        for each in sections.values():
-            if each.is_split:
-                each.rows.to_json(os.path.expanduser(each.name), force_ascii=False)
+        for section in sections.values():
+            if section.is_split:
+                section.rows.to_json(os.path.expanduser(section.name), force_ascii=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    for name, each in sections.items():
-        print_text(f"{name}: {each.describe()}")
+    for name, section in sections.items():
+        print_text(f"{name}: {section.describe()}")
     if "judge_reward" not in sections and not args.judge_model:
         why = ""
         if pairs := sections.get("reward"):
@@ -137,8 +137,8 @@ class Data:
     """
 
     name: str
-    rows: Any
-    held_out: Any
+    rows: Dataset
+    held_out: Dataset | None
     prompts: Sequence[int]
     responses: Sequence[int]
     is_split: bool = False
@@ -148,9 +148,9 @@ class Data:
         """Return rows and lengths in one line."""
         lengths = {"prompts": self.prompts, "responses" if any(self.prompts) else "whole texts": self.responses}
         parts = [
-            f"{name} of {quantile(each, 0.5)} tokens (median), 95% up to {quantile(each, 0.95)}"
-            for name, each in lengths.items()
-            if any(each)
+            f"{name} of {quantile(tokens, 0.5)} tokens (median), 95% up to {quantile(tokens, 0.95)}"
+            for name, tokens in lengths.items()
+            if any(tokens)
         ]
         return ": ".join([f"{len(self.rows):,} rows", ", ".join(parts)])
 
@@ -191,7 +191,7 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, colu
         measured = num_tokens(sample.select_columns(sorted(columns)), tokenizer)
         prompts = measured.pop("prompt", prompts)
         responses = [*measured.values()]
-    return Data(name, rows, held_out, prompts, [max(each) for each in zip(*responses, strict=True)])
+    return Data(name, rows, held_out, prompts, [max(lengths) for lengths in zip(*responses, strict=True)])
 
 
 def with_prompts(rows: Any, name: str, column: str | None) -> Any:
@@ -251,7 +251,7 @@ def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> 
         ValueError: A prompt cannot be read, or none is left.
     """
 
-    def kept(rows: Any, name: str) -> tuple[Any, list[int]]:
+    def kept(rows: Dataset, name: str) -> tuple[Dataset, list[int]]:
         prepared = prepare_prompts(rows, PromptEncoder(tokenizer, name, len(tokenizer)), longest)
         lengths = [len(ids) for ids in prepared["input_ids"]]
         return prepared.remove_columns([*({*prepared.column_names} - {*rows.column_names})]), lengths
@@ -266,17 +266,17 @@ def num_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[
     """Return the tokens of texts and conversations by column; a response has what the chat template adds to it."""
     texts = Dataset.from_list([maybe_apply_chat_template(row, tokenizer) for row in _answered([*rows])])
     encoded: Any = {name: tokenizer(texts[name][:], add_special_tokens=False) for name in texts.column_names}
-    return {name: [len(ids) for ids in each["input_ids"]] for name, each in encoded.items()}
+    return {name: [len(ids) for ids in column["input_ids"]] for name, column in encoded.items()}
 
 
 def _answered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the conversations that end in an answer, as prompt and completion; other rows as they are."""
-    found = [
+    answered = [
         {"prompt": messages[:-1], "completion": messages[-1:]}
         for messages in (row.get("messages", ()) for row in rows)
         if [message["role"] for message in messages[-2:]] in (["user", "assistant"], ["tool", "assistant"])
     ]
-    return found or rows
+    return answered or rows
 
 
 def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]:
@@ -287,17 +287,17 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
         data: The data by option.
     """
 
-    def part(source: Data, file: str, rows: Any) -> Data:
+    def part(source: Data, file: str, rows: Dataset) -> Data:
         return replace(source, name=str(Path(args.output_dir, "data", file)), rows=rows, is_split=True)
 
     options = {"texts": "sft", "preferences": "reward", "judge_preferences": "judge_reward"}
-    found = {section: data[option] for option, section in options.items() if option in data}
-    pairs = found.get("reward")
-    if pairs and "judge_reward" not in found and not args.judge_model and len(pairs.rows) >= MIN_PAIRS_TO_SPLIT:
+    sections = {section: data[name] for name, section in options.items() if name in data}
+    pairs = sections.get("reward")
+    if pairs and "judge_reward" not in sections and not args.judge_model and len(pairs.rows) >= MIN_PAIRS_TO_SPLIT:
         ours, theirs = hold_out_pairs(pairs.rows, int(JUDGE_SHARE * len(pairs.rows)), 1.0)
         if theirs is not None and len(ours):
-            found["reward"] = part(pairs, "pairs.jsonl", ours)
-            found["judge_reward"] = part(pairs, "judge_pairs.jsonl", theirs)
+            sections["reward"] = part(pairs, "pairs.jsonl", ours)
+            sections["judge_reward"] = part(pairs, "judge_pairs.jsonl", theirs)
     prompts = data["prompts"]
     rows = distinct_prompts(prompts.rows)
     if prompts.held_out is None:
@@ -307,12 +307,12 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
     else:
         held_out = distinct_prompts(prompts.held_out).shuffle(seed=0)
         held_out = held_out.select(range(min(MAX_HELD_OUT, len(held_out))))
-    found["ppo"] = part(prompts, "prompts.jsonl", rows)
-    found["judge"] = part(prompts, "held_out_prompts.jsonl", held_out)
-    return found
+    sections["ppo"] = part(prompts, "prompts.jsonl", rows)
+    sections["judge"] = part(prompts, "held_out_prompts.jsonl", held_out)
+    return sections
 
 
-def distinct_prompts(rows: Any) -> Any:
+def distinct_prompts(rows: Dataset) -> Dataset:
     """Return the rows with the first occurrence of each prompt."""
     column = prompt_column(rows.column_names, "prompts")
     first: dict[str, int] = {}
@@ -331,7 +331,7 @@ def response_length(data: Mapping[str, Data], positions: int) -> int:
     return min(256, positions // 2, response)
 
 
-def num_weights(config: Any) -> int:
+def num_weights(config: PreTrainedConfig) -> int:
     """Count the weights of a model from its configuration."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -354,10 +354,10 @@ def propose(
     rates = LORA_RATES if is_lora else RATES
     sections: dict[str, dict[str, Any]] = {}
     for name in ("sft", "reward", "judge_reward"):
-        if each := data.get(name):
-            totals = np.add(each.prompts, each.responses).tolist()
+        if section := data.get(name):
+            totals = np.add(section.prompts, section.responses).tolist()
             sections[name] = {
-                "num_train_epochs": 1 if is_slow or len(each.rows) > 10_000 else 3,
+                "num_train_epochs": 1 if is_slow or len(section.rows) > 10_000 else 3,
                 "learning_rate": learning_rate(rates["sft" if name == "sft" else "reward"], size),
                 "max_length": min(1024, positions, -(-(quantile(totals, 0.98) + 2) // 8) * 8),
             }
@@ -393,7 +393,7 @@ def learning_rate(at_a_billion: float, size: int) -> float:
 
 
 def written(
-    args: argparse.Namespace, is_slow: bool, sections: Mapping[str, Data], options: Mapping[str, Mapping[str, Any]]
+    args: argparse.Namespace, is_slow: bool, sections: Mapping[str, Data], options: Mapping[str, Mapping[str, object]]
 ) -> str:
     """Return the text of the pipeline's file.
 
@@ -410,7 +410,7 @@ def written(
         data=sections,
         is_slow=is_slow,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
-        options={name: yaml.safe_dump(each, sort_keys=False) for name, each in options.items()},
+        options={name: yaml.safe_dump(section, sort_keys=False) for name, section in options.items()},
     )
 
 

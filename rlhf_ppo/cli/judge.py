@@ -15,7 +15,8 @@ from typing import Any
 
 import pandas as pd
 from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_ppo.cli.arguments import check_single_process, parse
 from rlhf_ppo.cli.errors import user_errors
@@ -189,7 +190,7 @@ def _chat_judge(args: JudgeArguments) -> ChatJudge:
     return ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
 
 
-def load_rows(args: JudgeArguments) -> Any:
+def load_rows(args: JudgeArguments) -> Dataset:
     """Load the prompts, and the responses in columns.
 
     Raises:
@@ -206,7 +207,9 @@ def load_rows(args: JudgeArguments) -> Any:
     return rows
 
 
-def fitting_rows(args: JudgeArguments, rows: Any, tokenizers: Mapping[str, Any], judge: Any) -> Any:
+def fitting_rows(
+    args: JudgeArguments, rows: Dataset, tokenizers: Mapping[str, PreTrainedTokenizerBase], judge: object
+) -> Dataset:
     """Drop prompts that leave no room for a response in a model or the judge, or that PPO dropped; print how many.
 
     Args:
@@ -233,7 +236,7 @@ def fitting_rows(args: JudgeArguments, rows: Any, tokenizers: Mapping[str, Any],
     return rows
 
 
-def _longest_prompt(args: JudgeArguments, name: str, tokenizer: Any, judge: Any) -> float:
+def _longest_prompt(args: JudgeArguments, name: str, tokenizer: PreTrainedTokenizerBase, judge: object) -> float:
     path = getattr(args, name)
     base: Any = base_of_adapter(path) if is_adapter_directory(path) else path
     config: Any = load_pretrained(AutoConfig, base, name, trust_remote_code=args.trust_remote_code)
@@ -244,7 +247,7 @@ def _longest_prompt(args: JudgeArguments, name: str, tokenizer: Any, judge: Any)
 
 
 def _answers(
-    args: JudgeArguments, rows: Any, tokenizers: Mapping[str, Any]
+    args: JudgeArguments, rows: Any, tokenizers: Mapping[str, PreTrainedTokenizerBase]
 ) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
     answers = {name: _respond(args, rows, tokenizer, name) for name, tokenizer in tokenizers.items()}
@@ -252,7 +255,7 @@ def _answers(
     return ours, answers.get("opponent") or given_answers(list(rows), str(args.opponent_column), ours)
 
 
-def _respond(args: JudgeArguments, rows: Any, tokenizer: Any, argument: str) -> list[Answer]:
+def _respond(args: JudgeArguments, rows: Any, tokenizer: PreTrainedTokenizerBase, argument: str) -> list[Answer]:
     path, trusts = getattr(args, argument), args.trust_remote_code
     loaded = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=trusts)
     model: Any = load_policy(loaded, argument)
@@ -274,7 +277,9 @@ def _template_kwargs(args: JudgeArguments) -> dict[str, Any] | None:
     return template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs)
 
 
-def compare(judge: Any, rows: Any, ours: Sequence[Answer | None], theirs: Sequence[Answer | None]) -> list[Compared]:
+def compare(
+    judge: Any, rows: Dataset, ours: Sequence[Answer | None], theirs: Sequence[Answer | None]
+) -> list[Compared]:
     """Judge pairs of answers to the same prompts, each in both orders.
 
     Args:

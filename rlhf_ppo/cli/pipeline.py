@@ -69,7 +69,7 @@ class Step:
     name: str
     kind: str
     output_dir: Path
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     runs: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
@@ -79,8 +79,8 @@ class Step:
     def _words(self, name: str) -> list[str]:
         value = self.options[name]
         return [
-            json.dumps(each) if isinstance(each, dict | bool) else str(each)
-            for each in (value if isinstance(value, list) else [value])
+            json.dumps(word) if isinstance(word, dict | bool) else str(word)
+            for word in (value if isinstance(value, list) else [value])
         ]
 
     def names(self, directory: Path) -> bool:
@@ -115,8 +115,8 @@ class Pipeline:
     def inputs_of(self, step: Step, record: Record) -> dict[str, str | None]:
         """Return the earlier steps whose output a step reads, and when they finished."""
         earlier = self.steps[: self.steps.index(step)]
-        found = [other.name for other in earlier if step.names(other.output_dir)]
-        return {name: record.get(name, {}).get("finished") for name in found}
+        inputs = [other.name for other in earlier if step.names(other.output_dir)]
+        return {name: record.get(name, {}).get("finished") for name in inputs}
 
 
 # ---- The file ----
@@ -170,39 +170,39 @@ def _policies(seeds: Sequence[int], record: Record) -> dict[int, str]:
 
 def _steps(folder: Path, content: Mapping[str, Any], policies: Mapping[int, str]) -> Iterator[Step]:
     common = content.get("common", {})
-    made = {name: str(folder / name) for name in ("sft", *REWARD_MODELS) if name in content}
-    for name in made:
-        start = {"model_name_or_path": made.get("sft")} if name != "sft" else {}
+    models = {name: str(folder / name) for name in ("sft", *REWARD_MODELS) if name in content}
+    for name in models:
+        start = {"model_name_or_path": models.get("sft")} if name != "sft" else {}
         yield _step(name, name, folder / name, start | common | content[name])
     if "ppo" in content:
-        start = {"sft_model_path": made.get("sft"), "reward_model_path": made.get("reward")}
+        start = {"sft_model_path": models.get("sft"), "reward_model_path": models.get("reward")}
         options = start | common | content["ppo"]
         _check_ppo(options)
         for seed, name in policies.items():
             yield _step(name, "ppo", folder / name, options | {"seed": seed})
     if "judge" in content:
-        given = content["judge"]
+        judge = content["judge"]
         for seed, policy in policies.items():
             start: dict[str, Any] = {"seed": seed}
-            if "model_column" not in given and "ppo" in content:
+            if "model_column" not in judge and "ppo" in content:
                 start["model"] = str(folder / policy)
-            if "opponent_column" not in given:
-                start["opponent"] = made.get("sft")
-            if "judge" not in given:
-                start["judge_model"] = made.get("judge_reward")
-            yield _step(policy.replace("ppo", "judge"), "judge", folder / policy / JUDGED, start | given)
+            if "opponent_column" not in judge:
+                start["opponent"] = models.get("sft")
+            if "judge" not in judge:
+                start["judge_model"] = models.get("judge_reward")
+            yield _step(policy.replace("ppo", "judge"), "judge", folder / policy / JUDGED, start | judge)
     if "report" in content:
         runs = tuple(str(folder / name) for name in policies.values())
         options = {"output": str(folder / "report.html"), **content["report"]}
         yield Step("report", "report", folder, options, runs)
 
 
-def _step(name: str, kind: str, place: Path, options: Mapping[str, Any]) -> Step:
-    given = {key: value for key, value in options.items() if value is not None}
-    return Step(name, kind, place, {**given, "output_dir": str(place)})
+def _step(name: str, kind: str, place: Path, options: Mapping[str, object]) -> Step:
+    stated = {key: value for key, value in options.items() if value is not None}
+    return Step(name, kind, place, {**stated, "output_dir": str(place)})
 
 
-def _check_ppo(options: Mapping[str, Any]) -> None:
+def _check_ppo(options: Mapping[str, object]) -> None:
     """Raise if no model or reward is named: the defaults, those of TRL's script, are models of the hub."""
     if "config" in options:
         return  # the file may name them
@@ -294,7 +294,7 @@ def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:
 def _free(path: Path) -> Path:
     """Return the first of `path`, `path-2`, `path-3`... that does not exist."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(each for each in itertools.chain([path], others) if not os.path.lexists(each))
+    return next(candidate for candidate in itertools.chain([path], others) if not os.path.lexists(candidate))
 
 
 def run_pipeline(
@@ -395,7 +395,7 @@ class Signals:
     number: int | None = None
     process: subprocess.Popen[bytes] | None = None
 
-    def receive(self, number: int, frame: Any) -> None:
+    def receive(self, number: int, frame: object) -> None:
         """Note a signal and pass it on; SIGINT to all processes of the step, as a terminal does."""
         self.number = number
         if number == signal.SIGHUP:

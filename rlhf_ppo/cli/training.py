@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from huggingface_hub import HfApi
-from pyarrow import compute
+from pyarrow import ChunkedArray, compute
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,10 +25,11 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
+    TrainerState,
+    TrainingArguments,
     dynamic_module_utils,
     set_seed,
 )
-from transformers.trainer_utils import has_length
 from transformers.utils import logging as transformers_logging
 from trl.trainer.model_config import ModelConfig
 from trl.trainer.reward_config import RewardConfig
@@ -43,7 +44,8 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range, parse_object
 from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.files import write_text
-from rlhf_ppo.data.sources import choose_split, hold_out_pairs, load_splits
+from rlhf_ppo.data.prompts import num_rows
+from rlhf_ppo.data.sources import Rows, choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import (
@@ -56,7 +58,7 @@ from rlhf_ppo.models.loading import (
     without_adapters,
 )
 from rlhf_ppo.models.reference import asks_for_reference
-from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings
+from rlhf_ppo.models.unwrapping import as_module, drop_ignored_generation_settings
 from rlhf_ppo.ranks.signals import say
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
@@ -143,8 +145,8 @@ def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[s
 def check_lora(model_args: ModelConfig) -> None:
     """Raise a `ValueError` for options of LoRA without `use_peft`, with which all weights would train."""
     for name in () if model_args.use_peft else ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
-        if (given := getattr(model_args, name)) != ModelConfig.__dataclass_fields__[name].default:
-            raise ValueError(f"{name}={given!r} has no effect without use_peft: add --use_peft")
+        if (value := getattr(model_args, name)) != ModelConfig.__dataclass_fields__[name].default:
+            raise ValueError(f"{name}={value!r} has no effect without use_peft: add --use_peft")
 
 
 def lora_config(model_args: ModelConfig) -> Any:
@@ -158,14 +160,14 @@ def lora_config(model_args: ModelConfig) -> Any:
     return get_peft_config(model_args)
 
 
-def template_kwargs(model: str, given: str | None) -> dict[str, Any] | None:
-    """Return further arguments of the chat template: those given, or else those that a run trained its policy with.
+def template_kwargs(model: str, text: str | None) -> dict[str, Any] | None:
+    """Return further arguments of the chat template: the text's, or else those that a run trained its policy with.
 
     Args:
         model: A directory, of a run or not, or a hub name.
-        given: JSON, or None.
+        text: JSON, or None.
     """
-    recorded = RunSettings.load(model).arguments.get("chat_template_kwargs") if given is None else given
+    recorded = RunSettings.load(model).arguments.get("chat_template_kwargs") if text is None else text
     return parse_object("chat_template_kwargs", recorded, '{"enable_thinking": false}')
 
 
@@ -176,11 +178,11 @@ def ppo_trainer(
     script_args: PPOScriptArguments,
     args: PPOConfig,
     model_args: ModelConfig,
-    train_dataset: Any,
-    eval_dataset: Any,
+    train_dataset: Rows,
+    eval_dataset: Rows | None,
     *,
     ref_model: str | None = None,
-    **given: Any,
+    **more: Any,
 ) -> PPOTrainer:
     """Load the tokenizer, the policy and the reference, and make the trainer.
 
@@ -191,7 +193,7 @@ def ppo_trainer(
         train_dataset: The prompts.
         eval_dataset: The prompts for evaluation, or None.
         ref_model: Path of the reference; None compares with the policy as it starts.
-        **given: Further arguments of `PPOTrainer`.
+        **more: Further arguments of `PPOTrainer`.
     """
     prepare_trackers(args)
     settings, peft_config = loading_settings(script_args.trust_remote_code, model_args), lora_config(model_args)
@@ -220,12 +222,16 @@ def ppo_trainer(
         eval_dataset=eval_dataset,
         peft_config=peft_config,
         ptx_dataset=texts,
-        **given,
+        **more,
     )
 
 
 def scored_ppo_trainer(
-    script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
+    script_args: PPOScriptArguments,
+    args: PPOConfig,
+    model_args: ModelConfig,
+    train_dataset: Rows,
+    eval_dataset: Rows | None,
 ) -> PPOTrainer:
     """Make the trainer with the reward model, value model, reward functions and tools that the options name.
 
@@ -311,9 +317,9 @@ def _load_reward_model(path: str, settings: Mapping[str, Any]) -> Any:
 class _SavesWhole(Trainer):
     """Base of TRL's trainers: saving replaces an earlier model; the card names local models, without hub links."""
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         directory = output_dir or str(self.args.output_dir)
-        check_start_elsewhere([cast(Any, self.model)], directory)
+        check_start_elsewhere([as_module(self.model)], directory)
         remove_saved_models(directory)
         Path(directory, SETTINGS_NAME).unlink(missing_ok=True)  # of a policy that was there
         super()._save(output_dir, state_dict)
@@ -325,7 +331,7 @@ class _SavesWhole(Trainer):
             folder = Path(str(self.args.output_dir))
             name, trl = folder.absolute().name, cast(Any, super())
             trl.create_model_card(model_name or name, dataset_name=if_on_hub(dataset_name), **more)
-            base = model_origin(cast(Any, self.model))
+            base = model_origin(as_module(self.model))
             card = (folder / CARD).read_text(encoding="utf-8")
             write_text(folder / CARD, with_local_names(card, name, base, dataset_name))
 
@@ -342,7 +348,9 @@ PAIRS = [{"chosen", "rejected"}]
 """The columns of a reward model's data."""
 
 
-def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
+def reward_trainer(
+    args: RewardConfig, model_args: ModelConfig, train_dataset: Rows, eval_dataset: Rows | None
+) -> Trainer:
     """Make TRL's trainer of a reward model from preference pairs.
 
     Args:
@@ -362,7 +370,7 @@ def reward_trainer(args: RewardConfig, model_args: ModelConfig, train_dataset: A
 
 
 def measured_reward_trainer(
-    args: RewardConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
+    args: RewardConfig, model_args: ModelConfig, train_dataset: Rows, eval_dataset: Rows | None
 ) -> Trainer:
     """Make the trainer of a reward model; without rows for evaluation, hold some out for its accuracy.
 
@@ -377,7 +385,7 @@ def measured_reward_trainer(
     if eval_dataset is not None or not isinstance(train_dataset, Dataset):
         return reward_trainer(args, model_args, train_dataset, eval_dataset)
     some = train_dataset.select(range(min(len(train_dataset), args.dataset_num_proc or 1)))  # replaced below
-    trainer = reward_trainer(args, model_args, train_dataset, some)
+    trainer: Any = reward_trainer(args, model_args, train_dataset, some)
     trainer.train_dataset, trainer.eval_dataset = hold_out_pairs(trainer.train_dataset)
     return trainer
 
@@ -394,22 +402,24 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
         The accuracy; None if there are no held-out pairs, or their number is not known.
     """
     pairs: Any = trainer.eval_dataset
-    if not has_length(pairs) or len(pairs) == 0:
+    if not num_rows(pairs):
         if trainer.is_world_process_zero():
             Path(str(trainer.args.output_dir), ACCURACY).unlink(missing_ok=True)
         return None
     trainer.preprocess_logits_for_metrics = _right_pairs  # TRL's accuracy is a mean over batches
-    right: Any = trainer.predict(cast(Any, pairs)).predictions
-    found = RewardAccuracy.of(float(right.mean()), len(right))
+    right: Any = trainer.predict(pairs).predictions
+    accuracy = RewardAccuracy.of(float(right.mean()), len(right))
     if trainer.is_world_process_zero():
-        found.save(str(trainer.args.output_dir))
-        print_text(f"The reward model is {found}.")
-        if found.state is not None:
-            logger.warning(f"The reward model is {found.state}: {found.advice}. PPO cannot be better than its reward.")
-    return found
+        accuracy.save(str(trainer.args.output_dir))
+        print_text(f"The reward model is {accuracy}.")
+        if accuracy.state is not None:
+            logger.warning(
+                f"The reward model is {accuracy.state}: {accuracy.advice}. PPO cannot be better than its reward."
+            )
+    return accuracy
 
 
-def _right_pairs(scores: torch.Tensor, labels: Any) -> torch.Tensor:
+def _right_pairs(scores: torch.Tensor, labels: object) -> torch.Tensor:
     """Return 1 for each pair of a batch whose better response scores higher, and 0.5 for a tie."""
     better, worse = scores.squeeze(-1).chunk(2)
     return torch.heaviside((better - worse).float(), torch.tensor(0.5, device=scores.device))
@@ -420,7 +430,7 @@ def text_columns(args: SFTConfig) -> list[set[str]]:
     return [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
 
 
-def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any) -> Trainer:
+def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Rows, eval_dataset: Rows | None) -> Trainer:
     """Make TRL's trainer of a language model from texts.
 
     Args:
@@ -432,18 +442,18 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Any, ev
     check_columns(train_dataset, text_columns(args))
     rows = map(_without_lone_prompt, (train_dataset, eval_dataset))
     trainer = _trl_trainer(_SFTTrainer, args, model_args, *rows)
-    made: Any = trainer.train_dataset
-    if isinstance(made, Dataset) and "input_ids" in made.column_names and args.max_length and not args.packing:
-        ids: Any = made.with_format("arrow")[:]["input_ids"]
+    texts: Any = trainer.train_dataset
+    if isinstance(texts, Dataset) and "input_ids" in texts.column_names and args.max_length and not args.packing:
+        ids: Any = texts.with_format("arrow")[:]["input_ids"]
         if cut := _num_cut(ids, args.max_length, cast(Any, trainer.processing_class).eos_token_id):
             logger.warning(
-                f"train_dataset: cut {cut} of {len(made)} texts to max_length={args.max_length} tokens; the model "
+                f"train_dataset: cut {cut} of {len(texts)} texts to max_length={args.max_length} tokens; the model "
                 "does not learn how they end"
             )
     return trainer
 
 
-def _num_cut(ids: Any, max_length: int, eos: int) -> int:
+def _num_cut(ids: ChunkedArray, max_length: int, eos: int) -> int:
     """Count the texts that are cut before their end.
 
     Args:
@@ -461,7 +471,11 @@ def _num_cut(ids: Any, max_length: int, eos: int) -> int:
 
 
 def _trl_trainer(
-    trainer_class: Any, args: Any, model_args: ModelConfig, train_dataset: Any, eval_dataset: Any
+    trainer_class: Callable[..., Trainer],
+    args: Any,
+    model_args: ModelConfig,
+    train_dataset: Rows | None,
+    eval_dataset: Rows | None,
 ) -> Trainer:
     path = model_args.model_name_or_path
     if path is None:
@@ -491,7 +505,7 @@ def _trl_trainer(
     return trainer
 
 
-def _adapted_model(trainer_class: Any, path: str, settings: dict[str, Any], model_args: ModelConfig) -> Any:
+def _adapted_model(trainer_class: object, path: str, settings: dict[str, object], model_args: ModelConfig) -> Any:
     """Load an adapter over its base; with `use_peft` train it further, else merge it and train all weights."""
     is_reward = trainer_class is _RewardTrainer
     auto_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
@@ -503,13 +517,13 @@ def _adapted_model(trainer_class: Any, path: str, settings: dict[str, Any], mode
 class _LogsShortRuns(TrainerCallback):
     """Logs a short run 20 times, as PPO does, if `logging_steps` is the default."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
         """Set the interval of the logs."""
         if args.logging_steps == 10:
             state.logging_steps = logging_interval(state.max_steps)
 
 
-def _without_lone_prompt(dataset: Any) -> Any:
+def _without_lone_prompt(dataset: Rows | None) -> Rows | None:
     """Remove a `prompt` without `completion`, which TRL would expect."""
     if dataset is None or dataset.column_names is None:
         return dataset
@@ -525,7 +539,7 @@ class _Begun(TrainerCallback):
 
     begun = False
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Record it."""
         self.begun = True
 
