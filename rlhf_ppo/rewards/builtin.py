@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlhf_ppo.data.prompts import text_of_content
+from rlhf_ppo.data.prompts import Messages, text_of_content
 from rlhf_ppo.rewards.limited import limited, matches
 from rlhf_ppo.rewards.reward_model import Answer
 from rlhf_ppo.terminal import visible_logger
@@ -30,7 +30,7 @@ class TextReward(ABC):
     def score(self, text: str) -> float:
         """Score one response."""
 
-    def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
+    def __call__(self, completions: Sequence[str | Messages], **_: object) -> list[float]:
         """Score every response."""
         return [self.score(text) for text in response_texts(completions)]
 
@@ -106,15 +106,15 @@ class Correctness:
         if self.mode not in _AGREE:
             raise ValueError(f"correctness: mode={self.mode!r} must be one of {list(_AGREE)}")
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def __call__(self, completions: Sequence[str | Messages], **columns: Any) -> list[float | None]:
         """Score every response.
 
         Raises:
             ValueError: The data set has no column `column`.
         """
         names = ("answer", "solution") if self.column is None else (self.column,)
-        found = [name for name in names if name in columns]
-        if not found:
+        present = [name for name in names if name in columns]
+        if not present:
             problem = f"correctness finds no column {' or '.join(map(repr, names))} with the answers"
             if self.column is not None:
                 raise ValueError(f"{problem}; add it to the data set, or name another with column=...")
@@ -125,7 +125,7 @@ class Correctness:
         agree = _AGREE[self.mode]
         return [
             None if wanted is None else float(agree(text, str(wanted)))
-            for text, wanted in zip(response_texts(completions), columns[found[0]], strict=True)
+            for text, wanted in zip(response_texts(completions), columns[present[0]], strict=True)
         ]
 
 
@@ -143,7 +143,7 @@ class Formatting(TextReward):
     pattern: str = r"Answer:|####|\\boxed\{"
 
     def __call__(
-        self, completions: Sequence[Any], policy_answers: Sequence[Answer] | None = None, **_: Any
+        self, completions: Sequence[str | Messages], policy_answers: Sequence[Answer] | None = None, **_: object
     ) -> list[float]:
         """Score every response."""
         return [self.score(text) for text in _whole_texts(completions, policy_answers)]
@@ -193,10 +193,10 @@ class Custom:
 
     def __call__(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
+        prompts: Sequence[str | Messages],
+        completions: Sequence[str | Messages],
         policy_answers: Sequence[Answer] | None = None,
-        **_: Any,
+        **_: object,
     ) -> list[float | None]:
         """Call the function for every response; `full_text` is the prompt's text followed by the response."""
         texts = response_texts(completions)
@@ -225,7 +225,7 @@ TRL_REWARDS: tuple[str, ...] = (
 """The rewards of `trl.rewards`; those that begin with `get_` take settings."""
 
 
-def builtin_reward(name: str, **settings: Any) -> Callable[..., Any]:
+def builtin_reward(name: str, **settings: object) -> Callable[..., Any]:
     """Make a reward function by name.
 
     Args:
@@ -246,12 +246,12 @@ class TrlReward:
         settings: Its arguments; for names that begin with `get_`, those of the factory.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, settings: dict[str, object]) -> None:
         import trl.rewards
 
         self.name, self.settings = name, settings
-        found = getattr(trl.rewards, name)
-        self._call = found(**settings) if name.startswith("get_") else functools.partial(found, **settings)
+        reward = getattr(trl.rewards, name)
+        self._call = reward(**settings) if name.startswith("get_") else functools.partial(reward, **settings)
         self.__name__ = getattr(self._call, "__name__", name)
         if name != "think_format_reward":  # which takes what `__call__` takes
             self.__signature__ = inspect.signature(self._call)  # the columns that it requires
@@ -260,7 +260,7 @@ class TrlReward:
         return type(self), (self.name, self.settings)
 
     def __call__(
-        self, completions: Sequence[Any], policy_answers: Sequence[Answer] | None = None, **columns: Any
+        self, completions: Sequence[str | Messages], policy_answers: Sequence[Answer] | None = None, **columns: object
     ) -> list[float | None]:
         """Score every response as TRL does; formats include the beginning that the chat template has written."""
         texts = _whole_texts(completions, policy_answers)
@@ -268,28 +268,28 @@ class TrlReward:
         return self._call(completions=messages, **columns)
 
 
-def response_texts(completions: Sequence[Any]) -> list[str]:
+def response_texts(completions: Sequence[str | Messages]) -> list[str]:
     """Return the texts of responses; of a list of messages, the texts of the policy's turns.
 
     Args:
         completions: `B` texts, or `B` lists of messages `{"role", "content"}`.
     """
-    return [item if isinstance(item, str) else _own_text(item) for item in completions]
+    return [item if isinstance(item, str) else _assistant_text(item) for item in completions]
 
 
-def _whole_texts(completions: Sequence[Any], policy_answers: Sequence[Answer] | None) -> list[str]:
+def _whole_texts(completions: Sequence[str | Messages], policy_answers: Sequence[Answer] | None) -> list[str]:
     """Return the responses' texts, with the beginnings that the chat template has written into the prompts."""
     texts = response_texts(completions)
     return [one.prefilled + text for one, text in zip(policy_answers, texts, strict=True)] if policy_answers else texts
 
 
-def _own_text(messages: Sequence[Any]) -> str:
+def _assistant_text(messages: Messages) -> str:
     """Return the assistant's messages, a line each, without the answers of tools and environments."""
-    own = [message for message in messages if message.get("role", "assistant") == "assistant"]
-    return "\n".join(text for message in own if (text := text_of_content(message.get("content") or "")))
+    turns = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    return "\n".join(text for message in turns if (text := text_of_content(message.get("content") or "")))
 
 
-def prompt_text(prompt: Any) -> str:
+def prompt_text(prompt: str | Messages) -> str:
     """Return a prompt as one text; the messages of a conversation become paragraphs that begin with the role."""
     if isinstance(prompt, str):
         return prompt
@@ -338,12 +338,12 @@ def same_number(answer: str, reference: str) -> bool:
     Numbers may have thousands separators, a sign, a currency and units; `3/4` is 0.75. The final number is the first
     number of an announced answer (after its last `=`, if it has one), or else the last number of the text.
     """
-    given, wanted = final_number(answer), final_number(reference)
-    if given is None or wanted is None:
+    number, wanted = final_number(answer), final_number(reference)
+    if number is None or wanted is None:
         return False
-    if given.is_integer() and wanted.is_integer():
-        return given == wanted  # with a tolerance of one part in a million, 1,000,001 would be 1,000,000
-    return math.isclose(given, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    if number.is_integer() and wanted.is_integer():
+        return number == wanted  # with a tolerance of one part in a million, 1,000,001 would be 1,000,000
+    return math.isclose(number, wanted, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def final_number(text: str) -> float | None:
@@ -351,8 +351,8 @@ def final_number(text: str) -> float | None:
     announced = final_answer(text)
     is_announced = announced != text.strip()
     segment = announced.rpartition("=")[2] if is_announced else announced
-    found = list(_NUMBER_PATTERN.finditer(_without_latex(segment)))
-    value = _match_value(found[0 if is_announced else -1]) if found else math.nan
+    numbers = list(_NUMBER_PATTERN.finditer(_without_latex(segment)))
+    value = _match_value(numbers[0 if is_announced else -1]) if numbers else math.nan
     return value if math.isfinite(value) else None
 
 

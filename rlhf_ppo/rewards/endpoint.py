@@ -81,7 +81,11 @@ class RewardEndpoint:
         return f"{type(self).__name__}(url={self.display_url!r}, name={self.__name__!r})"
 
     async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Any], **columns: Any
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        completion_ids: Sequence[object],
+        **columns: Any,
     ) -> list[Any]:
         """Score every response.
 
@@ -111,7 +115,7 @@ class RewardEndpoint:
         return [reward for part in parts for reward in part]
 
 
-def _rows_of(table: Mapping[str, Sequence[Any]], rows: range) -> dict[str, list[Any]]:
+def _rows_of(table: Mapping[str, Sequence[object]], rows: range) -> dict[str, list[object]]:
     return {name: list(values[rows.start : rows.stop]) for name, values in table.items()}
 
 
@@ -137,7 +141,7 @@ def http_client(timeout: float, concurrency: int, token_variable: str) -> httpx.
 
 
 async def post_json(
-    client: httpx.AsyncClient, url: str, payload: Any, where: str, retries: int, backoff: float
+    client: httpx.AsyncClient, url: str, payload: object, where: str, retries: int, backoff: float
 ) -> Any:
     """Send a request, repeat it while it fails, and return the decoded answer.
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.images import IMAGES_COLUMN
+from rlhf_ppo.data.prompts import Messages
 from rlhf_ppo.data.rollout import sent
 from rlhf_ppo.environments.pool import ask_rewards
 from rlhf_ppo.environments.tools import Kind
@@ -46,10 +47,10 @@ _OTHER_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_extra", "log
 
 def check_columns(columns: Iterable[str], name: str = "the data set") -> None:
     """Raise a `ValueError` if a column has the name of another argument of reward functions."""
-    if taken := [column for column in columns if column in _OTHER_ARGUMENTS]:
+    if clashing := [column for column in columns if column in _OTHER_ARGUMENTS]:
         raise ValueError(
-            f"{name} has the column {taken[0]!r}, but reward functions get another argument of that name: rename or "
-            "drop the column"
+            f"{name} has the column {clashing[0]!r}, but reward functions get another argument of that name: rename "
+            "or drop the column"
         )
 
 
@@ -119,7 +120,7 @@ class RewardFunction:
         """
         return run_on_event_loop(self._score_async(batch, self.arguments(batch)))
 
-    async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, Any]) -> Tensor:
+    async def _score_async(self, batch: ScoringBatch, arguments: Mapping[str, object]) -> Tensor:
         with self._naming():
             return self._checked(await self.function(**arguments), batch)
 
@@ -127,7 +128,7 @@ class RewardFunction:
         updates = self.trainer_state_getter().global_step
         return naming(self.name, f" after update {updates}" if updates else " in the first update")
 
-    def _checked(self, returned: Any, batch: ScoringBatch) -> Tensor:
+    def _checked(self, returned: object, batch: ScoringBatch) -> Tensor:
         mask, written = batch.responses.response_mask, batch.written
         scores = check_scores(returned, described(self.function, self.name), list(map(len, written)), written)
         if scores.dim() == 2:
@@ -163,7 +164,7 @@ class RewardFunction:
             offered["policy_answers"] = answers
         return accepted_arguments(self.function, offered)
 
-    def _log_extra(self, num_rows: int, column: str, values: Sequence[Any]) -> None:
+    def _log_extra(self, num_rows: int, column: str, values: Sequence[object]) -> None:
         listed = list(values)
         if len(listed) != num_rows:
             raise ValueError(
@@ -173,18 +174,18 @@ class RewardFunction:
         self.log_extra(column, listed)
 
 
-def _of_episodes(records: Sequence[Any], completions: Sequence[Any]) -> dict[str, Any]:
+def _of_episodes(records: Sequence[Any], completions: Sequence[str | Messages]) -> dict[str, Any]:
     """Return the arguments that episodes of several turns add: whole conversations, and the environments."""
     whole = [
         completion if isinstance(completion, str) else [dict(message) for message in record.messages]
         for record, completion in zip(records, completions, strict=True)
     ]
     environments = [record.episode.environment for record in records]
-    given = any(environment is not None for environment in environments)
-    return {"completions": whole} | ({"environments": environments} if given else {})
+    has_any = any(environment is not None for environment in environments)
+    return {"completions": whole} | ({"environments": environments} if has_any else {})
 
 
-def finished(returned: Any) -> Any:
+def finished(returned: object) -> Any:
     """Return a function's result; wait for it if it is a coroutine."""
     return run_on_event_loop(returned).result() if inspect.iscoroutine(returned) else returned
 
@@ -205,14 +206,14 @@ def naming(name: str, when: str = "") -> Iterator[None]:
 # Arguments
 
 
-def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., object], offered: Mapping[str, object]) -> dict[str, object]:
     """Return those of the offered arguments that a function accepts.
 
     Raises:
         WrongRewardError: It requires another argument.
     """
     named = named_parameters(function)
-    if missing := [name for name, each in named.items() if each.default is each.empty and name not in offered]:
+    if missing := [name for name, p in named.items() if p.default is p.empty and name not in offered]:
         raise WrongRewardError(
             f"the reward function {function_name(function)!r} requires the argument {missing[0]!r}, which no "
             f"column has; there are {[*offered]}: rename it or a column, or give it a default"
@@ -220,32 +221,32 @@ def accepted_arguments(function: Callable[..., Any], offered: Mapping[str, Any])
     return {key: value for key, value in offered.items() if takes_any_argument(function) or key in named}
 
 
-def named_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Return the parameters that can be passed by name."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters
     return {name: parameter for name, parameter in parameters.items() if parameter.kind in kinds}
 
 
-def takes_any_argument(function: Callable[..., Any]) -> bool:
+def takes_any_argument(function: Callable[..., object]) -> bool:
     """Return whether a function has `**kwargs`."""
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., object]) -> str:
     """Return a function's name for display; for objects that of their class, for lambdas `lambda`."""
     while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
         function = function.func
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
-def described(function: Any, name: str) -> str:
+def described(function: object, name: str) -> str:
     """Return a reward function's name for errors, with the address of an endpoint."""
     address = f" at {function.display_url}" if isinstance(function, RewardEndpoint) else ""
     return f"the reward function {name!r}{address}"
 
 
-def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrapped(function: Callable[..., object]) -> Callable[..., Any]:
     """Return the function inside `functools.partial`."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -269,7 +270,7 @@ class LoggedByFunctions:
     values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+    def log_extra(self, column: str, values: Sequence[object]) -> None:
         """Store a column of the current batch."""
         self.columns[column] = list(values)
 
@@ -287,12 +288,12 @@ class LoggedByFunctions:
 
         A call counts by its rows: the last batch of an evaluation may be smaller than the others.
         """
-        own = self.values
+        of_this_rank = self.values
         self.forget()
-        if not self.is_used or not any_rank(bool(own)):
+        if not self.is_used or not any_rank(bool(of_this_rank)):
             return {}
         merged: dict[str, list[tuple[float, float]]] = {}
-        for of_one_rank in gather_object([own]):
+        for of_one_rank in gather_object([of_this_rank]):
             for name, numbers in of_one_rank.items():
                 merged.setdefault(name, []).extend(numbers)
         return {name: _weighted_mean(numbers) for name, numbers in merged.items()}
@@ -309,7 +310,7 @@ def _weighted_mean(numbers: Sequence[tuple[float, float]]) -> float:
     return sum(value * part for value, part in parts if part) / (sum(part for _, part in parts) or 1.0)
 
 
-def discard(*_: Any) -> None:
+def discard(*_: object) -> None:
     """Accept and ignore a metric or a column."""
 
 
@@ -331,9 +332,9 @@ class EnvironmentReward(RewardSource):
     def __call__(self, batch: ScoringBatch) -> Tensor:
         """Return the scores, float32 `(B,)`, NaN where `get_reward` returned None or the class is another one."""
         episodes = [record.episode for record in batch.prompts.columns[EPISODE_COLUMN]]
-        own = [row for row, episode in enumerate(episodes) if episode.kind.cls is self.cls]
+        rows = [row for row, episode in enumerate(episodes) if episode.kind.cls is self.cls]
         scores = torch.full((len(batch),), math.nan)
-        for row, value in zip(own, ask_rewards([episodes[row] for row in own]), strict=True):
+        for row, value in zip(rows, ask_rewards([episodes[row] for row in rows]), strict=True):
             scores[row] = math.nan if value is None else value
         return scores
 
@@ -359,6 +360,6 @@ class TurnRewards(RewardSource):
 def rewards_of(kinds: Iterable[Kind]) -> list[RewardSource]:
     """Return the rewards of environments: one for each class with `get_reward`, and one for the rewards of turns."""
     kinds = list(kinds)
-    own = {kind.cls: kind for kind in kinds if kind.has_reward}
-    sources: list[RewardSource] = [EnvironmentReward(kind) for kind in own.values()]
+    by_class = {kind.cls: kind for kind in kinds if kind.has_reward}
+    sources: list[RewardSource] = [EnvironmentReward(kind) for kind in by_class.values()]
     return sources + [TurnRewards()] * any(kind.has_turn_rewards for kind in kinds)

@@ -14,7 +14,7 @@ from torch import nn
 from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.rewards.functions import unwrapped
 from rlhf_ppo.rewards.judges import ChatJudge, PreferenceReward, RewardModelJudge
-from rlhf_ppo.rewards.resolve import resolve_rewards
+from rlhf_ppo.rewards.resolve import RewardSpec, resolve_rewards
 
 
 @torch.no_grad()
@@ -46,21 +46,21 @@ def function_identities(function: Any) -> list[str]:
     if isinstance(function, PreferenceReward):
         return judge_identities(function.judge)
     named = function.model if isinstance(function, ChatJudge) else getattr(function, "name", "")
-    own = getattr(function, "display_url", None) or named
-    made: Any = function if hasattr(function, "__qualname__") else type(function)
+    label = getattr(function, "display_url", None) or named
+    code: Any = function if hasattr(function, "__qualname__") else type(function)
     try:
-        source = f"source {hashlib.sha256(inspect.getsource(made).encode()).hexdigest()[:16]}"
+        source = f"source {hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:16]}"
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # it has no file, or that has changed since
-        source = f"of {made.__module__}"
-    return [f"{made.__qualname__} {source} {own}"]
+        source = f"of {code.__module__}"
+    return [f"{code.__qualname__} {source} {label}"]
 
 
-def reward_identities(models: Sequence[nn.Module], functions: Any) -> list[str]:
+def reward_identities(models: Sequence[nn.Module], functions: RewardSpec | Sequence[RewardSpec] | None) -> list[str]:
     """Return the identities of all rewards of a run."""
-    of_functions = (each for function in resolve_rewards(functions) for each in function_identities(function))
+    of_functions = (identity for function in resolve_rewards(functions) for identity in function_identities(function))
     return [*map(model_identity, models), *of_functions]
 
 
-def judge_identities(judge: Any) -> list[str]:
+def judge_identities(judge: object) -> list[str]:
     """Return the identities of a judge."""
     return [model_identity(judge.model.scorer)] if isinstance(judge, RewardModelJudge) else function_identities(judge)

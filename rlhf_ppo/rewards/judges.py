@@ -19,13 +19,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import httpx
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rlhf_ppo.data.prompts import is_conversation
+from rlhf_ppo.data.prompts import Messages, is_conversation
 from rlhf_ppo.models.capabilities import positions
 from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.loading import load_reward_model
@@ -55,7 +55,7 @@ class ScoringJudge(ABC):
     """A judge that scores each answer once, and can read its tokens."""
 
     @abstractmethod
-    def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> Sequence[float | None]:
+    def scores(self, answers: Sequence[Answer], columns: Mapping[str, object]) -> Sequence[float | None]:
         """Score answers; None: no score.
 
         Args:
@@ -67,7 +67,7 @@ class ScoringJudge(ABC):
     def verdict(self, first: float, second: float) -> float:
         """Return the probability that the second answer is better, from both scores."""
 
-    def judge_answers(self, pairs: Sequence[Pair], columns: Mapping[str, Any]) -> list[float | None]:
+    def judge_answers(self, pairs: Sequence[Pair], columns: Mapping[str, object]) -> list[float | None]:
         """Judge pairs of answers.
 
         Args:
@@ -82,7 +82,7 @@ class ScoringJudge(ABC):
         by_answer = dict(zip(rows, scored, strict=True))
         return [self._verdict(by_answer[id(first)], by_answer[id(second)]) for first, second in pairs]
 
-    def __call__(self, prompts: Sequence[Any], pairs: Sequence[Sequence[str]]) -> list[float | None]:
+    def __call__(self, prompts: Sequence[str | Messages], pairs: Sequence[Sequence[str]]) -> list[float | None]:
         """Judge pairs of texts, from a data set."""
         answers = [
             (Answer(prompt, first), Answer(prompt, second))
@@ -109,7 +109,7 @@ class RewardModelJudge(ScoringJudge):
     def __init__(self, path: str, batch_size: int = 32, trust_remote_code: bool = False) -> None:
         self.path, self.batch_size, self.trust_remote_code = path, batch_size, trust_remote_code
 
-    def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float | None]:
+    def scores(self, answers: Sequence[Answer], columns: Mapping[str, object]) -> list[float | None]:
         """Score answers; those with more tokens than the model has positions have no score."""
         scores: list[float] = self.model.score_answers(answers, self._tokenizer_for).tolist()
         return [None if math.isnan(score) else score for score in scores]
@@ -139,10 +139,10 @@ class RewardModelJudge(ScoringJudge):
         return functools.cache(shares_tokens)
 
     def _tokenizer_for(self, answer: Answer) -> PreTrainedTokenizerBase | None:
-        own = self._tokenizer
-        if own is None or answer.tokenizer is None or not self._shares_tokens(answer.tokenizer, own):
-            return own
-        return own if own.chat_template is not None and is_conversation(answer.prompt) else None
+        tokenizer = self._tokenizer
+        if tokenizer is None or answer.tokenizer is None or not self._shares_tokens(answer.tokenizer, tokenizer):
+            return tokenizer
+        return tokenizer if tokenizer.chat_template is not None and is_conversation(answer.prompt) else None
 
 
 class FunctionJudge(ScoringJudge):
@@ -152,10 +152,10 @@ class FunctionJudge(ScoringJudge):
         function: A function with `GRPOTrainer`'s signature, sync or async, such as a built-in or a `RewardEndpoint`.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self.function, self.__name__ = function, function_name(function)
 
-    def scores(self, answers: Sequence[Answer], columns: Mapping[str, Any]) -> list[float | None]:
+    def scores(self, answers: Sequence[Answer], columns: Mapping[str, object]) -> list[float | None]:
         """Score answers; token rewards are summed over the tokens that the policy wrote."""
         ids = [_token_ids(answer) for answer in answers]
         offered = {
@@ -170,7 +170,7 @@ class FunctionJudge(ScoringJudge):
         arguments = accepted_arguments(self.function, offered)
         with naming(self.__name__):
             returned = finished(self.function(**arguments))
-        written = [answer.written or [True] * len(own) for answer, own in zip(answers, ids, strict=True)]
+        written = [answer.written or [True] * len(tokens) for answer, tokens in zip(answers, ids, strict=True)]
         scores = check_scores(returned, described(self.function, self.__name__), list(map(len, ids)), written)
         totals: list[float] = (scores.sum(dim=1) if scores.dim() == 2 else scores).tolist()
         return [None if math.isnan(score) else score for score in totals]
@@ -192,8 +192,8 @@ class FeedbackJudge:
 
     def __call__(self, prompts: list[str], pairs: list[list[str]]) -> list[float | None]:
         """Judge pairs."""
-        found = [self.function(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
-        return [None if value is None else (1 - max(-1.0, min(1.0, value))) / 2 for value in found]
+        values = [self.function(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
+        return [None if value is None else (1 - max(-1.0, min(1.0, value))) / 2 for value in values]
 
 
 def as_judge(judge: Any) -> Any:
@@ -213,17 +213,17 @@ def as_judge(judge: Any) -> Any:
     if _is_reward_function(judge):
         return FunctionJudge(judge)
     required = [p for p in named_parameters(judge).values() if p.default is p.empty]
-    return FeedbackJudge(cast(Any, judge)) if len(required) == 3 else judge
+    return FeedbackJudge(judge) if len(required) == 3 else judge
 
 
-def select(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+def select(columns: Mapping[str, object], rows: Sequence[int]) -> dict[str, object]:
     """Select rows of all columns; values that are not lists are returned as they are."""
     return {
         name: [values[row] for row in rows] if isinstance(values, list) else values for name, values in columns.items()
     }
 
 
-def _is_reward_function(function: Callable[..., Any]) -> bool:
+def _is_reward_function(function: Callable[..., object]) -> bool:
     if isinstance(function, (*BUILTIN_REWARDS.values(), TrlReward, RewardEndpoint)):
         return True
     named = named_parameters(function)
@@ -415,8 +415,8 @@ def read_verdict(reply: str) -> float | None:
     Args:
         reply: The text; a reasoning model's thoughts may precede the verdict.
     """
-    found = _LAST_WORD.search(reply.rpartition("</think>")[2].strip())
-    return None if found is None else _VERDICTS[found.group(1).lower()]
+    word = _LAST_WORD.search(reply.rpartition("</think>")[2].strip())
+    return None if word is None else _VERDICTS[word.group(1).lower()]
 
 
 # The preference reward
@@ -477,8 +477,8 @@ class PreferenceReward:
 
     def __call__(
         self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
+        prompts: Sequence[str | Messages],
+        completions: Sequence[str | Messages],
         log_metric: Callable[[str, float], None] | None = None,
         policy_answers: Sequence[Answer] | None = None,
         **columns: Any,
@@ -491,7 +491,7 @@ class PreferenceReward:
         """
         ours = policy_answers or [Answer(*row) for row in zip(prompts, response_texts(completions), strict=True)]
         theirs = [self._opponents_answer(answer, row, columns) for row, answer in enumerate(ours)]
-        rewards = [each.reward for each in self.compare(ours, theirs, columns)]
+        rewards = [compared.reward for compared in self.compare(ours, theirs, columns)]
         if log_metric is not None:
             scored = [reward for reward in rewards if reward is not None]
             if scored:
@@ -501,7 +501,7 @@ class PreferenceReward:
         return rewards
 
     def compare(
-        self, ours: Sequence[Answer | None], theirs: Sequence[Answer | None], columns: Mapping[str, Any]
+        self, ours: Sequence[Answer | None], theirs: Sequence[Answer | None], columns: Mapping[str, object]
     ) -> list[Compared]:
         """Compare pairs of answers to the same prompts.
 
@@ -513,40 +513,40 @@ class PreferenceReward:
         Returns:
             The verdicts on each pair; equal responses tie.
         """
-        found = [Compared(None, None)] * len(ours)
+        results = [Compared(None, None)] * len(ours)
         compared: dict[int, Pair] = {}
         for row, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             if one is None or other is None:
                 continue
             if one.response == other.response:
-                found[row] = Compared(0.5, 0.5)
+                results[row] = Compared(0.5, 0.5)
             else:
                 compared[row] = one, other
         judged, chosen = list(compared), list(compared.values())
         both_orders = chosen + [(other, one) for one, other in chosen]
         verdicts = self._verdicts(both_orders, select(columns, judged * 2))
         for row, first, second in zip(judged, verdicts[: len(judged)], verdicts[len(judged) :], strict=True):
-            found[row] = Compared(first, second)
-        return found
+            results[row] = Compared(first, second)
+        return results
 
     def _opponents_answer(self, ours: Answer, row: int, columns: Mapping[str, Any]) -> Answer | None:
-        given = columns[self.column][row]
-        if given is None:
+        completion = columns[self.column][row]
+        if completion is None:
             return None
-        (text,) = response_texts([given])
+        (text,) = response_texts([completion])
         if self.opponent == "dataset" or f"{self.column}_ids" not in columns:
             known = {"tokenizer": ours.tokenizer, "prompt_ids": ours.prompt_ids, "settings": ours.settings}
             return Answer(ours.prompt, text, **known)
         ids, ended, written = (columns[f"{self.column}_{what}"][row] for what in ("ids", "ended", "written"))
         return dataclasses.replace(ours, response=text, response_ids=ids, ended=ended, written=written)
 
-    def _verdicts(self, pairs: Sequence[tuple[Answer, Answer]], columns: Mapping[str, Any]) -> list[float | None]:
+    def _verdicts(self, pairs: Sequence[tuple[Answer, Answer]], columns: Mapping[str, object]) -> list[float | None]:
         if not pairs:
             return []
         verdicts = self._asked(pairs, columns)
         return [_verdict(value, self.__name__) for _, value in zip(pairs, verdicts, strict=True)]
 
-    def _asked(self, pairs: Sequence[Pair], columns: Mapping[str, Any]) -> Any:
+    def _asked(self, pairs: Sequence[Pair], columns: Mapping[str, object]) -> Any:
         if isinstance(self.judge, ScoringJudge):
             return self.judge.judge_answers(pairs, columns)
         prompts = [prompt_text(first.asked) for first, _ in pairs]
@@ -557,7 +557,7 @@ class PreferenceReward:
         return finished(self.judge(prompts, texts))
 
 
-def opponent_of(function: Callable[..., Any]) -> str | None:
+def opponent_of(function: Callable[..., object]) -> str | None:
     """Return the opponent of a preference reward, or None for other reward functions."""
     return getattr(unwrapped(function), "opponent", None)
 

@@ -32,8 +32,8 @@ def resolve_rewards(specs: RewardSpec | Sequence[RewardSpec] | None) -> list[Cal
     if specs is None:
         return []
     is_one = isinstance(specs, str) or callable(specs) or not isinstance(specs, Sequence)
-    each: Any = [specs] if is_one else specs
-    return [resolve_reward(spec) for spec in each]
+    listed: Any = [specs] if is_one else specs
+    return [resolve_reward(spec) for spec in listed]
 
 
 def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable[..., Any]:
@@ -108,9 +108,9 @@ def load_object(spec: str, argument: str, others: str = "") -> Any:
         except Exception as error:
             cause, problem = error, f", but {path} cannot be imported: {_shown(error, path)}"
         else:
-            found = getattr(module, name, None)
-            if callable(found) or hasattr(found, "judge"):  # an object of TRL's judges is not callable
-                return found
+            loaded = getattr(module, name, None)
+            if callable(loaded) or hasattr(loaded, "judge"):  # an object of TRL's judges is not callable
+                return loaded
             has = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             problem = f", but {path} has no function or class {name!r}{suggestion(name, has) or f': it has {has}'}"
     raise ValueError(f"{argument} holds {redacted(spec)!r}{problem}") from cause

@@ -10,17 +10,18 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks, without_placeholders
 from rlhf_ppo.data.prompts import (
     MARK,
+    Messages,
     as_the_template_reads,
     eos_id,
     is_conversation,
@@ -85,8 +86,8 @@ class Answer:
         except Exception:  # the template needs other messages
             return ""
         header = text.partition(MARK)[0].partition("dummy")[2].partition("<think>")[0]
-        _, found, beginning = self._decode(self.prompt_ids or ()).rpartition(header or MARK)
-        return beginning if found else ""
+        _, has_header, beginning = self._decode(self.prompt_ids or ()).rpartition(header or MARK)
+        return beginning if has_header else ""
 
     @property
     def continuation(self) -> str:
@@ -116,7 +117,7 @@ class Answer:
             return text_of_content(self.prompt[-1]["content"]) if self.prompt[-1].get("role") == "assistant" else ""
         return self.prompt if isinstance(self.prompt, str) else ""
 
-    def _decode(self, ids: Sequence[int], **options: Any) -> str:
+    def _decode(self, ids: Sequence[int], **options: bool) -> str:
         assert self.tokenizer is not None  # the policy's, which comes with ids
         return spoken_texts(self.tokenizer, [ids], self.silent, clean_up_tokenization_spaces=False, **options)[0]
 
@@ -131,7 +132,7 @@ def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[
     return batch.once("answers", tokenizer, lambda: _answers(batch, tokenizer))
 
 
-def settings_of_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
+def settings_of_row(row: Mapping[str, object]) -> dict[str, Any] | None:
     """Return an answer's `settings`; None for a text, which no template reads."""
     return template_settings(row) if is_conversation(row.get("prompt")) else None
 
@@ -147,7 +148,7 @@ def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[An
     messages = [None] * len(batch) if records is None else [record.messages for record in records]
     rows = zip(columns["prompt"], texts, batch.has_ended, prompt_ids, response_ids, strict=True)
     of_rows = zip(rows, batch.written, messages, settings, strict=True)
-    return [Answer(*row, tokenizer, own, episode, silent, given) for row, own, episode, given in of_rows]
+    return [Answer(*row, tokenizer, written, episode, silent, how) for row, written, episode, how in of_rows]
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class LoadedRewardModel:
         template: Its saved tokenizer, if that has the policy's tokens and a chat template; None: the policy's is used.
         offloads: Whether its weights stay on the CPU between uses.
         scorer: The module that computes its scores; None until all models are made, which may share its weights, or
-            until an engine shards it.
+            until a backend shards it.
         processor: Its own processor of images and text, or None.
     """
 
@@ -189,10 +190,10 @@ class LoadedRewardModel:
             return None
         if self.tokenizer is not None:
             begun = replace(prompt, ended=False)
-            taken = encoded_answer(begun, chats).ids if chats else reward_model_ids(begun, self.tokenizer)
-            own = f"{self.argument}, which has its own tokens, reads {len(taken)} for the prompt alone"
-            reason = f"{own} and has {limit.tokens}"
-            return PositionLimit(len(ids), reason, limit.remedy) if len(taken) >= limit.tokens else None
+            prompt_ids = encoded_answer(begun, chats).ids if chats else reward_model_ids(begun, self.tokenizer)
+            reads = f"{self.argument}, which has its own tokens, reads {len(prompt_ids)} for the prompt alone"
+            reason = f"{reads} and has {limit.tokens}"
+            return PositionLimit(len(ids), reason, limit.remedy) if len(prompt_ids) >= limit.tokens else None
         reader: Any = chats.processor if chats else self.template or prompt.tokenizer
         if not is_conversation(prompt.prompt) or reader.chat_template is None:
             return limit
@@ -210,7 +211,7 @@ class LoadedRewardModel:
 
 
 def load_reward_models(
-    args: PPOConfig, reward_model: Any, reward_processing_classes: Any, tokenizer: PreTrainedTokenizerBase
+    args: PPOConfig, reward_model: object, reward_processing_classes: object, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[LoadedRewardModel]:
     """Load the reward models one by one, and choose their labels and tokenizers.
 
@@ -228,18 +229,18 @@ def load_reward_models(
     tokenizers = _as_list(reward_processing_classes) or [None] * len(specs)
     if len(tokenizers) != len(specs):
         raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries for {len(specs)} reward models")
-    for number, (spec, own) in enumerate(zip(specs, tokenizers, strict=True)):
+    for number, (spec, reader) in enumerate(zip(specs, tokenizers, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
         model = load_reward_model(spec, argument, merges_adapter=not args.share_base_model)
         template = None
-        if own is None and (beside := _tokenizer_of(spec, model)) is not None:
+        if reader is None and (beside := _tokenizer_of(spec, model)) is not None:
             if not shares_tokens(tokenizer, beside):
-                own = beside
+                reader = beside
             elif beside.chat_template is not None:
                 template = beside
-        processor = own if isinstance(own, ProcessorMixin) else None
-        own = cast(Any, own).tokenizer if isinstance(own, ProcessorMixin) else own
-        yield LoadedRewardModel(argument, model, own, template, processor=processor)
+        processor = reader if isinstance(reader, ProcessorMixin) else None
+        reader = reader.tokenizer if isinstance(reader, ProcessorMixin) else reader
+        yield LoadedRewardModel(argument, model, reader, template, processor=processor)
 
 
 class RewardModel:
@@ -361,13 +362,13 @@ class RewardModel:
         return pad_right(rows), pad_right([torch.ones_like(row) for row in rows]).bool(), images, torch.tensor(fits)
 
 
-def _tokenizer_of(spec: Any, model: nn.Module) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(spec: nn.Module | str | os.PathLike[str], model: nn.Module) -> PreTrainedTokenizerBase | None:
     path = transformers_model(model).config._name_or_path if isinstance(spec, nn.Module) else spec
     runs_code = type(transformers_model(model)).__module__.startswith("transformers_modules")  # as the user allowed
     return tokenizer_beside(path, trust_remote_code=runs_code)
 
 
-def _as_list(value: Any) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -410,7 +411,7 @@ def encoded_answer(answer: Answer, chats: ImageChats) -> RowImages:
     return chats.of_text(_templated(answer, chats.processor), pictures)
 
 
-def _templated(answer: Answer, tokenizer: Any) -> str:
+def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> str:
     whole: list[Any] = [*answer.prompt, *(answer.messages or ())]
     if answer.messages is None:
         response = answer.response
@@ -429,8 +430,8 @@ def _templated(answer: Answer, tokenizer: Any) -> str:
 
 
 def _rendered(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     settings: Mapping[str, Any] | None = None,
     opens: bool = False,
 ) -> str:
@@ -455,9 +456,9 @@ def tokenizer_beside(
     if not path:
         return None
     try:
-        found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if found.get_vocab().keys() - set(found.all_special_tokens):  # without files Qwen2's has only special tokens
-            return found
+        saved = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if saved.get_vocab().keys() - set(saved.all_special_tokens):  # without files Qwen2's has only special tokens
+            return saved
     except (OSError, ValueError, KeyError) as error:
         if wants_code(error):
             raise ValueError(f"the tokenizer of {os.fspath(path)!r} {CODE_IS_RUN_IF}") from error
@@ -471,5 +472,5 @@ def shares_tokens(policy_tokenizer: PreTrainedTokenizerBase, tokenizer: PreTrain
     return all(ids.get(token) == number for token, number in policy_tokenizer.get_vocab().items() if token != own_pad)
 
 
-def _ids(encoded: Any) -> list[int]:
+def _ids(encoded: BatchEncoding) -> list[int]:
     return list(encoded["input_ids"])

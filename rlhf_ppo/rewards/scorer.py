@@ -141,7 +141,7 @@ def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) ->
 
 
 def spoken_texts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: Any
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: bool
 ) -> list[str]:
     """Return the texts of responses, without their `silent_ids`; `options` are those of `batch_decode`."""
     return tokenizer.batch_decode([[token for token in ids if token not in silent] for ids in rows], **options)
@@ -255,13 +255,13 @@ class Scorer:
         with self.start(batch) as pending:
             return pending.result()
 
-    def weighted_sum(self, given: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
+    def weighted_sum(self, results: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
         """Return the weighted sum of what the sources gave."""
         mask = batch.responses.response_mask.bool()
         final, per_token = torch.zeros(len(batch), device=mask.device), torch.zeros(mask.shape, device=mask.device)
         by_source: dict[str, Tensor] = {}
         first = mask.to(torch.uint8).argmax(dim=1, keepdim=True)
-        for name, scores in given.items():
+        for name, scores in results.items():
             scores, weight = scores.to(mask.device, torch.float32), self.weights[name]
             if tuple(scores.shape) == (len(batch),):
                 by_source[name] = scores
@@ -315,12 +315,12 @@ class PendingScores:
         """
         sources = self.scorer.sources
         of_models = {name for name, source in sources.items() if getattr(source, "exchanges_errors", False)}
-        given = {name: sources[name](self.batch) for name in sources if name in of_models}
+        results = {name: sources[name](self.batch) for name in sources if name in of_models}
         with self.scorer.together():
             now = sources.keys() - of_models - self.running.keys()
-            given |= {name: source(self.batch) for name, source in sources.items() if name in now}
-            given |= {name: future.result() for name, future in self.running.items()}
-            return self.scorer.weighted_sum({name: given[name] for name in sources}, self.batch)
+            results |= {name: source(self.batch) for name, source in sources.items() if name in now}
+            results |= {name: future.result() for name, future in self.running.items()}
+            return self.scorer.weighted_sum({name: results[name] for name in sources}, self.batch)
 
     def __enter__(self) -> PendingScores:
         return self
@@ -364,14 +364,14 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    taken: list[str] = []
+    unique: list[str] = []
     for name in names:
         number, candidate = 1, name
-        while candidate in taken:
+        while candidate in unique:
             number += 1
             candidate = f"{name}_{number}"
-        taken.append(candidate)
-    return taken
+        unique.append(candidate)
+    return unique
 
 
 # Score validation
@@ -382,7 +382,7 @@ class WrongRewardError(ValueError):
 
 
 def check_scores(
-    returned: Any, who: str, lengths: Sequence[int], written: Sequence[Sequence[bool]] | None = None
+    returned: object, who: str, lengths: Sequence[int], written: Sequence[Sequence[bool]] | None = None
 ) -> Tensor:
     """Convert a reward function's result to a tensor, and check it.
 
@@ -418,23 +418,25 @@ def check_scores(
     )
 
 
-def _per_token(values: Sequence[Any], who: str, lengths: Sequence[int], written: Sequence[Sequence[bool]]) -> Tensor:
+def _per_token(
+    values: Sequence[object], who: str, lengths: Sequence[int], written: Sequence[Sequence[bool]]
+) -> Tensor:
     rewards = torch.full((len(lengths), max(lengths)), math.nan)
-    for row, (value, own) in enumerate(zip(values, written, strict=True)):
+    for row, (value, is_written) in enumerate(zip(values, written, strict=True)):
         if value is None:
             continue
-        if not isinstance(value, list | tuple) or len(value) != len(own):
+        if not isinstance(value, list | tuple) or len(value) != len(is_written):
             what = f"{len(value)} rewards" if isinstance(value, list | tuple) else f"{value!r:.80}"
             raise WrongRewardError(
-                f"{who} returned {what} for the {len(own)} tokens of row {row}: return one for each of "
+                f"{who} returned {what} for the {len(is_written)} tokens of row {row}: return one for each of "
                 "completion_ids[row], or for one score per completion a tensor after .squeeze(-1)"
             )
         numbers = [
-            _score(number, who, f"row {row}, token {token}") if own[token] else 0.0
+            _score(number, who, f"row {row}, token {token}") if is_written[token] else 0.0
             for token, number in enumerate(value)
         ]
         rewards[row] = 0.0
-        rewards[row, : len(own)] = torch.tensor(numbers)
+        rewards[row, : len(is_written)] = torch.tensor(numbers)
     return rewards
 
 
@@ -443,7 +445,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _score(value: Any, who: str, place: str) -> float:
+def _score(value: object, who: str, place: str) -> float:
     number = _plain(value)
     if not isinstance(number, Real) or not abs(float(number)) <= MAX_SCORE:  # NaN too
         raise WrongRewardError(
