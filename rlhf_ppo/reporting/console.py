@@ -12,7 +12,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.utils.import_utils import is_in_notebook
 
@@ -90,7 +90,7 @@ def log_line(logs: Logs, update: int, num_updates: int, seconds_per_update: floa
     return " | ".join(parts) or None
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     return format_number(value) if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
@@ -157,7 +157,7 @@ def use_console(trainer: Trainer, log_console: LogConsole) -> None:
 class UpdateBar(ProgressCallback):
     """Trainer's progress bar without logs."""
 
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
+    def on_log(self, *args: object, **kwargs: object) -> None:
         """Print nothing: `LogLines` does."""
 
 
@@ -168,15 +168,15 @@ class LogLines(PrinterCallback):
         self._start: tuple[float, int] | None = None
         self._first_update: float | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Record the start time and the first update."""
         self._start = time.monotonic(), state.global_step
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Record when the first update starts."""
         self._first_update = self._first_update or time.monotonic()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Say after the first update when the run will end, unless that is within a minute."""
         if self._first_update is None or self._start is None or state.global_step != self._start[1] + 1:
             return
@@ -188,7 +188,9 @@ class LogLines(PrinterCallback):
                 ends = f"At that rate training ends in {format_duration(left)}, on {at}."
                 print_text(f"The first update took {seconds:.1f} s. {ends}")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: Logs | None = None, **kwargs: object
+    ) -> None:
         """Print the line."""
         start, first = self._start or (0.0, state.global_step)
         done = state.global_step - first
@@ -198,7 +200,7 @@ class LogLines(PrinterCallback):
             with beside_bars():
                 print_text(line)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Print the table."""
         if state.is_world_process_zero and (table := summary_table(state.log_history)) is not None:
             with beside_bars():

@@ -92,13 +92,13 @@ class CriticAudit:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the audit, by name."""
-        found = {f"critic/{name}": estimate.value for name, estimate in self.figures.items()}
-        return found | {"critic/gain_over_prompt_low": self.figures["gain_over_prompt"].low}
+        values = {f"critic/{name}": estimate.value for name, estimate in self.figures.items()}
+        return values | {"critic/gain_over_prompt_low": self.figures["gain_over_prompt"].low}
 
     @optional("The critic's audit")
     def save(self, directory: str | Path) -> None:
         """Write `critic_audit.json`."""
-        content = asdict(self) | {"figures": {name: each._asdict() for name, each in self.figures.items()}}
+        content = asdict(self) | {"figures": {name: estimate._asdict() for name, estimate in self.figures.items()}}
         write_json(Path(directory, AUDIT_NAME), content)
 
     def __str__(self) -> str:
@@ -130,30 +130,30 @@ def audit(prefixes: AuditedPrefixes, seed: int = 0, num_resamples: int = NUM_RES
     while len(drawn) < num_resamples:
         chosen = generator.integers(len(prompts), size=len(prompts))
         if len(np.unique(chosen)) > 1:
-            rows = np.concatenate([rows_of[each] for each in chosen])
-            copies = np.repeat(np.arange(len(chosen)), [len(rows_of[each]) for each in chosen])
+            rows = np.concatenate([rows_of[prompt] for prompt in chosen])
+            copies = np.repeat(np.arange(len(chosen)), [len(rows_of[prompt]) for prompt in chosen])
             drawn.append(_figures(prefixes.take(rows, copies), pairs[chosen].sum(axis=0)))
     figures = {}
     for name, value in of_all.items():
-        found = np.array([each[name] for each in drawn])
-        found = found[np.isfinite(found)]
-        low, high = np.quantile(found, (0.025, 0.975)) if len(found) else (np.nan, np.nan)
+        values = np.array([sample[name] for sample in drawn])
+        values = values[np.isfinite(values)]
+        low, high = np.quantile(values, (0.025, 0.975)) if len(values) else (np.nan, np.nan)
         figures[name] = Estimate(value, float(low), float(high))
     signal = max(float(np.var(prefixes.means)) - prefixes.noise, 0.0)  # variance of the prefixes' true values
-    found = findings(figures, float(np.std(prefixes.values)), signal**0.5)
+    problems = findings(figures, float(np.std(prefixes.values)), signal**0.5)
     num_prefixes, num_continuations = prefixes.returns.shape
-    return CriticAudit(figures, len(prompts), num_prefixes, num_continuations, found)
+    return CriticAudit(figures, len(prompts), num_prefixes, num_continuations, problems)
 
 
 def _figures(prefixes: AuditedPrefixes, pairs: Array) -> dict[str, float]:
     _, group = np.unique(prefixes.prompts, return_inverse=True)
     of_prompt = (np.bincount(group, prefixes.prompt_means) / np.bincount(group))[group]
-    own, of_baseline = (_explained(prefixes, predicted) for predicted in (prefixes.values, of_prompt))
+    of_values, of_baseline = (_explained(prefixes, predicted) for predicted in (prefixes.values, of_prompt))
     tau, ceiling = map(_tau, pairs)
     return {
-        "explained_variance": own,
+        "explained_variance": of_values,
         "explained_variance_of_prompt": of_baseline,
-        "gain_over_prompt": own - of_baseline,
+        "gain_over_prompt": of_values - of_baseline,
         "tau": tau,
         "tau_ceiling": ceiling,
     }
@@ -179,7 +179,7 @@ def _pairs(prefixes: AuditedPrefixes, rows: Array) -> Array:
 def pair_counts(first: Array, second: Array) -> tuple[float, float, float]:
     """Count pairs for Kendall's tau-b: concordant minus discordant, untied in `first`, untied in `second`."""
     above = np.triu_indices(len(first), k=1)
-    x, y = (np.sign(each[:, None] - each[None, :])[above] for each in (first, second))
+    x, y = (np.sign(numbers[:, None] - numbers[None, :])[above] for numbers in (first, second))
     return float(x @ y), float(x @ x), float(y @ y)
 
 
@@ -215,7 +215,9 @@ def findings(figures: Mapping[str, Estimate], std_of_values: float, std_of_retur
     return []
 
 
-def check_audit(args: PPOConfig, prompts: Any, num_prefixes: int, num_continuations: int, has_episodes: bool) -> None:
+def check_audit(
+    args: PPOConfig, prompts: object, num_prefixes: int, num_continuations: int, has_episodes: bool
+) -> None:
     """Raise a `ValueError` for an audit without prompts, with too small numbers, other units, or environments."""
     problems = {
         "eval_dataset=None: an audit needs held-out prompts": prompts is None,
@@ -224,5 +226,5 @@ def check_audit(args: PPOConfig, prompts: Any, num_prefixes: int, num_continuati
         f"num_continuations={num_continuations} must be at least 4": num_continuations < 4,
         "whiten_rewards=True: values in the unit of each batch cannot be compared with returns": args.whiten_rewards,
     }
-    if found := [problem for problem, is_one in problems.items() if is_one]:
-        raise ValueError(found[0])
+    if present := [problem for problem, is_one in problems.items() if is_one]:
+        raise ValueError(present[0])

@@ -24,6 +24,7 @@ from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.terminal import cell, markdown
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase, Trainer
 
     from rlhf_ppo.data.rollout import Prompts, Responses
@@ -62,8 +63,8 @@ def sample_rows(
         `<name> logged` if the table has a column of that name); episodes of several turns have the column `messages`,
         as JSON, and prompts with images the column `images`, thumbnails as `data:` URLs.
     """
-    taken = {*_COLUMNS, "messages", "images", *(scores.by_source if len(scores.by_source) > 1 else ())}
-    extra = {f"{name} logged" if name in taken else name: values for name, values in extra.items()}
+    columns = {*_COLUMNS, "messages", "images", *(scores.by_source if len(scores.by_source) > 1 else ())}
+    extra = {f"{name} logged" if name in columns else name: values for name, values in extra.items()}
     if (episodes := extra.pop(EPISODE_COLUMN, None)) is not None:
         extra["messages"] = [as_json(episode["messages"]) for episode in episodes]
     if (images := prompts.columns.get(IMAGES_COLUMN)) is not None:
@@ -185,7 +186,7 @@ def _shortened(text: str, column: str) -> str:
     return f"...{text[-MAX_CHARACTERS:]}" if is_prompt else f"{text[:MAX_CHARACTERS]}..."
 
 
-def _with_pictures(df: pd.DataFrame, image: Callable[[Any], Any]) -> pd.DataFrame:
+def _with_pictures(df: pd.DataFrame, image: Callable[[Image], object]) -> pd.DataFrame:
     """Replace the `data:` URLs of thumbnails by a tracker's images, as TRL's tables hold them."""
     if "images" not in df:
         return df
@@ -232,7 +233,7 @@ def _markdown(df: pd.DataFrame) -> str:
     return "\n".join(f"| {' | '.join(markdown(_figure(value)) for value in row)} |" for row in rows)
 
 
-def _figure(value: Any) -> str:
+def _figure(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     return "not scored" if math.isnan(value) else f"{value:.3f}"

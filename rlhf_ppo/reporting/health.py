@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from transformers import Trainer, TrainerCallback
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes
@@ -77,8 +78,8 @@ class Check(NamedTuple):
 
 
 def _values(logs: Sequence[Log], key: str) -> list[float]:
-    found = (log.get(key) for log in logs)
-    return [value for value in found if isinstance(value, int | float) and math.isfinite(value)]
+    values = (log.get(key) for log in logs)
+    return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
 def _last(logs: Sequence[Log], key: str, count: int = PATIENCE) -> list[float]:
@@ -106,7 +107,7 @@ def _kl_growth(logs: Sequence[Log], run: RunContext) -> str | None:
     overlap = any(min(after) <= max(before) for before, after in itertools.pairwise(periods))
     if not periods or overlap:  # overlapping periods may differ by noise alone
         return None
-    means = [statistics.fmean(each) for each in periods]
+    means = [statistics.fmean(period) for period in periods]
     first, second, third = (after - before for before, after in itertools.pairwise(means))
     # A first rise from a small KL is normal; small rises of a large KL are noise.
     has_risen = means[-1] > max(0.1 * max(_first(logs, "response/length_mean"), 1), 2 * means[0])
@@ -116,34 +117,34 @@ def _kl_growth(logs: Sequence[Log], run: RunContext) -> str | None:
 
 
 def _entropy(logs: Sequence[Log], run: RunContext) -> str | None:
-    found, first = _last(logs, "policy/entropy_avg"), _first(logs, "policy/entropy_avg")
-    if not found or not max(found) < 0.1 * first:
+    last, first = _last(logs, "policy/entropy_avg"), _first(logs, "policy/entropy_avg")
+    if not last or not max(last) < 0.1 * first:
         return None
-    return f"the entropy has fallen from {first:.3g} to {found[-1]:.3g} nats per token"
+    return f"the entropy has fallen from {first:.3g} to {last[-1]:.3g} nats per token"
 
 
 def _repeated(logs: Sequence[Log], run: RunContext) -> str | None:
-    found, first = _last(logs, "response/unique_frac"), _first(logs, "response/unique_frac")
-    if not found or max(found) >= 0.2 or first < 0.4:
+    last, first = _last(logs, "response/unique_frac"), _first(logs, "response/unique_frac")
+    if not last or max(last) >= 0.2 or first < 0.4:
         return None
-    return f"only {found[-1]:.0%} of the responses differ, where {first:.0%} did at first"
+    return f"only {last[-1]:.0%} of the responses differ, where {first:.0%} did at first"
 
 
 def _reward_variance(logs: Sequence[Log], run: RunContext) -> str | None:
     keys = [key for key in logs[-1] if key.startswith("rewards/") and key.endswith("/std")]
-    found = {key: _last(logs, key) for key in keys}
-    constant = [stds and max(stds) <= 0.05 * max(_values(logs, key)) for key, stds in found.items()]
+    last = {key: _last(logs, key) for key in keys}
+    constant = [stds and max(stds) <= 0.05 * max(_values(logs, key)) for key, stds in last.items()]
     if run.num_episodes < 2 or not keys or not all(constant):
         return None
     names = ", ".join(key.removeprefix("rewards/").removesuffix("/std") for key in keys)
-    return f"nearly all responses have the same reward ({names}): its standard deviation is {found[keys[0]][-1]:.2g}"
+    return f"nearly all responses have the same reward ({names}): its standard deviation is {last[keys[0]][-1]:.2g}"
 
 
 def _explained_variance(logs: Sequence[Log], run: RunContext) -> str | None:
-    found = _last(logs, "val/explained_variance", run.explained_variance_logs)
-    if not found or max(found) >= 0.01:  # of values that never change it is 0
+    last = _last(logs, "val/explained_variance", run.explained_variance_logs)
+    if not last or max(last) >= 0.01:  # of values that never change it is 0
         return None
-    return f"the explained variance has been below 0.01 for {len(found)} logs: {found[-1]:.3g}"
+    return f"the explained variance has been below 0.01 for {len(last)} logs: {last[-1]:.3g}"
 
 
 def _reward_accuracy(logs: Sequence[Log], run: RunContext) -> str | None:
@@ -161,17 +162,17 @@ def _critic(logs: Sequence[Log], run: RunContext) -> str | None:
 
 
 def _failed_calls(logs: Sequence[Log], run: RunContext) -> str | None:
-    found, calls = _last(logs, "tools/failure_frequency"), _values(logs, "tools/call_frequency")
+    last, calls = _last(logs, "tools/failure_frequency"), _values(logs, "tools/call_frequency")
     if len(calls) >= PATIENCE and not any(calls):
         return "no response has called a tool so far"
-    return f"{found[-1]:.0%} of the calls of tools fail" if found and min(found) > 0.5 else None
+    return f"{last[-1]:.0%} of the calls of tools fail" if last and min(last) > 0.5 else None
 
 
 def _cut_episodes(logs: Sequence[Log], run: RunContext) -> str | None:
     cuts = [_last(logs, f"episode/cut_by_{cut}_frac") for cut in ("length", "calls", "time")]
     if not all(cuts):
         return None
-    shares = [sum(each) for each in zip(*cuts, strict=True)]
+    shares = [sum(of_update) for of_update in zip(*cuts, strict=True)]
     return f"{shares[-1]:.0%} of the episodes are cut by a limit" if min(shares) > 0.5 else None
 
 
@@ -274,11 +275,13 @@ class HealthCallback(TrainerCallback):
         self.run = run
         self._logs: list[Log] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Read the history of a resumed run."""
         self._logs = [log for log in state.log_history if "loss" in log]
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: TrainerState, control: object, logs: dict[str, float] | None = None, **_: object
+    ) -> None:
         """Run the checks on a log of training."""
         if not logs or "loss" not in logs:
             return
@@ -296,7 +299,9 @@ def _has_warned(check: Check, logs: Sequence[Log]) -> bool:
     return any(log.get(check.key) for log in logs[-SILENT_LOGS - 1 : -1])
 
 
-def add_console_and_health(trainer: Trainer, args: PPOConfig, sizes: Sizes, reward_models: Sequence[Any]) -> None:
+def add_console_and_health(
+    trainer: Trainer, args: PPOConfig, sizes: Sizes, reward_models: Sequence[nn.Module]
+) -> None:
     """Print a trainer's logs as `log_console` says, and check its health before other callbacks get a log.
 
     Args:
@@ -309,17 +314,18 @@ def add_console_and_health(trainer: Trainer, args: PPOConfig, sizes: Sizes, rewa
     if args.health_checks:
         num_logs = sizes.num_total_batches / args.logging_steps if args.logging_steps >= 1 else 1 / args.logging_steps
         measured = filter(None, map(read_accuracy, filter(None, map(model_origin, reward_models))))
+        problems = (f"{model.state}, {model}" for model in measured if model.state in (AT_CHANCE, TOO_FEW_PAIRS))
         run = RunContext(
             sizes.batch_size,
             min(RunContext.explained_variance_logs, max(10, int(num_logs / 2))),  # a short run can be warned too
-            next((f"{each.state}, {each}" for each in measured if each.state in (AT_CHANCE, TOO_FEW_PAIRS)), None),
+            next(problems, None),
         )
         trainer.callback_handler.callbacks.insert(0, HealthCallback(run))
 
 
-def health_settings(callbacks: Sequence[Any]) -> dict[str, Any]:
+def health_settings(callbacks: Sequence[object]) -> dict[str, Any]:
     """Return the run's properties for `ppo_settings.json`; empty without health checks."""
-    return next((asdict(each.run) for each in callbacks if isinstance(each, HealthCallback)), {})
+    return next((asdict(callback.run) for callback in callbacks if isinstance(callback, HealthCallback)), {})
 
 
 def warnings_of(log: Sequence[Log], run: RunContext) -> dict[str, list[tuple[int, str]]]:
@@ -332,10 +338,10 @@ def warnings_of(log: Sequence[Log], run: RunContext) -> dict[str, list[tuple[int
     Returns:
         For each check that warned, the updates and the findings.
     """
-    logs, found = list[Log](), dict[str, list[tuple[int, str]]]()
+    logs, warnings = list[Log](), dict[str, list[tuple[int, str]]]()
     for entry in filter(lambda entry: "loss" in entry, log):
         logs.append(entry)
         for check in CHECKS:
             if entry.get(check.key) and not _has_warned(check, logs) and (finding := check.find(logs, run)):
-                found.setdefault(check.name, []).append((int(entry["step"]), finding))
-    return found
+                warnings.setdefault(check.name, []).append((int(entry["step"]), finding))
+    return warnings

@@ -48,7 +48,7 @@ FIGURES = ("win_rate", "interval", "wins", "losses", "ties", "failed")
 """The keys of every `win_rate.json`; `win_rate` and `interval` are null if all verdicts failed."""
 
 
-def keep(table: Any, folder: Path, name: str) -> Path:
+def keep(table: pd.DataFrame, folder: Path, name: str) -> Path:
     """Write a table under a free name: `-2`, `-3` ... are appended if it exists; return the file's path."""
     numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     paths = (folder / f"{name}{number}.parquet" for number in numbers)
@@ -107,14 +107,14 @@ def found_judgements(output_dir: str | Path) -> list[Judgement]:
     Returns:
         The valid win rates, in the order in which they were judged.
     """
-    found, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
+    judgements, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
     paths = [path for folder in folders for path in folder.glob("win_rate*.json")]
     for path in sorted(paths, key=lambda path: (path.parent, len(path.name), path.name)):
         try:
-            found.append(Judgement.read(path))
+            judgements.append(Judgement.read(path))
         except (ValueError, KeyError):
             continue
-    return found
+    return judgements
 
 
 # Seeds
@@ -302,12 +302,12 @@ def read_judged(runs: Sequence[str | os.PathLike[str]], named: Sequence[str | os
     """
     paths = [path for run in runs for path in _tables(Path(run) / JUDGED)]
     for place in map(Path, named):
-        found = [place] if place.is_file() else _tables(place)
-        if not found:
+        tables = [place] if place.is_file() else _tables(place)
+        if not tables:
             raise FileNotFoundError(
                 f"{place} has no {JUDGED}.parquet, which `rlhf-ppo judge --output_dir` writes there"
             )
-        paths += found
+        paths += tables
     different = {os.path.realpath(path): path for path in paths}
     return [_read(path) for path in different.values()]
 
@@ -332,26 +332,26 @@ def over_seeds(judged: Sequence[Judged]) -> list[dict[str, Any]]:
         `names`, `mean` and `standard_error` of each group of two or more.
     """
     groups: dict[str, list[Judged]] = {}
-    for each in judged:
-        options = dict(each.figures.get("options") or {})
+    for table in judged:
+        options = dict(table.figures.get("options") or {})
         alike = {name: value for name, value in options.items() if name not in _OF_A_SEED}
-        if "seed" in options and each.figures["win_rate"] is not None:
-            groups.setdefault(json.dumps(alike, sort_keys=True, default=str), []).append(each)
-    found = []
+        if "seed" in options and table.figures["win_rate"] is not None:
+            groups.setdefault(json.dumps(alike, sort_keys=True, default=str), []).append(table)
+    means = []
     for group in groups.values():
-        seeds = [each.figures["options"]["seed"] for each in group]
+        seeds = [table.figures["options"]["seed"] for table in group]
         if len(set(seeds)) == len(group) > 1:
-            figures: Any = [[each.figures.get(name) for each in group] for name in _OF_RATES]
+            figures: Any = [[table.figures.get(name) for table in group] for name in _OF_RATES]
             rates = SeedWinRates(*figures)
-            names = [each.name for each in group]
-            found.append({"names": names, "mean": rates.mean, "standard_error": rates.standard_error})
-    return found
+            names = [table.name for table in group]
+            means.append({"names": names, "mean": rates.mean, "standard_error": rates.standard_error})
+    return means
 
 
 def _tables(folder: Path) -> list[Path]:
     """Find the tables of a directory, in the order of their numbers."""
-    found = [path for path in folder.glob(f"{JUDGED}*.parquet") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    tables = [path for path in folder.glob(f"{JUDGED}*.parquet") if _NAME.fullmatch(path.name)]
+    return sorted(tables, key=lambda path: (len(path.name), path.name))
 
 
 def _read(path: Path) -> Judged:
@@ -381,7 +381,7 @@ def _first_of_each_outcome(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str,
             yield row
 
 
-def _number(value: Any) -> float | None:
+def _number(value: float | None) -> float | None:
     return None if value is None or pd.isna(value) else float(value)
 
 

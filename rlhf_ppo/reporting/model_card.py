@@ -16,8 +16,9 @@ from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.models.capabilities import reads_images
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, found_judgements
-from rlhf_ppo.reporting.run_log import installed_versions, training_log
+from rlhf_ppo.reporting.run_log import Log, installed_versions, training_log
 from rlhf_ppo.rewards.identity import reward_identities
+from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.terminal import redact_urls, redacted
 
 TAGS = ("rlhf_ppo", "ppo")
@@ -53,7 +54,7 @@ def save_run_card(
     args: PPOConfig,
     policy: nn.Module,
     rewards: Sequence[str],
-    log: Sequence[Any],
+    log: Log,
     *,
     model_name: str | None,
     dataset_name: str | None,
@@ -94,10 +95,10 @@ def save_run_card(
         paper_title="Proximal Policy Optimization Algorithms",
         paper_id="1707.06347",
     )
-    given = {name: others[name] for name in ("language", "license") if name in others}
+    stated = {name: others[name] for name in ("language", "license") if name in others}
     library = {"library_name": "peft"} if is_peft_model(policy) else {}
     task = "image-text-to-text" if reads_images(policy) else "text-generation"
-    vars(card.data).update({"pipeline_tag": task, **given, **library})
+    vars(card.data).update({"pipeline_tag": task, **stated, **library})
     if with_curves:
         _draw(log, output_dir / CURVES)
     sections = {
@@ -137,21 +138,21 @@ def show_judgements(output_dir: str | Path) -> Path | None:
     Returns:
         The card's path; None if there is no card, or nothing has changed.
     """
-    path, found = Path(output_dir, CARD), found_judgements(output_dir)
-    if not found or not path.is_file():
+    path, judgements = Path(output_dir, CARD), found_judgements(output_dir)
+    if not judgements or not path.is_file():
         return None
     card = path.read_text(encoding="utf-8")
-    if (judged := card.partition(_JUDGED)[0] + _judged(found)) == card:
+    if (judged := card.partition(_JUDGED)[0] + _judged(judgements)) == card:
         return None
     write_text(path, judged)
     return path
 
 
-def final_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def final_metrics(log_history: Log) -> dict[str, float]:
     """Return the last value of every metric of the policy, in alphabetical order, without timings and counters."""
-    found = {name: value for entry in log_history for name, value in entry.items()}
-    of_policy = (name for name in found if name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING))
-    return {name: found[name] for name in sorted(of_policy)}
+    last = {name: value for entry in log_history for name, value in entry.items()}
+    of_policy = (name for name in last if name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING))
+    return {name: last[name] for name in sorted(of_policy)}
 
 
 def _settings(args: PPOConfig) -> dict[str, Any]:
@@ -161,15 +162,15 @@ def _settings(args: PPOConfig) -> dict[str, Any]:
 
 def _judged(judgements: Sequence[Judgement]) -> str:
     lines = [
-        f"- Win rate {each.win_rate:.2%} (95% interval {each.interval[0]:.2%} to {each.interval[1]:.2%}) against "
-        f"`{_last_part(each.opponent)}` on {each.num_prompts} prompts, each judged in both orders by "
-        f"`{_last_part(each.judge)}`"
-        for each in judgements
+        f"- Win rate {judged.win_rate:.2%} (95% interval {judged.interval[0]:.2%} to {judged.interval[1]:.2%}) "
+        f"against `{_last_part(judged.opponent)}` on {judged.num_prompts} prompts, each judged in both orders "
+        f"by `{_last_part(judged.judge)}`"
+        for judged in judgements
     ]
     return "\n".join([_JUDGED, *lines, ""]) if lines else ""
 
 
-def _table(header: str, rows: Mapping[str, Any]) -> str:
+def _table(header: str, rows: Mapping[str, object]) -> str:
     lines = (f"| {name} | {redacted(str(value))} |" for name, value in rows.items())
     return "\n".join([f"| {header} | value |", "|---|---|", *lines])
 
@@ -199,7 +200,7 @@ def _wandb_url() -> str | None:
     return None if wandb.run is None else wandb.run.url
 
 
-def _draw(log: Sequence[Any], path: Path) -> None:
+def _draw(log: Log, path: Path) -> None:
     from rlhf_ppo.reporting.plots import PANELS, plot_metrics  # Matplotlib takes a second to import
 
     entries = training_log(log)
@@ -227,7 +228,7 @@ def names_of_parts(
     reference: nn.Module | None,
     reward_models: Sequence[nn.Module],
     names: Sequence[str],
-    reward_funcs: Any,
+    reward_funcs: RewardSpec | Sequence[RewardSpec] | None,
     dataset: str | None,
 ) -> dict[str, Any]:
     """Return the parts of a run, as `RunSettings.made_of` records them.
@@ -240,17 +241,17 @@ def names_of_parts(
         reward_funcs: The reward functions, as the trainer was given them; texts are recorded, without secrets.
         dataset: Hub name or path of the prompts, if known.
     """
-    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
-    texts = [each if isinstance(each, str) and redacted(each) == each else None for each in given]
-    found = {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
+    specs = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
+    texts = [spec if isinstance(spec, str) and redacted(spec) == spec else None for spec in specs]
+    parts = {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
     others = {
         "reward_funcs": texts,
         "reward_identities": reward_identities(reward_models, reward_funcs),
         "dataset": redacted(dataset),
     }
-    if reference is not None and (origin := model_origin(reference)) != found["policy"]:
-        found["reference"] = origin
-    return found | {name: value for name, value in others.items() if value}
+    if reference is not None and (origin := model_origin(reference)) != parts["policy"]:
+        parts["reference"] = origin
+    return parts | {name: value for name, value in others.items() if value}
 
 
 def model_origin(model: nn.Module) -> str | None:

@@ -116,9 +116,9 @@ def mean_curve(
         The points, the mean at each, and the standard deviation over runs (denominator `n - 1`; 0 for a single run).
         Runs without the metric at a point are left out there.
     """
-    found = [entry for log in logs for entry in log if metric in entry and x in entry]
-    places, values = (np.fromiter((entry[key] for entry in found), float, len(found)) for key in (x, metric))
-    points, numbers, counts = np.unique(places, return_inverse=True, return_counts=True)
+    entries = [entry for log in logs for entry in log if metric in entry and x in entry]
+    positions, values = (np.fromiter((entry[key] for entry in entries), float, len(entries)) for key in (x, metric))
+    points, numbers, counts = np.unique(positions, return_inverse=True, return_counts=True)
     with np.errstate(invalid="ignore"):  # values that are not finite stay as they are
         means = np.bincount(numbers, values, len(points)) / np.maximum(counts, 1)
         squares = np.bincount(numbers, (values - means[numbers]) ** 2, len(points))

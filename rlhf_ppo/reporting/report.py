@@ -83,7 +83,7 @@ def write_report(
     return path
 
 
-def render_page(data: Mapping[str, Any], names: str) -> str:
+def render_page(data: Mapping[str, object], names: str) -> str:
     """Return the HTML of a report.
 
     Args:
@@ -97,7 +97,7 @@ def render_page(data: Mapping[str, Any], names: str) -> str:
     return environment.get_template("page.html").render(
         data=data,
         names=visible(names, one_line=True),
-        made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         version=version("rlhf_ppo"),
         style=Markup(sources["page.css"]),
         scripts=[Markup(sources[name]) for name in SCRIPTS],
@@ -136,7 +136,7 @@ _OF_TRAINING = frozenset(
     ).split()
 )
 """Arguments of TrainingArguments that change what a run learns: listed with PPO's own, before all others."""
-_INHERITED = {each.name for each in dataclasses.fields(TrainingArguments)} - _OF_TRAINING
+_INHERITED = {field.name for field in dataclasses.fields(TrainingArguments)} - _OF_TRAINING
 _NOT_CHOSEN = frozenset(
     ("output_dir run_name accelerator_config activation_checkpointing dataloader_pin_memory debug do_eval").split()
 )
@@ -176,7 +176,7 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
         "checks": {
             check.name: {"symptom": check.symptom, "cause": check.cause, "advice": check.advice} for check in CHECKS
         },
-        "judged": [judged_data(each) for each in judged],
+        "judged": [judged_data(table) for table in judged],
         "judged_seeds": over_seeds(judged),
         "settings": _settings([group[0] for group in groups.values()]),
         "versions": _versions(runs),
@@ -272,22 +272,22 @@ def _run(run: RecordedRun, num_tokens: int) -> dict[str, Any]:
 
 def _health(run: RecordedRun) -> list[dict[str, Any]]:
     """Return for each check its first and last finding, their number, and its warnings."""
-    found, words = [], warnings_of(run.log, RunContext(**run.settings.health))
+    checks, words = [], warnings_of(run.log, RunContext(**run.settings.health))
     for key in dict.fromkeys(key for entry in run.log for key in entry if key.startswith(_HEALTH)):
         steps = [(entry.get("step"), entry[key]) for entry in run.log if key in entry]
         fired = [step for step, value in steps if value > 0]
         first, last = (fired[0], fired[-1]) if fired else (None, None)
         name = key.removeprefix(_HEALTH)
-        spoken = [{"step": step, "words": each} for step, each in words.get(name, ())]
-        found.append(
+        spoken = [{"step": step, "words": text} for step, text in words.get(name, ())]
+        checks.append(
             {"check": name, "first": first, "last": last, "fired": len(fired), "logs": len(steps), "said": spoken}
         )
-    return found
+    return checks
 
 
 def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     """Return a row for each argument: its values, default and help, and whether it differs from the default."""
-    fields = {each.name: each for each in dataclasses.fields(PPOConfig)}
+    fields = {field.name: field for field in dataclasses.fields(PPOConfig)}
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings.arguments if not is_secret(name)):
         values = [_as_text(redacted(run.settings.arguments.get(name), name)) for run in runs]
@@ -304,7 +304,7 @@ def _settings(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def _help_and_default(field: dataclasses.Field[Any] | None) -> tuple[str, str | None]:
+def _help_and_default(field: dataclasses.Field[object] | None) -> tuple[str, str | None]:
     """Return the help of an argument and its default as a text; None for one that is derived or has no default."""
     if field is None:
         return "", None
@@ -314,23 +314,23 @@ def _help_and_default(field: dataclasses.Field[Any] | None) -> tuple[str, str | 
     return help_text, _as_text(field.default)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     value = getattr(value, "value", value)  # enums
     if value is None:
         return "not set"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))  # gamma=1 is the default of 1.0
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value) or "none"
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _versions(runs: Sequence[RecordedRun]) -> dict[str, str]:
-    found: dict[str, dict[str, None]] = {}
+    versions_of: dict[str, dict[str, None]] = {}
     for run in runs:
         for package, installed in run.settings.versions.items():
-            found.setdefault(package, {})[installed] = None
-    return {package: ", ".join(versions) for package, versions in found.items()}
+            versions_of.setdefault(package, {})[installed] = None
+    return {package: ", ".join(versions) for package, versions in versions_of.items()}
 
 
 def _seed(run: RecordedRun) -> Any:
@@ -339,8 +339,8 @@ def _seed(run: RecordedRun) -> Any:
 
 def _select_evenly(steps: Sequence[int]) -> list[int]:
     """Select updates evenly, with the first and the last."""
-    places = np.linspace(0, len(steps) - 1, min(len(steps), MAX_UPDATES)).round().astype(int)
-    return [steps[place] for place in dict.fromkeys(places.tolist())]
+    indices = np.linspace(0, len(steps) - 1, min(len(steps), MAX_UPDATES)).round().astype(int)
+    return [steps[index] for index in dict.fromkeys(indices.tolist())]
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
@@ -395,14 +395,14 @@ def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
             speakers.append([])
         elif speakers:
             speakers[-1].append(str(message.get("name") or "environment"))
-    return {"end": row["end"], "turn_reward": row["turn_reward"], "speakers": [", ".join(each) for each in speakers]}
+    return {"end": row["end"], "turn_reward": row["turn_reward"], "speakers": [", ".join(names) for names in speakers]}
 
 
 def _four_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: object) -> Any:
     """Return a value with escaped control characters, and with None for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {_escaped(key): _escaped(item) for key, item in value.items()}
@@ -426,17 +426,17 @@ def key_figures(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
         `key`, `name`, `is_share` and `groups` of each metric that was logged; for each group `first`, `last`, `low`
         and `high` as of `first_and_last`, or None.
     """
-    found = []
+    rows = []
     for key, name in _KEY_FIGURES.items():
         figures = [first_and_last(logs, key) for logs in groups]
         if any(figures):
             bounds = _BOUNDS.get(key, (-math.inf, math.inf))
             for figure in filter(None, figures):
                 figure |= {
-                    end: float(np.clip(each, *bounds)) for end in ("low", "high") if (each := figure[end]) is not None
+                    end: float(np.clip(edge, *bounds)) for end in ("low", "high") if (edge := figure[end]) is not None
                 }
-            found.append({"key": key, "name": name, "is_share": bounds == (0, 1), "groups": figures})
-    return found
+            rows.append({"key": key, "name": name, "is_share": bounds == (0, 1), "groups": figures})
+    return rows
 
 
 def first_and_last(logs: Sequence[Log], key: str) -> dict[str, float | None] | None:
@@ -481,11 +481,11 @@ def headline(verdict: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str
         verdict: The result of `Verdict.as_json`.
         figures: The result of `first_and_last` for each metric.
     """
-    found = dict(verdict)
+    shown = dict(verdict)
     if verdict["outcome"] == "not judged":
-        found["reasons"] = ["No judge compared this policy with the model it started from.", *verdict["reasons"]]
-        found["sentence"] = _of_log(figures)
-    return found
+        shown["reasons"] = ["No judge compared this policy with the model it started from.", *verdict["reasons"]]
+        shown["sentence"] = _of_log(figures)
+    return shown
 
 
 def _of_log(figures: Mapping[str, Any]) -> str:

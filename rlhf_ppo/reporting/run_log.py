@@ -62,7 +62,7 @@ def training_log(run: Run) -> Log:
     return [{"episode": next(with_episode), **entry} if "step" in entry else entry for entry in log]
 
 
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(entry: Mapping[str, object]) -> dict[str, float]:
     return {key: value for key, value in entry.items() if isinstance(value, int | float)}
 
 
@@ -71,8 +71,8 @@ def find_state(run: str | os.PathLike[str]) -> Path | None:
     path = Path(run)
     if path.is_file():
         return path
-    found = [*path.glob(TRAINER_STATE_NAME), *path.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    return max(found, key=lambda state: state.stat().st_mtime_ns, default=None)
+    states = [*path.glob(TRAINER_STATE_NAME), *path.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    return max(states, key=lambda state: state.stat().st_mtime_ns, default=None)
 
 
 # Settings
@@ -122,17 +122,17 @@ class RunSettings:
 @functools.cache
 def installed_versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect a run's numbers."""
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 @optional("The run's settings")
-def save_settings(args: PPOConfig, made_of: Mapping[str, Any], health: Mapping[str, Any]) -> None:
+def save_settings(args: PPOConfig, made_of: Mapping[str, object], health: Mapping[str, object]) -> None:
     """Write `ppo_settings.json`.
 
     Args:

@@ -79,13 +79,13 @@ class Verdict:
 
 def recorded_runs(directories: Sequence[str | Path]) -> list[RecordedRun]:
     """Read the runs of PPO among directories of models; others, and runs with a damaged file, are left out."""
-    found = []
+    runs = []
     for directory in directories:
         try:
-            found += read_runs([directory])
+            runs += read_runs([directory])
         except (ValueError, KeyError, OSError):
             continue
-    return found
+    return runs
 
 
 def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | None = None) -> Verdict:
@@ -99,8 +99,8 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     judged = list(runs)
     if judgements is None:
         newest = [(run, _newest_judgement(run)) for run in runs]
-        judged = [run for run, found in newest if found is not None]
-        judgements = [found for _, found in newest if found is not None]
+        judged = [run for run, judgement in newest if judgement is not None]
+        judgements = [judgement for _, judgement in newest if judgement is not None]
     names = [name for run in runs for name in run.settings.made_of.get("rewards", ())]
     reward = next(filter(None, (_accuracy_of(name, runs) for name in names)), None)
     if not judgements:
@@ -108,9 +108,9 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
         return Verdict("not judged", sentence, _first(_of_reward_model(reward), _of_training("not judged", runs)))
     first = judgements[0]
     rates = SeedWinRates(
-        [each.win_rate for each in judgements],
-        [each.interval for each in judgements],
-        [each.length_controlled for each in judgements],
+        [judgement.win_rate for judgement in judgements],
+        [judgement.interval for judgement in judgements],
+        [judgement.length_controlled for judgement in judgements],
     )
     low, high = rates.interval
     judge = _accuracy_of(first.judge, runs)
@@ -135,16 +135,16 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
 
 
 def _newest_judgement(run: RecordedRun) -> Judgement | None:
-    found = found_judgements(run.directory)
+    judgements = found_judgements(run.directory)
     starts = (run.settings.arguments.get("sft_model_path"), run.settings.made_of.get("policy"))
-    against_start = [each for each in found if each.opponent in starts]
-    return (against_start or found or [None])[-1]
+    against_start = [judgement for judgement in judgements if judgement.opponent in starts]
+    return (against_start or judgements or [None])[-1]
 
 
 def _accuracy_of(name: str, runs: Sequence[RecordedRun]) -> RewardAccuracy | None:
     """Return the accuracy of a reward model, which may have moved with a run's directory."""
-    places = [Path(name), *(run.directory.parent / Path(name).name for run in runs)]
-    return next(filter(None, map(read_accuracy, places)), None)
+    folders = [Path(name), *(run.directory.parent / Path(name).name for run in runs)]
+    return next(filter(None, map(read_accuracy, folders)), None)
 
 
 # ---- Reasons, each with what to do ----
@@ -236,5 +236,5 @@ def _ends(runs: Sequence[RecordedRun], key: str) -> tuple[float, float] | None:
 def _spread(runs: Sequence[RecordedRun]) -> float:
     """Return the standard deviation of the score between responses in the first log."""
     first = [next((entry for entry in run.log if "loss" in entry), {}) for run in runs]
-    found = [entry[name] for entry in first for name in entry if re.fullmatch("rewards/.*/std", name)]
-    return fmean(found) if found else 0.0
+    spreads = [entry[name] for entry in first for name in entry if re.fullmatch("rewards/.*/std", name)]
+    return fmean(spreads) if spreads else 0.0

@@ -12,11 +12,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional
-from transformers import set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import EngineName
-from rlhf_ppo.data.prompts import PromptEncoder
+from rlhf_ppo.data.prompts import PromptEncoder, eos_id
 from rlhf_ppo.data.rollout import Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.sampler import sample_with
@@ -195,7 +195,11 @@ class Answering:
 
 @torch.no_grad()
 def respond(
-    model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]], dataset: str, how: Answering
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, object]],
+    dataset: str,
+    how: Answering,
 ) -> list[Answer]:
     """Generate one response to each prompt.
 
@@ -240,8 +244,8 @@ def respond(
         prompts = Prompts.from_collated(padded, model.device)
         sampled = sample_with(engine, model, prompts, config, strings).ids
         joined = join_responses(prompts, sampled, ends, 0, strings)
-        given = zip(batch, selected(joined.responses, joined.response_mask), ended(joined, ends, strings), strict=True)
-        answers += [_answer(*each, silent_ids(tokenizer, ends), tokenizer) for each in given]
+        drawn = zip(batch, selected(joined.responses, joined.response_mask), ended(joined, ends, strings), strict=True)
+        answers += [_answer(*answer, silent_ids(tokenizer, ends), tokenizer) for answer in drawn]
     return answers
 
 
@@ -265,15 +269,19 @@ def given_answers(
     return answers
 
 
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end a response: the tokenizer's EOS, and those of the generation configuration."""
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
-    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+    return list(dict.fromkeys(token for token in (eos_id(tokenizer), *several) if token is not None))
 
 
 def _answer(
-    row: Mapping[str, Any], response: list[int], ended: Any, silent: Collection[int], tokenizer: Any
+    row: Mapping[str, Any],
+    response: list[int],
+    ended: object,
+    silent: Collection[int],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Answer:
     """Make an answer of sampled tokens, cut after the token or text that ended them."""
     (text,) = spoken_texts(tokenizer, [response], silent, clean_up_tokenization_spaces=False)
