@@ -172,7 +172,7 @@ class FixedKLController:
         """Return an empty state: a resumed run uses its own arguments."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Do nothing."""
 
 
@@ -302,9 +302,9 @@ def turn_gae(
     """
     starts = turn_starts(response_mask)
     turns = (starts.cumsum(dim=1) - 1).clamp(min=0)
-    own = zero_outside(rewards, response_mask)
+    counted = zero_outside(rewards, response_mask)
     # On the CPU, where the order of summation is deterministic.
-    sums = torch.zeros(own.shape).scatter_add(1, turns.cpu(), own.cpu()).to(own.device)
+    sums = torch.zeros(counted.shape).scatter_add(1, turns.cpu(), counted.cpu()).to(counted.device)
     advantages, returns = gae(sums.gather(1, turns), values, starts, gamma, lam, bootstrap_values)
     places = torch.arange(starts.shape[1], device=starts.device)
     first = torch.where(starts, places, 0).cummax(dim=1).values

@@ -76,8 +76,8 @@ def masked_range(values: Tensor, mask: Tensor, gather: Callable[[Tensor], Tensor
         mask: True on real tokens, bool, same shape.
         gather: Concatenates over ranks along the first dimension; every rank calls this.
     """
-    own = values.float()
-    ends = torch.stack([-own.masked_fill(~mask, torch.inf).min(), own.masked_fill(~mask, -torch.inf).max()])
+    numbers = values.float()
+    ends = torch.stack([-numbers.masked_fill(~mask, torch.inf).min(), numbers.masked_fill(~mask, -torch.inf).max()])
     negated, highest = gather(ends[None]).amax(dim=0)
     return -float(negated), float(highest)
 

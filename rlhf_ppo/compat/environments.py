@@ -15,7 +15,7 @@ from rlhf_ppo.config.checks import parse_object, parse_weights, suggestion
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.functions import function_name
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
-from rlhf_ppo.rewards.resolve import resolve_reward
+from rlhf_ppo.rewards.resolve import RewardSpec, resolve_reward
 from rlhf_ppo.terminal import redacted
 
 _STOPS = ("stop_strings", "stop_sequences")
@@ -114,7 +114,7 @@ def make_environment(
     return Environment(rewards, parse_weights("reward_weights", weights) if weights else None, settings)
 
 
-def _component(name: str, spec: Any) -> Callable[..., Any]:
+def _component(name: str, spec: RewardSpec | Mapping[str, Any]) -> Callable[..., Any]:
     if isinstance(spec, Mapping):
         spec = {"type": name} | {key: value for key, value in spec.items() if key != "weight"}
     reward = _reward(f"reward_components[{name!r}]", spec)
@@ -139,7 +139,7 @@ def _preference(config: Mapping[str, Any]) -> PreferenceReward:
     return PreferenceReward(judge, opponent, **{key: config[key] for key in ("column",) if key in config})
 
 
-def _reward(key: str, spec: Any) -> Callable[..., Any]:
+def _reward(key: str, spec: RewardSpec | Mapping[str, Any]) -> Callable[..., Any]:
     """Return a reward; errors name its key in the config."""
     try:
         if not isinstance(spec, Mapping):
@@ -155,7 +155,7 @@ def _reward(key: str, spec: Any) -> Callable[..., Any]:
         raise ValueError(f"config: {key}={redacted(spec)!r}: {error}") from error
 
 
-def json_object(name: str, value: Mapping[str, Any] | str | None) -> dict[str, Any]:
+def json_object(name: str, value: Mapping[str, object] | str | None) -> dict[str, Any]:
     """Return a dict that may be given as JSON text; an empty one for None.
 
     Args:

@@ -44,7 +44,7 @@ EngineName = Literal["transformers", "continuous", "vllm"]
 """The engines that `rlhf_ppo.generation.engine_factory.make_engine` makes."""
 
 
-def option(default: Any, help: str, **argparse: Any) -> Any:
+def option(default: object, help: str, **argparse: object) -> Any:
     """Return a dataclass field with a default and the text that `--help` shows."""
     return field(default=default, metadata={"help": help, **argparse})
 
@@ -160,7 +160,7 @@ def python_number(value: Any) -> Any:
     return float(value)
 
 
-def check_type(name: str, value: Any, annotation: Any, meaning: str) -> None:
+def check_type(name: str, value: object, annotation: object, meaning: str) -> None:
     """Raise unless `value` matches `annotation`; an integer matches float, a bool matches neither int nor float.
 
     Args:
@@ -201,15 +201,15 @@ def parse_weights(name: str, value: Any) -> Any:
         TypeError: A weight is not a number.
         ValueError: The text cannot be read, there is no weight, or a weight is out of range.
     """
-    given = value
+    written = value
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         is_json = len(value) == 1 and value[0].lstrip()[:1] in ("[", "{")
         value = value[0] if is_json else f"[{', '.join(value)}]"
     if isinstance(value, str):
         value = _json(value)
-    if isinstance(given, list | dict | str) and not (isinstance(value, list | dict) and value):
+    if isinstance(written, list | dict | str) and not (isinstance(value, list | dict) and value):
         raise ValueError(
-            f"{name}={given!r:.200} cannot be read; write one number for each reward, a JSON list such as "
+            f"{name}={written!r:.200} cannot be read; write one number for each reward, a JSON list such as "
             """'[1.0, 0.5]', or a JSON object such as '{"length": 0.5}'"""
         )
     if isinstance(value, list):
@@ -219,8 +219,8 @@ def parse_weights(name: str, value: Any) -> Any:
     return value
 
 
-def _weight(name: str, given: Any) -> float:
-    weight, meaning = python_number(given), "the factor of a reward in the score; 0 for a reward that is only logged"
+def _weight(name: str, number: object) -> float:
+    weight, meaning = python_number(number), "the factor of a reward in the score; 0 for a reward that is only logged"
     check_type(name, weight, float, meaning)
     check_range(name, weight, WEIGHTS, meaning)
     return weight
@@ -240,13 +240,13 @@ def parse_strings(name: str, value: Any) -> Any:
     Raises:
         ValueError: There is no text, or a text is empty or has U+FFFD, the decoders' mark of an incomplete character.
     """
-    given = value
+    written = value
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and len(texts) == 1 and isinstance(texts[0], str):
         decoded = _json(texts[0])
         texts = decoded if isinstance(decoded, list) else texts
     if isinstance(texts, list) and (not texts or any(text == "" or "\ufffd" in str(text) for text in texts)):
-        raise ValueError(f"{name}={given!r} must hold texts, none of them empty or with U+FFFD; None for none")
+        raise ValueError(f"{name}={written!r} must hold texts, none of them empty or with U+FFFD; None for none")
     return texts
 
 
@@ -258,28 +258,28 @@ def _json(text: str) -> Any:
         return None
 
 
-def parse_object(name: str, given: Any, example: str) -> dict[str, Any] | None:
+def parse_object(name: str, value: object, example: str) -> dict[str, Any] | None:
     """Return a dict that may be given as JSON text; None stays None.
 
     Args:
         name: Name of the argument.
-        given: The dict or its text.
+        value: The dict or its text.
         example: A valid text, for the error message.
 
     Raises:
         TypeError: It is neither.
     """
-    if given is None:
+    if value is None:
         return None
-    value = _json(given) if isinstance(given, str) else given
-    if not isinstance(value, Mapping):
+    content = _json(value) if isinstance(value, str) else value
+    if not isinstance(content, Mapping):
         raise TypeError(
-            f"{name}={redacted(given)!r:.80} must be a dict or the JSON text of an object, such as {example}"
+            f"{name}={redacted(value)!r:.80} must be a dict or the JSON text of an object, such as {example}"
         )
-    return dict(value)
+    return dict(content)
 
 
-def _matches(value: Any, annotation: Any) -> bool:
+def _matches(value: object, annotation: Any) -> bool:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return any(_matches(value, option) for option in arguments)
@@ -354,7 +354,7 @@ IMPORT_HINTS = _by_name("import")
 
 
 def reject_call(
-    owner: str, args: Sequence[Any], kwargs: Mapping[str, Any], known: Collection[str], elsewhere: Mapping[str, str]
+    owner: str, args: Sequence[Any], kwargs: Mapping[str, object], known: Collection[str], elsewhere: Mapping[str, str]
 ) -> None:
     """Raise for a trainer's arguments in the order, or with the names, of other trainers.
 
@@ -368,7 +368,7 @@ def reject_call(
     Raises:
         TypeError: A model is first or second, as in TRL 0.11; or a name does not exist.
     """
-    if any(isinstance(each, str) or hasattr(each, "state_dict") for each in args[:2]):
+    if any(isinstance(argument, str) or hasattr(argument, "state_dict") for argument in args[:2]):
         raise TypeError(f"{owner} takes args first: write {owner}(args, model=..., processing_class=...)")
     of_config = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
     reject_unknown(owner, kwargs, known, of_config | TRAINER_HINTS, elsewhere)
@@ -431,7 +431,7 @@ class ExplainsUnknown:
     As a base class, it keeps the signature of the dataclass's constructor.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Check the names of the keyword arguments before `__init__` sees them."""
         known = inspect.signature(cls).parameters
         # In the last versions of transformers that have a removed argument, its default is None.
@@ -509,8 +509,8 @@ def _unsupported_parts(args: TrainingArguments) -> Iterator[tuple[str, str]]:
 
 def reduces_once(args: TrainingArguments) -> bool:
     """Return whether FSDP2 keeps whole gradients until the last micro-batch of a step, to exchange them once."""
-    given = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    return given | {"num_steps": 1} == {"sync_each_batch": False, "num_steps": 1}  # Trainer adds num_steps
+    kwargs = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    return kwargs | {"num_steps": 1} == {"sync_each_batch": False, "num_steps": 1}  # Trainer adds num_steps
 
 
 _POSITIVE = Interval(0, math.inf, open_low=True)
@@ -613,19 +613,19 @@ def check_output_dir(path: str | None) -> None:
         ValueError: It cannot.
     """
     place = Path(os.path.expanduser(path or ".")).absolute()
-    found = next(part for part in (place, *place.parents) if part.exists())
-    if not found.is_dir() or not os.access(found, os.W_OK):
-        reason = "is not writable" if found.is_dir() else "is a file"
-        raise ValueError(f"output_dir={path!r} cannot be written: {str(found)!r} {reason}; name another")
+    existing = next(part for part in (place, *place.parents) if part.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "is not writable" if existing.is_dir() else "is a file"
+        raise ValueError(f"output_dir={path!r} cannot be written: {str(existing)!r} {reason}; name another")
 
 
-def check_ptx(ptx_coef: float, ptx_dataset: Any) -> None:
+def check_ptx(ptx_coef: float, ptx_dataset: object) -> None:
     """Raise a `ValueError` if texts are given without `ptx_coef`, or the reverse."""
     if (ptx_coef > 0) != (ptx_dataset is not None):
         raise ValueError(f"ptx_coef={ptx_coef} weighs a loss on ptx_dataset: set both, or neither")
 
 
-def check_optimization(critic_learning_rate: float | None, optimizers: Sequence[Any]) -> None:
+def check_optimization(critic_learning_rate: float | None, optimizers: Sequence[object]) -> None:
     """Raise a `ValueError` if `critic_learning_rate` is given together with an optimizer."""
     if optimizers[0] is not None and critic_learning_rate is not None:
         raise ValueError(

@@ -138,7 +138,7 @@ def run_length(
 
 def output_directory(args: TrainingArguments) -> str:
     """Return `output_dir` as a text."""
-    return os.fspath(cast(str, args.output_dir))
+    return str(args.output_dir)
 
 
 def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:

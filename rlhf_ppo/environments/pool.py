@@ -157,7 +157,7 @@ class Environments:
                 f"an environment (a class with `reset`) or a tool cannot be used: {type(error).__name__}: {error}"
             ) from error
 
-    def start(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None = None) -> list[Episode]:
+    def start(self, rows: Sequence[Mapping[str, object]], seeds: Sequence[int] | None = None) -> list[Episode]:
         """Give each row an environment and reset all of them side by side; earlier episodes are over.
 
         Args:
@@ -212,7 +212,7 @@ class Environments:
         return f"{name} did not return within {self.timeout} seconds."
 
 
-def _finished(function: Callable[..., Any], arguments: Mapping[str, object]) -> Any:
+def _finished(function: Callable[..., object], arguments: Mapping[str, object]) -> Any:
     returned = function(**arguments)
     return run_on_event_loop(returned).result() if inspect.iscoroutine(returned) else returned
 
@@ -302,7 +302,7 @@ def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[Answe
 
 
 def _called(
-    episode: Episode, name: str, function: Callable[..., object], arguments: Any, of_environment: bool
+    episode: Episode, name: str, function: Callable[..., object], arguments: Mapping[str, object], of_environment: bool
 ) -> Answer:
     """Call a sync tool; a call of an environment that cannot be ended loses the episode."""
     if of_environment and episode.lost:
@@ -317,11 +317,11 @@ def _called(
     return Answer(name, content, failed, time.perf_counter() - start)
 
 
-def _called_async(episode: Episode, calls: Sequence[tuple[Tool, Coroutine[Any, Any, Any]]]) -> list[Answer]:
+def _called_async(episode: Episode, calls: Sequence[tuple[Tool, Coroutine[object, object, object]]]) -> list[Answer]:
     """Await async tools side by side; those that do not return in time are cancelled."""
     seconds = episode.pool.timeout
 
-    async def awaited(tool: Tool, coroutine: Coroutine[Any, Any, Any]) -> Answer:
+    async def awaited(tool: Tool, coroutine: Coroutine[object, object, object]) -> Answer:
         start = time.perf_counter()
         try:
             content, failed = content_of(await asyncio.wait_for(coroutine, seconds)), False

@@ -61,7 +61,7 @@ def standalone(tools: Sequence[Callable[..., object]]) -> dict[str, Tool]:
     return {tool.__name__: _tool(tool.__name__, tool, tool) for tool in tools}
 
 
-def kind_of_class(name: str | None, cls: type[Any], tools: dict[str, Tool]) -> Kind:
+def kind_of_class(name: str | None, cls: type, tools: dict[str, Tool]) -> Kind:
     """Find the tools and the optional parts of an environment's class.
 
     All public methods but `reset` and `get_reward` are tools, unless the class sets `takes_messages = True`.

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -67,7 +67,7 @@ class _DaemonThreads(ThreadPoolExecutor):
         return in_daemon_thread(when_free)
 
 
-def run_on_event_loop(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+def run_on_event_loop(coroutine: Coroutine[object, object, T]) -> Future[T]:
     """Run a coroutine on the loop that all async functions share, so that the clients they keep stay usable."""
     return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
 

@@ -30,6 +30,7 @@ from rlhf_ppo.models.unwrapping import in_eval_mode, text_config, transformers_m
 from rlhf_ppo.ranks.random_streams import preserve_rng
 
 if TYPE_CHECKING:
+    from transformers.generation.continuous_batching import ContinuousMixin
     from transformers.generation.continuous_batching.requests import GenerationOutput
 
 _MAX_PREFILL_TOKENS = 512
@@ -201,7 +202,9 @@ def cache_for(rows: Sequence[Sequence[int]], max_new_tokens: int, max_rows: int)
     )
 
 
-def _run(model: Any, rows: list[list[int]], config: GenerationConfig, cache: ContinuousBatchingConfig) -> list[Any]:
+def _run(
+    model: ContinuousMixin, rows: list[list[int]], config: GenerationConfig, cache: ContinuousBatchingConfig
+) -> list[Any]:
     """Return the output of each row, in order."""
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=cache)
     try:

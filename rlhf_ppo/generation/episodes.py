@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, with_observation
-from rlhf_ppo.data.prompts import is_conversation
+from rlhf_ppo.data.prompts import Messages, is_conversation
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses
 from rlhf_ppo.environments.pool import Episode, EpisodeError, Round, answer_turns
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
@@ -303,7 +303,7 @@ class EpisodePlayer:
         if record.left == 0 and not record.cut:
             record.cut = "length"
 
-    def _answer_ids(self, record: EpisodeRecord, messages: list[dict[str, Any]], is_last: bool) -> list[int] | None:
+    def _answer_ids(self, record: EpisodeRecord, messages: Messages, is_last: bool) -> list[int] | None:
         """Return the tokens between two turns, or None if they do not fit."""
         if is_conversation(record.prompt):
             ids = record.conversations.answer_ids(messages) if messages else []

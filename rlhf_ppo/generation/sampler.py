@@ -39,7 +39,7 @@ class Sampler:
         tokens: Padding and stop tokens.
         never_sampled: Ids that not all models embed, or None.
         longest_sequence: Longest prompt plus response that models and engine support; None without a limit.
-        moment: Returns the position of the run, for errors.
+        when: Returns the position of the run, for errors.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class Sampler:
         tokens: SpecialTokens,
         never_sampled: list[int] | None,
         longest_sequence: PositionLimit | None,
-        moment: Callable[[], str],
+        when: Callable[[], str],
     ) -> None:
         self.engine, self.args, self.accelerator, self.tokens = engine, args, accelerator, tokens
-        self.never_sampled, self.longest_sequence, self.moment = never_sampled, longest_sequence, moment
+        self.never_sampled, self.longest_sequence, self.when = never_sampled, longest_sequence, when
 
     def settings(self, greedy: bool = False) -> GenerationConfig:
         """Return the sampling settings of training, or those of sample tables."""
@@ -87,7 +87,7 @@ class Sampler:
         role = "policy" if isinstance(plain, PolicyAndValue) else "reference"
         whole = whole_policy(model, self.accelerator, self.args.ds3_gather_for_generation)
         with nullcontext(plain.policy) if self.engine.reads_sharded else whole as policy:
-            naming = naming_the_model(policy, role, self.moment())
+            naming = naming_the_model(policy, role, self.when())
             with naming, self.accelerator.autocast():
                 yield policy
 

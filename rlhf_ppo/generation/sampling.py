@@ -137,13 +137,13 @@ class FiniteLogitsCheck(LogitsProcessor):
 
 
 @contextmanager
-def naming_the_model(model: torch.nn.Module, role: str, moment: str) -> Iterator[None]:
-    """Name the model and the moment in a `NonFiniteLogitsError`.
+def naming_the_model(model: torch.nn.Module, role: str, when: str) -> Iterator[None]:
+    """Name the model and the position of the run in a `NonFiniteLogitsError`.
 
     Args:
         model: The model that generates.
         role: Its role, for example `policy`.
-        moment: The moment, for example `update 3`.
+        when: The position of the run, for example `update 3`.
     """
     try:
         yield
@@ -151,7 +151,7 @@ def naming_the_model(model: torch.nn.Module, role: str, moment: str) -> Iterator
         path = getattr(getattr(model, "config", None), "_name_or_path", "")
         name = f"{type(model).__name__}{f' from {path}' if path else ''}"
         raise NonFiniteLogitsError(
-            f"{moment}: the {role} ({name}) gives no probabilities to sample from: {error}. "
+            f"{when}: the {role} ({name}) gives no probabilities to sample from: {error}. "
             + advice_by_type(
                 model,
                 "Its weights are NaN or too large: lower learning_rate or max_grad_norm, and resume from an earlier "

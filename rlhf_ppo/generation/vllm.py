@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +22,9 @@ from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.terminal import hide_secrets, redact_url, redact_urls, secrets_of
+
+if TYPE_CHECKING:
+    from trl.generation.vllm_generation import VLLMGeneration
 
 logger = get_logger(__name__)
 
@@ -65,7 +68,7 @@ class VLLMEngine:
         "raise vllm_max_model_length, or the server's --max-model-len, to the sum of both, or lower response_length"
     )
 
-    def __init__(self, vllm: Any, longest_sequence: PositionLimit | None = None, address: str = "") -> None:
+    def __init__(self, vllm: VLLMGeneration, longest_sequence: PositionLimit | None = None, address: str = "") -> None:
         self.vllm, self.longest_sequence, self.address = vllm, longest_sequence, address
         self._is_current = False
 
@@ -140,7 +143,7 @@ class VLLMEngine:
         self._is_current = False
 
 
-def _number(values: Any) -> float:
+def _number(values: list[float | None]) -> float:
     """Return the log-probability of the sampled token; NaN if it is missing."""
     return float("nan") if not values or values[0] is None else values[0]
 
@@ -231,7 +234,7 @@ def _address(args: PPOConfig) -> str:
     return args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
 
 
-def _model_of_server(args: PPOConfig, vllm: Any) -> tuple[str, int]:
+def _model_of_server(args: PPOConfig, vllm: VLLMGeneration) -> tuple[str, int]:
     """Return the type and longest sequence of a server's model, on all ranks.
 
     Raises:

@@ -400,7 +400,7 @@ class PolicyAndValue(nn.Module):
         for model in self._with_body:
             transformers_model(model).tie_weights()
 
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+    def gradient_checkpointing_enable(self, **kwargs: object) -> None:
         """Recompute activations in the backward pass, in both models."""
         for model in self._with_body:
             transformers_model(model).gradient_checkpointing_enable(**kwargs)

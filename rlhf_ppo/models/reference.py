@@ -95,7 +95,7 @@ class Reference:
 
     @property
     def separate_policy(self) -> nn.Module | None:
-        """The separate language model; None if the policy's base serves, or an engine holds the model."""
+        """The separate language model; None if the policy's base serves, or a backend holds the model."""
         return self.model.policy if isinstance(self.model, FrozenPolicy) else None
 
     @contextmanager

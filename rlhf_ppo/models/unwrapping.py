@@ -81,7 +81,7 @@ def backbone(model: nn.Module) -> nn.Module:
     # Some classes declare another prefix than the name of their backbone (Llama4).
     parts = [child for child in base.children() if isinstance(child, PreTrainedModel)]
     if len(parts) > 1 and base.get_output_embeddings() is not None:  # Llama4 with vision
-        return cast(nn.Module, base.get_decoder())
+        return base.get_decoder()
     return parts[0] if len(parts) == 1 else base
 
 
