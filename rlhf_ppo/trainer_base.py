@@ -27,7 +27,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional
-from rlhf_ppo.data.prompts import OWN_COLUMNS, num_rows
+from rlhf_ppo.data.prompts import OWN_COLUMNS, num_rows, renders_chats
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import configuration_kept
@@ -809,8 +809,9 @@ class TrainerBase(Steps, Trainer):
         if self.is_world_process_zero():
             rewards, log = reward_origins(self.reward_models, self.scorer.names), self.state.log_history
             more |= {"model_name": model_name, "dataset_name": dataset_name or self.dataset_name}
-            with_curves = not self.is_in_train
-            save_run_card(self.args, self.policy_model, rewards, log, tags=tags, with_curves=with_curves, **more)
+            with_curves, reads_chats = not self.is_in_train, renders_chats(self.processing_class)
+            what = (self.args, self.policy_model, rewards, log)
+            save_run_card(*what, tags=tags, with_curves=with_curves, reads_chats=reads_chats, **more)
 
     # ---- Counting: one step is one PPO update ----
 

@@ -60,6 +60,7 @@ def save_run_card(
     dataset_name: str | None,
     tags: str | Sequence[str] | None,
     with_curves: bool,
+    reads_chats: bool,
     finetuned_from: str | None = None,
     **others: str | None,
 ) -> None:
@@ -74,6 +75,7 @@ def save_run_card(
         dataset_name: Hub name or path of the prompts; a path is not shown.
         tags: Additional tags.
         with_curves: Whether to draw the curves again, which takes half a second.
+        reads_chats: Whether the example is a conversation, for which the tokenizer needs a chat template.
         finetuned_from: Hub name or path of the model that training started from; None takes the policy's origin.
         **others: Trainer's other arguments; the card has their `license` and `language`.
     """
@@ -112,6 +114,8 @@ def save_run_card(
     ours = f"using rlhf_ppo {installed_versions().get('rlhf_ppo', '')}"
     card.text = card.text.replace("using [TRL](https://github.com/huggingface/trl)", ours)
     card.text = with_local_names(card.text, name, base, dataset_name) + text + _judged(found_judgements(output_dir))
+    if not reads_chats:
+        card.text = card.text.replace('[{"role": "user", "content": question}]', "question", 1)
     if args.stop_strings:  # transformers looks for them with the tokenizer
         card.text = card.text.replace("max_new_tokens=128", "max_new_tokens=128, tokenizer=generator.tokenizer", 1)
     write_text(output_dir / CARD, str(card))

@@ -121,15 +121,19 @@ def test_the_card_names_what_made_the_policy(trained, hub):
         assert row in card.text
 
 
-def test_the_cards_own_lines_generate_with_stop_strings(make_trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    models = {"model": tiny_policy(vocab_size=310), "value_model": None, "processing_class": byte_level()}
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}"])
+def test_the_cards_own_lines_generate_with_stop_strings(
+    template: str | None, make_trained: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    models = {"model": tiny_policy(vocab_size=310), "value_model": None, "processing_class": tokenizer}
     trainer = make_trained(**QUICK | models, stop_strings=["."])
     trainer.save_model()
     trainer.create_model_card()
     directory = str(trainer.args.output_dir)
     lines = card_of(trainer).text.partition("```python\n")[2].partition("```")[0]
     lines = re.sub(r'model="[^"]*", device_map="auto"', f"model={directory!r}, device='cpu'", lines)
-    lines = lines.replace('[{"role": "user", "content": question}]', "question")  # the tokenizer has no template
 
     exec(lines, {})
 
