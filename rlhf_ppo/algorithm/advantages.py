@@ -248,13 +248,13 @@ def gae(
     Returns:
         `(advantages, returns)`, not whitened, float32 `(B, T)`, 0 outside the mask.
     """
-    places = response_mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # real tokens first, in order
-    real = response_mask.gather(1, places)
-    rewards = zero_outside(rewards, response_mask).gather(1, places)
-    values = zero_outside(values, response_mask).gather(1, places)
+    order = response_mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # real tokens first, in order
+    real = response_mask.gather(1, order)
+    rewards = zero_outside(rewards, response_mask).gather(1, order)
+    values = zero_outside(values, response_mask).gather(1, order)
     deltas = rewards + gamma * _next_values(values, real, bootstrap_values) - values
     advantages = _discounted_sums(deltas, gamma * lam)
-    tokens = places.argsort(dim=1)
+    tokens = order.argsort(dim=1)
     return advantages.gather(1, tokens), (advantages + values).gather(1, tokens)
 
 
@@ -306,8 +306,8 @@ def turn_gae(
     # On the CPU, where the order of summation is deterministic.
     sums = torch.zeros(counted.shape).scatter_add(1, turns.cpu(), counted.cpu()).to(counted.device)
     advantages, returns = gae(sums.gather(1, turns), values, starts, gamma, lam, bootstrap_values)
-    places = torch.arange(starts.shape[1], device=starts.device)
-    first = torch.where(starts, places, 0).cummax(dim=1).values
+    positions = torch.arange(starts.shape[1], device=starts.device)
+    first = torch.where(starts, positions, 0).cummax(dim=1).values
     return zero_outside(advantages.gather(1, first), response_mask), returns
 
 

@@ -441,11 +441,11 @@ def sft_trainer(args: SFTConfig, model_args: ModelConfig, train_dataset: Rows, e
     """
     check_columns(train_dataset, text_columns(args))
     rows = map(_without_lone_prompt, (train_dataset, eval_dataset))
-    trainer = _trl_trainer(_SFTTrainer, args, model_args, *rows)
-    texts: Any = trainer.train_dataset
+    trainer: Any = _trl_trainer(_SFTTrainer, args, model_args, *rows)
+    texts = trainer.train_dataset
     if isinstance(texts, Dataset) and "input_ids" in texts.column_names and args.max_length and not args.packing:
         ids: Any = texts.with_format("arrow")[:]["input_ids"]
-        if cut := _num_cut(ids, args.max_length, cast(Any, trainer.processing_class).eos_token_id):
+        if cut := _num_cut(ids, args.max_length, trainer.processing_class.eos_token_id):
             logger.warning(
                 f"train_dataset: cut {cut} of {len(texts)} texts to max_length={args.max_length} tokens; the model "
                 "does not learn how they end"

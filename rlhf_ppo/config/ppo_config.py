@@ -5,7 +5,7 @@ import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -141,9 +141,9 @@ def output_directory(args: TrainingArguments) -> str:
     return str(args.output_dir)
 
 
-def settings_of(value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def settings_of(value: Any) -> dict[str, Any] | None:
     """Return an argument that was parsed to a dict or None."""
-    return cast(dict[str, Any] | None, value)
+    return value
 
 
 def is_vllm_available() -> bool:

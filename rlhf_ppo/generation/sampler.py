@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -83,7 +83,7 @@ class Sampler:
         Args:
             model: As for `sample`.
         """
-        plain = cast(PolicyAndValue, self.accelerator.unwrap_model(model, keep_torch_compile=False))
+        plain: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         role = "policy" if isinstance(plain, PolicyAndValue) else "reference"
         whole = whole_policy(model, self.accelerator, self.args.ds3_gather_for_generation)
         with nullcontext(plain.policy) if self.engine.reads_sharded else whole as policy:
@@ -104,17 +104,17 @@ def whole_policy(model: nn.Module, accelerator: Accelerator, gathers: bool) -> I
         accelerator: Prepared it.
         gathers: With ZeRO-3, False gathers each layer at each token instead.
     """
-    policy = cast(PolicyAndValue, accelerator.unwrap_model(model, keep_torch_compile=False)).policy
+    plain: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
     is_prepared = not isinstance(model, PolicyAndValue)
     # After a step all small parameters may be gathered; hooks would reshard them, at a different time on each rank.
     if zero_stage(accelerator) == 3 and gathers and is_prepared:
-        with _gathered(model, policy):
-            yield policy
+        with _gathered(model, plain.policy):
+            yield plain.policy
     elif isinstance(model, FSDPModule):
         with _unsharded(model, accelerator.state):
-            yield policy
+            yield plain.policy
     else:
-        yield policy
+        yield plain.policy
 
 
 @contextmanager

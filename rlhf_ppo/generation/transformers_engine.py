@@ -456,12 +456,12 @@ class KeptCaches:
         if any(number == len(row) for number, row in zip(unread, tokens, strict=True)):
             return {CACHE: DynamicCache()}
         fewest, groups = min(unread), dict[int, list[int]]()
-        for place, number in enumerate(unread):
+        for member, number in enumerate(unread):
             if number > fewest:
-                groups.setdefault((number - fewest - 1).bit_length(), []).append(place)
-        for places in groups.values():
-            most = max(unread[place] for place in places) - fewest
-            self._read(model, places, ids[places, : width - fewest], mask[places, : width - fewest], most)
+                groups.setdefault((number - fewest - 1).bit_length(), []).append(member)
+        for members in groups.values():
+            most = max(unread[member] for member in members) - fewest
+            self._read(model, members, ids[members, : width - fewest], mask[members, : width - fewest], most)
         return self._stacked_cache(range(len(ids)), starts, width - fewest)
 
     def _num_known(self, name: int, row: np.ndarray) -> int:
@@ -470,20 +470,20 @@ class KeptCaches:
         differs = np.flatnonzero(known != row[: len(known)])
         return int(differs[0]) if len(differs) else len(known)
 
-    def _read(self, model: Generates, places: list[int], ids: Tensor, mask: Tensor, most: int) -> None:
+    def _read(self, model: Generates, members: list[int], ids: Tensor, mask: Tensor, most: int) -> None:
         """Read the last `most` tokens of rows, for some rows again, and keep the caches."""
         starts = (mask == 0).sum(dim=1).tolist()
-        first, rows = min(starts), torch.arange(len(places))
-        cache = self._stacked_cache(places, [start - first for start in starts], ids.shape[1] - first - most)
+        first, rows = min(starts), torch.arange(len(members))
+        cache = self._stacked_cache(members, [start - first for start in starts], ids.shape[1] - first - most)
         inputs = {"input_ids": ids[:, first:], "attention_mask": mask[:, first:], "generation_config": _READING}
         output = model.generate(**inputs, **cache)
-        of_rows = KeptCaches(self.kept, [self.names[place] for place in places])
+        of_rows = KeptCaches(self.kept, [self.names[member] for member in members])
         of_rows.keep(rows, rows >= 0, getattr(output, CACHE), output.sequences, mask[:, first:])
 
-    def _stacked_cache(self, places: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
+    def _stacked_cache(self, members: Iterable[int], starts: list[int], columns: int) -> dict[str, Any]:
         """Stack the keys and values of rows, each from its start to `columns`."""
         cache = DynamicCache()  # without the configuration, sliding layers keep all states
-        rows = [self.kept.pop(self.names[place])[1] for place in places]
+        rows = [self.kept.pop(self.names[member])[1] for member in members]
         for index in range(len(rows[0])):
             keys, values = (_stacked([row[index][part] for row in rows], starts, columns) for part in (0, 1))
             cache.update(keys, values, index)
@@ -501,18 +501,18 @@ class KeptCaches:
         """
         starts, tokens = (mask == 0).sum(dim=1).tolist(), ids.cpu().numpy()
         columns, of_call = cache.get_seq_length(), rows.tolist()
-        for place in leaving.nonzero().flatten().tolist():
-            start = starts[place]
+        for member in leaving.nonzero().flatten().tolist():
+            start = starts[member]
             states = [
-                (layer.keys[place, :, start:columns].clone(), layer.values[place, :, start:columns].clone())
+                (layer.keys[member, :, start:columns].clone(), layer.values[member, :, start:columns].clone())
                 for layer in cache.layers
             ]
-            self.kept[self.names[of_call[place]]] = (tokens[place, start:columns], states)
+            self.kept[self.names[of_call[member]]] = (tokens[member, start:columns], states)
 
 
 def _stacked(rows: list[Tensor], starts: list[int], columns: int) -> Tensor:
     """Stack keys or values `(heads, n, D)` into `(B, heads, columns, D)`, each from its row's start on."""
     stacked = rows[0].new_zeros(len(rows), rows[0].shape[0], columns, rows[0].shape[-1])
-    for place, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        stacked[place, :, start:] = row[:, : max(columns - start, 0)]
+    for member, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        stacked[member, :, start:] = row[:, : max(columns - start, 0)]
     return stacked

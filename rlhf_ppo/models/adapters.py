@@ -175,7 +175,7 @@ def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Tens
     Args:
         model: A `PeftModel`.
         directory: The directory; PEFT would write an adapter not named "default" into a folder in it.
-        state_dict: The model's weights, gathered by an engine; None takes them from the model.
+        state_dict: The model's weights, gathered by a backend; None takes them from the model.
     """
     name = active_adapter(model)
     options: dict[str, Any] = {"selected_adapters": [name], "state_dict": state_dict}

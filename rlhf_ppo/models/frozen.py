@@ -58,7 +58,7 @@ class Offload:
 
 
 class Frozen(nn.Module):
-    """A model in eval mode, without gradients, in the form that engines shard.
+    """A model in eval mode, without gradients, in the form that backends shard.
 
     Only `forward` of a subclass runs the model: ZeRO-3 and FSDP2 gather parameters around it.
 
@@ -83,7 +83,7 @@ class Frozen(nn.Module):
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The model's configuration, which sharding engines read."""
+        """The model's configuration, which backends that shard it read."""
         return transformers_model(self.model).config
 
     @property

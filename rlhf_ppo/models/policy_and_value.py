@@ -249,7 +249,7 @@ def head_layers(head: nn.Module, states: Tensor) -> HeadLayers | None:
         states: Its hidden states `(N, H)`.
 
     Returns:
-        The layers; None for any other head, which must be called: quantized, DoRA, sharded by an engine other than
+        The layers; None for any other head, which must be called: quantized, DoRA, sharded by a backend other than
         ZeRO-3, or with hooks that may read or change its output.
     """
     if type(head).__module__.startswith("peft."):

@@ -312,7 +312,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Return whether DeepSpeed ZeRO-3 shards the parameters, which may be gathered at the moment."""
+    """Return whether DeepSpeed ZeRO-3 shards the parameters, which may be gathered now."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
