@@ -391,7 +391,7 @@ class Responses:
         return self.query_responses, self.attention_mask, self.response_mask
 
     @property
-    def responses(self) -> Tensor:
+    def response_ids(self) -> Tensor:
         """Response ids, long `(B, T)`."""
         return self.query_responses[:, self.context_length :]
 
@@ -445,7 +445,7 @@ class Responses:
         left = padding_columns(masks.attention[:, :context])
         columns = {
             self.query_responses.shape[1]: slice(left, context + length),
-            self.responses.shape[1]: slice(length),
+            self.response_ids.shape[1]: slice(length),
         }
         cut = {name: value[:, columns[value.shape[1]]] for name, value in self._tensors().items() if value.dim() == 2}
         return self._with((masks.attention[:, left : context + length], masks.response[:, :length]), cut)

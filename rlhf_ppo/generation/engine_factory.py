@@ -75,7 +75,7 @@ class BaselineCompletions:
         for kind in self.kinds:
             with isolated_rng(upcoming_seed(kind), device_specific=False):
                 answers = generate(kind)
-            response_ids = selected(answers.responses, answers.episode_mask)
+            response_ids = selected(answers.response_ids, answers.episode_mask)
             name = OPPONENT_COLUMNS[kind]
             silent = silent_ids(self.tokenizer, self.tokens.stops)
             columns[name] = spoken_texts(self.tokenizer, response_ids, silent)

@@ -432,10 +432,10 @@ def ended(responses: Responses, end_token_id: StopIds, stop_strings: StopStrings
         Bool `(B,)`.
     """
     turns = last_turn(responses.response_mask)
-    has_ended = (is_one_of(responses.responses, end_token_id) & turns).any(dim=1)
+    has_ended = (is_one_of(responses.response_ids, end_token_id) & turns).any(dim=1)
     if stop_strings is None:
         return has_ended
-    rows = [ids[real].tolist() for ids, real in zip(responses.responses, turns, strict=True)]
+    rows = [ids[real].tolist() for ids, real in zip(responses.response_ids, turns, strict=True)]
     return has_ended | torch.tensor([stop_strings.is_completed(ids) for ids in rows], device=has_ended.device)
 
 

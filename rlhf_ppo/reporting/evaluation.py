@@ -70,7 +70,7 @@ def sample_rows(
     if (images := prompts.columns.get(IMAGES_COLUMN)) is not None:
         extra["images"] = [" ".join(thumbnails(row)) for row in images]
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
-    answers = [ids[real].tolist() for ids, real in zip(responses.responses, responses.episode_mask, strict=True)]
+    answers = [ids[real].tolist() for ids, real in zip(responses.response_ids, responses.episode_mask, strict=True)]
     by_source = {name: values.tolist() for name, values in scores.by_source.items()}
     return [
         {

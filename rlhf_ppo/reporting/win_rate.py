@@ -244,7 +244,9 @@ def respond(
         prompts = Prompts.from_collated(padded, model.device)
         sampled = sample_with(engine, model, prompts, config, strings).ids
         joined = join_responses(prompts, sampled, ends, 0, strings)
-        drawn = zip(batch, selected(joined.responses, joined.response_mask), ended(joined, ends, strings), strict=True)
+        drawn = zip(
+            batch, selected(joined.response_ids, joined.response_mask), ended(joined, ends, strings), strict=True
+        )
         answers += [_answer(*answer, silent_ids(tokenizer, ends), tokenizer) for answer in drawn]
     return answers
 

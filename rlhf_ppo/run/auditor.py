@@ -94,7 +94,7 @@ class CriticAuditor:
         """Sample a batch of continuations; return the Monte Carlo return of each token of the responses, `(b, T)`."""
         args, tokens, config = self.run.args, self.run.tokens, self.sampler.settings()
         config.max_new_tokens = args.response_length - batch[0].cut
-        sampled = self.trainer.generate_responses(prefix_prompts(rollout, batch), config).responses
+        sampled = self.trainer.generate_responses(prefix_prompts(rollout, batch), config).response_ids
         ids = joined(rollout, batch, sampled, args.response_length, tokens.pad)
         of_rows = prompts.take([continuation.row for continuation in batch])
         joined_responses = join_responses(of_rows, ids, tokens.stops, tokens.pad, tokens.stop_strings)
@@ -187,7 +187,7 @@ def joined(
     whole = torch.full((len(batch), width), padding_value, dtype=torch.long, device=sampled.device)
     for index, (row, _, _, cut) in enumerate(batch):
         behind = sampled[index, : width - cut]
-        whole[index, :cut] = responses.responses[row, :cut]
+        whole[index, :cut] = responses.response_ids[row, :cut]
         whole[index, cut : cut + len(behind)] = behind
     return whole
 

@@ -67,7 +67,7 @@ class ExternalRows:
         _check_ids("responses", self.responses, preparation.vocabulary)
         device = run.args.device
         padded = padded_responses(self.queries, self.responses, self.response_masks, num_rows, run.tokens.pad, device)
-        check_lengths(padded.context_length, padded.responses.shape[1], preparation.longest_sequence)
+        check_lengths(padded.context_length, padded.response_ids.shape[1], preparation.longest_sequence)
         if self.sampling_logprobs is not None:
             padded = replace(padded, sampling_logprobs=_logprobs(self.sampling_logprobs, padded))
         if self.ended is not None:

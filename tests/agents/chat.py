@@ -155,7 +155,7 @@ def run_ours(directory: Any, name: str, script: Any, options: dict[str, Any] | N
         context = rollout.context_length
         prompts, masks = rollout.query_responses[:, :context], rollout.attention_mask[:, :context]
         for row, behind in enumerate(rollout.episode_mask):
-            ids, written = rollout.responses[row][behind].tolist(), rollout.response_mask[row][behind].tolist()
+            ids, written = rollout.response_ids[row][behind].tolist(), rollout.response_mask[row][behind].tolist()
             seen.rows.append((prompts[row][masks[row]].tolist(), ids, written))
     seen.metrics = next(log for log in trainer.state.log_history if "objective/kl" in log)
     return seen

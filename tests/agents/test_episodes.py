@@ -197,7 +197,7 @@ def test_a_stop_string_ends_a_turn_of_the_policy_and_none_in_an_answer(tmp_path:
     call = [("add", {"x": 2.0})]
     trainer = made(tmp_path, call, "I got 2.0 and more<|im_end|>", options={"stop_strings": ["got 2.0"]})
     trainer.train()
-    text = trainer.processing_class.decode(trainer.kept.responses[0][trainer.kept.episode_mask[0]])
+    text = trainer.processing_class.decode(trainer.kept.response_ids[0][trainer.kept.episode_mask[0]])
     assert "got 2.0\n</tool_response>" in text and text.endswith("I got 2.0") and trainer.kept.ended.all()
 
 

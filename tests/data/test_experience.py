@@ -94,7 +94,7 @@ def test_parts_hold_every_real_token_once_in_order_without_common_padding() -> N
     whole = experience()
     parts = whole.parts(2)
     assert [len(part) for part in parts] == [2, 2, 1]
-    widths = [(part.context_length, part.responses.shape[1]) for part in parts]
+    widths = [(part.context_length, part.response_ids.shape[1]) for part in parts]
     assert widths == [(4, 3), (3, 6), (1, 1)]
     for start, part in zip((0, 2, 4), parts, strict=True):
         for row in range(len(part)):

@@ -156,5 +156,5 @@ def test_trimming_keeps_every_token_that_attention_sees() -> None:
     check_shape("response_mask", trimmed.response_mask, (3, 4))
     assert torch.equal(trimmed.query_responses, batch.query_responses[:, 1:6])
     assert batch.lengths.tolist() == [4, 5, 2] and batch.longest_first() == [1, 0, 2]
-    assert [part.responses.shape[1] for part in batch.parts(1)] == [3, 4, 1]
+    assert [part.response_ids.shape[1] for part in batch.parts(1)] == [3, 4, 1]
     assert batch.episode_mask.sum(dim=1).tolist() == [3, 4, 1]

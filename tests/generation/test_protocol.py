@@ -117,6 +117,6 @@ def test_a_custom_loss_sees_what_the_engine_said_and_which_rows_ended(make_train
         assert part.sampling_logprobs is not None and part.ended is not None
         for row, real in enumerate(part.response_mask):
             said = [round(value, 6) for value in part.sampling_logprobs[row][real].tolist()]
-            rows.append((part.responses[row][real].tolist(), said, bool(part.ended[row])))
+            rows.append((part.response_ids[row][real].tolist(), said, bool(part.ended[row])))
     cut, ended = ([7, 8, 9, 6], [-0.1, -0.2, -0.3, -0.4], False), ([7, STOP], [-0.5, -0.6], True)
     assert sorted(rows) == [ended, ended, cut, cut]

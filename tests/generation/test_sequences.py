@@ -49,7 +49,7 @@ def test_joined_rows_have_their_masks_and_no_column_that_nobody_reaches() -> Non
     assert joined.query_responses.tolist() == [[PAD, PAD, 11, 4, 1, PAD], [12, 13, 14, 6, 7, 1]]
     assert joined.attention_mask.int().tolist() == [[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
     assert joined.response_mask.int().tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert joined.context_length == 3 and joined.responses.tolist() == [[4, 1, PAD], [6, 7, 1]]
+    assert joined.context_length == 3 and joined.response_ids.tolist() == [[4, 1, PAD], [6, 7, 1]]
 
 
 def test_a_token_counts_only_where_it_is_real() -> None:

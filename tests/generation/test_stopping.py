@@ -124,7 +124,7 @@ def test_stop_token_and_stop_string_whichever_comes_first() -> None:
     stop = StopStrings(make_tokenizer(), ("w4",))  # id 7; EOS is 1
     sampled = torch.tensor([[5, 7, 1, 9], [5, 1, 7, 9], [5, 6, 8, 9]])
     joined = join_responses(prompts([5], [5], [5]), sampled, 1, 0, stop)
-    assert joined.responses.tolist() == [[5, 7, 0, 0], [5, 1, 0, 0], [5, 6, 8, 9]]
+    assert joined.response_ids.tolist() == [[5, 7, 0, 0], [5, 1, 0, 0], [5, 6, 8, 9]]
     assert ended(joined, 1, stop).tolist() == [True, True, False]
     assert ended(joined, 1, None).tolist() == [False, True, False]
 
@@ -155,7 +155,9 @@ def test_each_eos_token_of_the_generation_config_ends_a_response(make_trainer: A
     trainer = make_trainer(**QUICK | {"response_length": 12}, model=policy, generation_engine=engine, temperature=1.0)
     rollouts = train_and_record(trainer)
     rows = [
-        ids[real].tolist() for each in rollouts for ids, real in zip(each.responses, each.response_mask, strict=True)
+        ids[real].tolist()
+        for each in rollouts
+        for ids, real in zip(each.response_ids, each.response_mask, strict=True)
     ]
     assert all(not {*listed} & {*row[:-1]} for row in rows)
     assert torch.cat([each.ended for each in rollouts]).tolist() == [row[-1] in listed for row in rows]

@@ -108,7 +108,7 @@ def test_ids_that_a_model_lacks_are_never_sampled(make_trainer: MakeTrainer, sma
     )
     rollouts = train_and_record(trainer)
 
-    sampled = [int(rollout.responses[rollout.response_mask].max()) for rollout in rollouts]
+    sampled = [int(rollout.response_ids[rollout.response_mask].max()) for rollout in rollouts]
     assert max(sampled) in (32, 33)  # as far as all models go, and not as far as the tokenizer
     first = next(log for log in trainer.state.log_history if "val/ratio" in log)
     assert first["val/ratio"] == pytest.approx(1, abs=1e-6)

@@ -32,7 +32,7 @@ def test_every_logged_update_has_its_responses_token_by_token(make_trainer: Any)
         assert [row["step"] for row in rows] == [step, step]
         for index, kept in enumerate(rows):
             written = rollout.response_mask[index]
-            ids = rollout.responses[index][written]
+            ids = rollout.response_ids[index][written]
             assert kept["token_id"] == ids.tolist() and kept["completion"] == tokenizer.decode(ids)
             prompt = rollout.query_responses[index, : rollout.context_length]
             assert kept["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)

@@ -140,7 +140,7 @@ def test_the_saved_policy_stops_where_training_stopped_it(make_trainer: MakeTrai
     sampled = trainer.generate_responses(Prompts(prompts, prompts > 0, {}), trainer.sampler.settings(greedy=True))
     trainer.save_model(str(tmp_path))
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    for row, (ids, real) in enumerate(zip(sampled.responses, sampled.response_mask, strict=True)):
+    for row, (ids, real) in enumerate(zip(sampled.response_ids, sampled.response_mask, strict=True)):
         again = loaded.generate(prompts[row : row + 1], max_new_tokens=40, do_sample=False, tokenizer=tokenizer)
         assert again[0, 2:].tolist() == ids[real].tolist()
     assert len(set(sampled.response_mask.sum(dim=1).tolist())) > 2

@@ -44,7 +44,7 @@ class Text:
         self.gaps: list[list[int]] = []
         behind, before = responses.episode_mask[row], None
         for token, written in zip(
-            responses.responses[row][behind].tolist(), responses.response_mask[row][behind].tolist(), strict=True
+            responses.response_ids[row][behind].tolist(), responses.response_mask[row][behind].tolist(), strict=True
         ):
             parts = self.turns if written else self.gaps
             if written != before:
@@ -110,7 +110,7 @@ def _recorded(trainer: PPOTrainer) -> tuple[list[Any], list[Any]]:
                 rollout.query_responses, attention_mask=rollout.attention_mask, position_ids=positions
             ).logits[:, rollout.context_length - 1 : -1]
         own = (logits / trainer.args.temperature).log_softmax(dim=-1)
-        own = own.gather(-1, rollout.responses[..., None]).squeeze(-1)
+        own = own.gather(-1, rollout.response_ids[..., None]).squeeze(-1)
         played.append((rollout, own))
         return rollout
 
