@@ -138,7 +138,7 @@ def ours(folder: str, model: Any, tokenizer: Any, **given: Any) -> tuple[Any, li
 
     class Measured(PPOTrainer):
         def estimate_advantages(self, rollout: Any) -> Any:
-            lengths.extend(rollout.attention_mask.sum(dim=1).tolist())
+            lengths.extend(rollout.responses.attention_mask.sum(dim=1).tolist())
             return super().estimate_advantages(rollout)
 
     options = {"per_device_train_batch_size": ROWS, "num_generations": 1, "response_length": 3400}

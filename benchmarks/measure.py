@@ -89,8 +89,9 @@ def run_ours(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, le
 
     class Timed(PPOTrainer):
         def estimate_advantages(self, rollout: Any) -> Any:
-            context = rollout.context_length
-            lengths.append((rollout.attention_mask[:, :context].sum(1), rollout.response_mask.sum(1)))
+            responses = rollout.responses
+            prompt_mask = responses.attention_mask[:, : responses.context_length]
+            lengths.append((prompt_mask.sum(1), responses.response_mask.sum(1)))
             return super().estimate_advantages(rollout)
 
     trainer = Timed(PPOConfig(**arguments), **models, callbacks=[clock])

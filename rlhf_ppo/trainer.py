@@ -182,8 +182,8 @@ class PPOTrainer(TrainerBase):
                 ref_logprobs = reference_logprobs(run, model, self.reference, responses, output.logprobs)
             with run.timer.phase("score"):
                 scores = scores or self.score_responses(responses, prompts, pending)
-        return Rollout.of(
-            responses,
+        return Rollout(
+            responses=responses,
             ended=batch.ended,
             logprobs=output.logprobs,
             ref_logprobs=ref_logprobs,
@@ -251,7 +251,17 @@ class PPOTrainer(TrainerBase):
         whitened = masked_whiten(advantages, mask, reduce_sum=sum_over_ranks)
         weights = rollout.importance_weights(args.importance_sampling_clip_max)
         weights = weights if args.importance_sampling_correction else None
-        return Experience.of(rollout, rewards, whitened, returns, weights)
+        return Experience(
+            responses=rollout.responses,
+            ended=rollout.ended,
+            logprobs=rollout.logprobs,
+            values=rollout.values,
+            rewards=rewards,
+            advantages=whitened,
+            returns=returns,
+            loss_mask=mask,
+            importance_weights=weights,
+        )
 
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Compute each token's reward: minus its KL penalty, plus its token reward, plus the score at the last token.
@@ -392,11 +402,11 @@ class PPOTrainer(TrainerBase):
             finish: Takes the term of each pass, before the next pass begins.
         """
         args, losses, zero = self.args, Losses.before(part), part.logprobs.new_zeros(())
-        total = zero
+        total, responses = zero, part.responses
         for only in learning.passes(self.accelerator, args, self.value_model, self._critic_only.warms_up):
             output, policy, value = losses
             with self._forward_context():
-                output = output._replace(**model(*part.batch, only=only, places=part.places)._asdict())
+                output = output._replace(**model(*responses.batch, only=only, places=responses.places)._asdict())
                 if only == "value_model":
                     term = zero + learning.zero_of_policy(model, self.policy_model)
                 else:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,7 +21,10 @@ from rlhf_ppo.algorithm.losses import importance_weights
 from rlhf_ppo.data import prefix_tree as prefixes
 from rlhf_ppo.data.images import RowImages
 
-T = TypeVar("T")
+BoolArray = NDArray[np.bool_]
+
+Rows = Sequence[int] | slice
+"""Some rows of a batch, by their indices."""
 
 
 class HostMasks(NamedTuple):
@@ -33,8 +36,8 @@ class HostMasks(NamedTuple):
         source: The tensors that were copied.
     """
 
-    attention: Any
-    response: Any
+    attention: BoolArray
+    response: BoolArray
     source: tuple[Tensor, Tensor]
 
     @classmethod
@@ -115,10 +118,10 @@ class PackedIndices:
         if not tree.is_worth_it:
             return None
         device = self.ids.device
-        return dataclasses.replace(tree, tokens=sent(tree.tokens, device), expand=sent(tree.expand, device))
+        return replace(tree, tokens=sent(tree.tokens, device), expand=sent(tree.expand, device))
 
     @property
-    def squeezed_rows(self) -> Any:
+    def squeezed_rows(self) -> NDArray[np.int64]:
         """The rows' ids on the host, a NumPy array `(B, longest)` padded with -1 on the right."""
         return self.squeeze(self.ids).masked_fill(~self.squeezed_mask, -1).cpu().numpy()
 
@@ -137,6 +140,11 @@ class PackedIndices:
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor from the host to a device; for CUDA from pinned memory, without waiting."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def on_device(rows: Rows, device: torch.device) -> Tensor | slice:
+    """Return the index of some rows for tensors on a device."""
+    return rows if isinstance(rows, slice) else sent(torch.tensor(rows, dtype=torch.long), device)
 
 
 def check_masks(masks: HostMasks) -> None:
@@ -168,7 +176,7 @@ def check_masks(masks: HostMasks) -> None:
             raise ValueError(f"row {int(rows.argmax())}: {what}")
 
 
-def _falls(mask: Any) -> Any:
+def _falls(mask: BoolArray) -> Any:
     """Return in which rows True is followed by False."""
     return (mask[:, :-1] & ~mask[:, 1:]).any(axis=1)
 
@@ -229,8 +237,7 @@ class Prompts:
         input_ids: Token ids, long `(B, C)`, padded on the left.
         attention_mask: True on real tokens, bool `(B, C)`.
         columns: The data set's other columns, each a list of `B` values; reward functions receive them.
-        on_host: A copy of the mask on the host, a bool NumPy array, and the copied mask; made if None or of another
-            mask.
+        on_host: A copy of the mask on the host, and the mask that was copied; None if there is no copy.
 
     Raises:
         ValueError: A prompt is empty, or the mask has another shape than the ids.
@@ -239,21 +246,21 @@ class Prompts:
     input_ids: Tensor
     attention_mask: Tensor
     columns: Mapping[str, list[Any]]
-    on_host: Any = field(default=None, kw_only=True, repr=False)
+    on_host: tuple[BoolArray, Tensor] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         check_shape("attention_mask", self.attention_mask, tuple(self.input_ids.shape))
-        if self.on_host is None or self.on_host[1] is not self.attention_mask:
-            object.__setattr__(self, "on_host", (self.attention_mask.bool().cpu().numpy(), self.attention_mask))
         has_tokens = self.mask.any(axis=1)
         if not has_tokens.all():
             row = int(has_tokens.argmin())
             raise ValueError(f"prompt {row} of the batch is empty (its attention_mask is all zeros); drop such rows")
 
-    @property
-    def mask(self) -> Any:
-        """The mask on the host, copied from the device once: a bool NumPy array `(B, C)`."""
-        return self.on_host[0]
+    @functools.cached_property
+    def mask(self) -> BoolArray:
+        """The mask on the host, `(B, C)`: `on_host` if it is a copy of this mask, or copied from the device once."""
+        if self.on_host is not None and self.on_host[1] is self.attention_mask:
+            return self.on_host[0]
+        return self.attention_mask.bool().cpu().numpy()
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -297,7 +304,7 @@ class Prompts:
         longest = int(lengths.max())
         ids, mask = ids.gather(1, order)[:, -longest:], mask.gather(1, order)[:, -longest:]
         columns = {name: list(values) for name, values in batch.items() if name not in ("input_ids", "attention_mask")}
-        on_host: Any = (np.arange(width) >= width - lengths[:, None])[:, -longest:]
+        on_host = (np.arange(width) >= width - lengths[:, None])[:, -longest:]
         return cls(ids, mask, columns, on_host=(on_host, mask))
 
     def repeated(self, times: int) -> Prompts:
@@ -348,7 +355,7 @@ class Responses:
             `(B, T)`, 0 outside the mask; None if the engine does not return them.
         ended: Whether the response ended by itself, bool `(B,)`; None: by its last turn.
         images: The images of each row's prompt; None in a run without images.
-        on_host: Copies of both masks on the host; made, and the masks checked, if None or of other masks.
+        on_host: Copies of both masks on the host, which are checked already; None if there are none.
 
     Raises:
         ValueError: A shape does not fit, or a row fails `check_masks`.
@@ -363,19 +370,11 @@ class Responses:
     on_host: HostMasks | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        check_shape("attention_mask", self.attention_mask, tuple(self.query_responses.shape))
-        self._check_shapes(self.response_mask.shape, "sampling_logprobs")
-        self._check_shapes((len(self),), "ended")
-        masks = self.attention_mask, self.response_mask
-        if self.on_host is None or not self.on_host.are_of(*masks):
-            object.__setattr__(self, "on_host", HostMasks.of(*masks))
+        check_shapes(self.query_responses.shape, attention_mask=self.attention_mask)
+        check_shapes(self.response_mask.shape, sampling_logprobs=self.sampling_logprobs)
+        check_shapes((len(self),), ended=self.ended)
+        if self.masks is not self.on_host:
             check_masks(self.masks)
-
-    def _check_shapes(self, shape: Sequence[int], *names: str) -> None:
-        """Check the shapes of the fields that are not None."""
-        for name in names:
-            if (values := getattr(self, name)) is not None:
-                check_shape(name, values, tuple(shape))
 
     def __len__(self) -> int:
         return self.query_responses.shape[0]
@@ -395,10 +394,11 @@ class Responses:
         """Response ids, long `(B, T)`."""
         return self.query_responses[:, self.context_length :]
 
-    @property
+    @functools.cached_property
     def masks(self) -> HostMasks:
-        """Both masks on the host, copied from the device once."""
-        return cast(HostMasks, self.on_host)
+        """Both masks on the host: `on_host` if they are copies of these masks, or copied from the device once."""
+        masks = self.attention_mask, self.response_mask
+        return self.on_host if self.on_host is not None and self.on_host.are_of(*masks) else HostMasks.of(*masks)
 
     @property
     def episode_mask(self) -> Tensor:
@@ -411,60 +411,55 @@ class Responses:
         return PackedIndices.from_host(self.masks, self.query_responses, self.images)
 
     @property
-    def lengths(self) -> Any:
-        """Real tokens of each row, a NumPy array `(B,)`."""
+    def lengths(self) -> NDArray[np.int64]:
+        """Real tokens of each row, `(B,)`."""
         return self.masks.attention.sum(axis=1)
 
-    def __getitem__(self, rows: Sequence[int] | Tensor | slice) -> Self:
-        rows = cast(Any, rows).tolist() if isinstance(rows, Tensor) else rows
-        chosen = self.masks.attention[rows], self.masks.response[rows]
-        numbers: list[int] = np.arange(len(self))[rows].tolist()
-        images = None if self.images is None else [self.images[row] for row in numbers]
-        if not isinstance(rows, slice):
-            rows = sent(torch.tensor(rows, dtype=torch.long), self.attention_mask.device)
-        part = self._with(chosen, {name: value[rows] for name, value in self._tensors().items()})
-        return part if images is None else dataclasses.replace(part, images=images)
+    def __getitem__(self, rows: Rows) -> Responses:
+        index = on_device(rows, self.attention_mask.device)
+        numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
+        attention, response = self.attention_mask[index], self.response_mask[index]
+        return Responses(
+            query_responses=self.query_responses[index],
+            attention_mask=attention,
+            response_mask=response,
+            sampling_logprobs=None if self.sampling_logprobs is None else self.sampling_logprobs[index],
+            ended=None if self.ended is None else self.ended[index],
+            images=None if self.images is None else [self.images[row] for row in numbers],
+            on_host=HostMasks(self.masks.attention[rows], self.masks.response[rows], (attention, response)),
+        )
 
     def longest_first(self) -> list[int]:
         """Return the rows' indices, longest row first; a stable sort."""
         return (-self.lengths).argsort(kind="stable").tolist()
 
-    def parts(self, max_rows: int) -> list[Self]:
-        """Split into parts of at most `max_rows` rows."""
-        return self.parts_of([min(max_rows, len(self) - start) for start in range(0, len(self), max_rows)])
+    def parts(self, max_rows: int) -> list[Responses]:
+        """Split into parts of at most `max_rows` rows, each trimmed."""
+        return [self[start : start + max_rows].trimmed() for start in range(0, len(self), max_rows)]
 
-    def parts_of(self, sizes: Sequence[int]) -> list[Self]:
-        """Split into consecutive parts of these sizes, each trimmed to its longest prompt and response."""
-        ends = itertools.accumulate(sizes)
-        return [self[end - size : end].trimmed() for size, end in zip(sizes, ends, strict=True)]
-
-    def trimmed(self) -> Self:
+    def trimmed(self) -> Responses:
         """Drop the outer columns that are padding in every row."""
         masks, context = self.masks, self.context_length
+        first = padding_columns(masks.attention[:, :context])
         length = int(masks.attention[:, context:].any(axis=0).sum())
-        left = padding_columns(masks.attention[:, :context])
-        columns = {
-            self.query_responses.shape[1]: slice(left, context + length),
-            self.response_ids.shape[1]: slice(length),
-        }
-        cut = {name: value[:, columns[value.shape[1]]] for name, value in self._tensors().items() if value.dim() == 2}
-        return self._with((masks.attention[:, left : context + length], masks.response[:, :length]), cut)
-
-    def _with(self, masks: tuple[Any, Any], tensors: dict[str, Tensor]) -> Self:
-        """Replace tensors; `masks` are the new masks on the host."""
-        on_host = HostMasks(*masks, (tensors["attention_mask"], tensors["response_mask"]))
-        return dataclasses.replace(self, on_host=on_host, **tensors)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        of_row, of_response = slice(first, context + length), slice(length)
+        attention, response = self.attention_mask[:, of_row], self.response_mask[:, of_response]
+        return replace(
+            self,
+            query_responses=self.query_responses[:, of_row],
+            attention_mask=attention,
+            response_mask=response,
+            sampling_logprobs=None if self.sampling_logprobs is None else self.sampling_logprobs[:, of_response],
+            on_host=HostMasks(masks.attention[:, of_row], masks.response[:, of_response], (attention, response)),
+        )
 
 
-@dataclass(frozen=True)
-class Rollout(Responses):
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
     """Responses of the current policy with their log-probabilities, values and scores.
 
     Attributes:
+        responses: `B` prompts with their responses.
         ended: Whether the response ended by itself: with a stop token, a stop string or as the caller set it, bool
             `(B,)`.
         logprobs: Log-probabilities of the response tokens under the sampling policy, nats, float32 `(B, T)`.
@@ -478,7 +473,8 @@ class Rollout(Responses):
         scores_by_source: Unweighted scores of each reward source, float32 `(B,)`; NaN without a score.
     """
 
-    ended: Tensor = field(kw_only=True)
+    responses: Responses
+    ended: Tensor
     logprobs: Tensor
     ref_logprobs: Tensor | None
     values: Tensor
@@ -487,23 +483,23 @@ class Rollout(Responses):
     token_scores: Tensor
     scores_by_source: Mapping[str, Tensor]
 
-    @classmethod
-    def of(cls, responses: Responses, **evaluated: Any) -> Self:
-        """Make the rollout of responses; the other arguments are its further fields."""
-        own = ("query_responses", "attention_mask", "response_mask", "sampling_logprobs", "images", "on_host")
-        return cls(**{name: getattr(responses, name) for name in own}, **evaluated)
-
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_shapes(self.response_mask.shape, "logprobs", "ref_logprobs", "values", "token_scores")
-        self._check_shapes((len(self),), "ended", "final_values", "scores")
+        check_shapes(
+            self.response_mask.shape,
+            logprobs=self.logprobs,
+            ref_logprobs=self.ref_logprobs,
+            values=self.values,
+            token_scores=self.token_scores,
+        )
+        check_shapes((len(self),), ended=self.ended, final_values=self.final_values, scores=self.scores)
 
-    def __getitem__(self, rows: Sequence[int] | Tensor | slice) -> Self:
-        part = super().__getitem__(rows)
-        if not isinstance(rows, slice):
-            rows = torch.as_tensor(rows, dtype=torch.long, device=self.scores.device)
-        by_source = {name: scores[rows] for name, scores in self.scores_by_source.items()}
-        return dataclasses.replace(part, scores_by_source=by_source)
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @property
+    def response_mask(self) -> Tensor:
+        """True on the response tokens that the policy wrote, bool `(B, T)`."""
+        return self.responses.response_mask
 
     @property
     def loss_mask(self) -> Tensor:
@@ -516,25 +512,9 @@ class Rollout(Responses):
         Args:
             estimator: As for `kl_estimate`.
         """
-        ref_logprobs = self.ref_logprobs
-        if ref_logprobs is None:
+        if self.ref_logprobs is None:
             return None
-        return self.once(
-            ("KL", estimator),
-            lambda: kl_estimate(self.logprobs, ref_logprobs, estimator).masked_fill(~self.response_mask, 0.0),
-        )
-
-    def once(self, name: Hashable, compute: Callable[[], T]) -> T:
-        """Return a cached figure of this rollout; the first call computes it.
-
-        Args:
-            name: Key of the figure.
-            compute: Computes it.
-        """
-        figures: dict[Hashable, Any] = self.__dict__.setdefault("_figures", {})  # of this object, not of its copies
-        if name not in figures:
-            figures[name] = compute()
-        return figures[name]
+        return kl_estimate(self.logprobs, self.ref_logprobs, estimator).masked_fill(~self.response_mask, 0.0)
 
     def importance_weights(self, clip_max: float) -> Tensor | None:
         """Return importance weights of the policy over the engine, `(B, T)`; None without sampling log-probabilities.
@@ -542,13 +522,12 @@ class Rollout(Responses):
         Args:
             clip_max: Largest weight.
         """
-        if self.sampling_logprobs is None:
-            return None
-        return importance_weights(self.logprobs, self.sampling_logprobs, clip_max)
+        sampling_logprobs = self.responses.sampling_logprobs
+        return None if sampling_logprobs is None else importance_weights(self.logprobs, sampling_logprobs, clip_max)
 
 
-def padding_columns(left_padded_mask: Any) -> int:
-    """Count the leading columns of a bool NumPy mask `(B, C)` that are False in every row."""
+def padding_columns(left_padded_mask: BoolArray) -> int:
+    """Count the leading columns of a mask `(B, C)` that are False in every row."""
     return int((~left_padded_mask.any(axis=0)).cumprod().sum())
 
 
@@ -570,11 +549,15 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
 
 
-R = TypeVar("R", bound=Responses)
+def check_shapes(expected: Sequence[int], **tensors: Tensor | None) -> None:
+    """Raise a `ValueError` if a tensor, by name, has another shape; None has any."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_shape(name, tensor, tuple(expected))
 
 
 def forward_in_batches(
-    responses: R, evaluate: Callable[[R], Sequence[Tensor]], max_rows: int, is_packed: bool
+    responses: Responses, evaluate: Callable[[Responses], Sequence[Tensor]], max_rows: int, is_packed: bool
 ) -> tuple[Tensor, ...]:
     """Evaluate `max_rows` trimmed rows at a time, and concatenate the results, padded on the right to `T`.
 
@@ -602,11 +585,13 @@ def forward_in_batches(
     return tuple(torch.empty_like(values).index_copy_(0, rows, values) for values in whole)
 
 
-@dataclass(frozen=True)
-class Experience(Responses):
+@dataclass(frozen=True, kw_only=True)
+class Experience:
     """Inputs of the policy and value losses.
 
     Attributes:
+        responses: `B` prompts with their responses.
+        ended: Whether the response ended by itself, bool `(B,)`.
         logprobs: Old log-probabilities, the denominator of the importance ratio, nats, float32 `(B, T)`.
         values: Value estimates when sampled, float32 `(B, T)`.
         rewards: Reward of each token before whitening, float32 `(B, T)`.
@@ -620,6 +605,8 @@ class Experience(Responses):
         value_weights: Weights of the value loss, float32 `(B, T)`; None: all 1.
     """
 
+    responses: Responses
+    ended: Tensor
     logprobs: Tensor
     values: Tensor
     rewards: Tensor
@@ -631,90 +618,81 @@ class Experience(Responses):
     value_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_shapes(
-            self.response_mask.shape, "logprobs", "values", "rewards", "advantages", "returns", "loss_mask"
-        )
-        self._check_shapes(self.response_mask.shape, "importance_weights", "loss_weights", "value_weights")
+        per_token = self._tensors()
+        check_shapes((len(self),), ended=per_token.pop("ended"))
+        check_shapes(self.responses.response_mask.shape, **per_token)
 
-    @classmethod
-    def of(
-        cls, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
-    ) -> Self:
-        """Make the experience of a rollout; the arguments are its fields.
+    def __len__(self) -> int:
+        return len(self.responses)
 
-        Args:
-            rollout: The rollout.
-            rewards: Before whitening, `(B, T)`.
-            advantages: Whitened, `(B, T)`.
-            returns: `(B, T)`.
-            weights: Importance weights, `(B, T)`; None: all 1.
-        """
-        return cls(
-            query_responses=rollout.query_responses,
-            attention_mask=rollout.attention_mask,
-            response_mask=rollout.response_mask,
-            sampling_logprobs=rollout.sampling_logprobs,
-            ended=rollout.ended,
-            images=rollout.images,
-            on_host=rollout.on_host,
-            logprobs=rollout.logprobs,
-            values=rollout.values,
-            rewards=rewards,
-            advantages=advantages,
-            returns=returns,
-            loss_mask=rollout.loss_mask,
-            importance_weights=weights,
-        )
+    def __getitem__(self, rows: Rows) -> Self:
+        index = on_device(rows, self.logprobs.device)
+        tensors = {name: values[index] for name, values in self._tensors().items()}
+        return replace(self, responses=self.responses[rows], **tensors)
+
+    def trimmed(self) -> Self:
+        """Drop the outer columns that are padding in every row."""
+        responses = self.responses.trimmed()
+        columns = slice(responses.response_mask.shape[1])
+        per_token = {name: values[:, columns] for name, values in self._tensors().items() if name != "ended"}
+        return replace(self, responses=responses, **per_token)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name: `ended`, and those of tokens."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def shuffled_minibatches(self, num_mini_batches: int, generator: torch.Generator) -> Iterator[Self]:
         """Yield `num_mini_batches` random, disjoint parts of equal size, each with its longest rows first."""
-        order, lengths = torch.randperm(len(self), generator=generator), self.lengths
+        order, lengths = torch.randperm(len(self), generator=generator), self.responses.lengths
         for chunk in order.chunk(num_mini_batches):
             rows = chunk.numpy()
             yield self[rows[(-lengths[rows]).argsort(kind="stable")].tolist()]
 
 
-def micro_batches(
-    rows: R,
+def micro_batch_rows(
+    responses: Responses,
     max_rows: int,
     max_tokens: int | None,
     gather: Callable[[Tensor], Tensor],
     is_packed: bool,
     shares_prefixes: bool = False,
-) -> list[R]:
-    """Split rows into parts of at most `max_rows` rows, or of at most `max_tokens` tokens.
+) -> list[Rows]:
+    """Divide rows into micro-batches of at most `max_rows` rows, or of at most `max_tokens` tokens.
 
     Consecutive rows have similar lengths and stay together, which needs little padding. Packed rows have no padding:
     parts with similar numbers of tokens take the least memory. Rows that begin alike share a part if fewer tokens are
     then computed.
 
     Args:
-        rows: The rows.
+        responses: The responses of the mini-batch.
         max_rows: Maximum rows of a part.
         max_tokens: Maximum tokens of a part, prompts included; a longer row is a part of its own. None: `max_rows`.
         gather: Concatenates a tensor over all ranks. Every rank makes as many parts as the rank that needs most.
         is_packed: Whether the models pack rows.
         shares_prefixes: Whether they compute tokens with which several rows begin once; parts have at most
             `max_tokens` such tokens.
+
+    Returns:
+        The rows of each micro-batch.
     """
-    lengths: list[int] = rows.lengths.tolist()
+    lengths: list[int] = responses.lengths.tolist()
     if max_tokens is None:
-        sizes = [min(max_rows, len(rows) - start) for start in range(0, len(rows), max_rows)]
+        sizes = [min(max_rows, len(lengths) - start) for start in range(0, len(lengths), max_rows)]
         order = dealt_evenly(lengths, max_rows) if is_packed else None
     else:
         sizes, order = sizes_within(lengths, max_tokens), None
     if shares_prefixes and len(sizes) > 1:
-        ids = rows.places.squeezed_rows
+        ids = responses.places.squeezed_rows
         alike = prefixes.sorted_like_a_dictionary(ids)
         of_alike = sizes if max_tokens is None else prefixes.sizes_within(ids[alike], max_tokens)
         before = ids if order is None else ids[order]
         if prefixes.num_computed_in_parts(ids[alike], of_alike) < prefixes.num_computed_in_parts(before, sizes):
             order, sizes = alike.tolist(), of_alike
     if max_tokens is not None:
-        num_parts = int(gather(torch.tensor([len(sizes)], device=rows.attention_mask.device)).max())
+        num_parts = int(gather(torch.tensor([len(sizes)], device=responses.attention_mask.device)).max())
         sizes = split_until(sizes, num_parts)
-    return (rows if order is None else rows[order]).parts_of(sizes)
+    parts = [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+    return [part if order is None else order[part] for part in parts]
 
 
 def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:

@@ -375,7 +375,8 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
             for _, number, by_policy in zip(ids, of_row, written, strict=True)
         ]
         records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=logprobs, ended=False))
-    return replace(responses_of(played, records, pad, "logprobs" in rows), ended=None), played
+    responses = responses_of(played, records, pad, "logprobs" in rows)
+    return replace(responses, ended=None, on_host=responses.masks), played
 
 
 def _plain_row(row: Any) -> list[Any]:

@@ -81,14 +81,14 @@ def completion_rows(
         environment's reward of each turn) and `token_turn` (number of the turn, None between turns). A run with
         images has `images`: thumbnails as `data:` URLs.
     """
-    kept, context = slice(min(num_rows, len(rollout))), rollout.context_length
-    ids, attention = rollout.query_responses[kept].cpu(), rollout.masks.attention[kept]
+    kept, context = slice(min(num_rows, len(rollout))), rollout.responses.context_length
+    ids, attention = rollout.responses.query_responses[kept].cpu(), rollout.responses.masks.attention[kept]
     prompts, responses = ids[:, :context].tolist(), ids[:, context:].tolist()
     in_prompt, in_response = attention[:, :context].tolist(), attention[:, context:].tolist()
-    written = rollout.masks.response[kept].tolist()
+    written = rollout.responses.masks.response[kept].tolist()
     figures = _token_figures(rollout, experience, kl_estimator, kept)
     of_rows = {name: values[kept].tolist() for name, values in columns.items()}
-    logged = dict(extra)
+    logged, images = dict(extra), rollout.responses.images
     episodes = logged.pop(EPISODE_COLUMN, None)
     rows = []
     for row in range(len(prompts)):
@@ -115,7 +115,7 @@ def completion_rows(
                 "token_written": own,
                 **of_tokens,
                 **({} if episodes is None else _episode(episodes[row], own)),
-                **({} if rollout.images is None else {"images": thumbnails(rollout.images[row])}),
+                **({} if images is None else {"images": thumbnails(images[row])}),
             }
         )
     return rows

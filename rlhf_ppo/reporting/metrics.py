@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import kl_estimate, token_rewards
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explained_variance
 from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, masked_range, zero_outside
-from rlhf_ppo.data.rollout import Experience, Rollout, sent
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout, sent
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.ranks.processes import get_logger
 from rlhf_ppo.rewards.scorer import shape_scores, token_score_sums
@@ -164,10 +164,10 @@ def sampling_metrics(
         Mean and maximum of the absolute difference in nats, and mean and extremes of the weights, over the real
         tokens of all ranks; empty if the engine returns no log-probabilities.
     """
-    if weights is None or rollout.sampling_logprobs is None:
+    sampling_logprobs, mask = rollout.responses.sampling_logprobs, rollout.response_mask
+    if weights is None or sampling_logprobs is None:
         return {}
-    mask = rollout.response_mask
-    difference = (rollout.logprobs - rollout.sampling_logprobs)[mask].abs()
+    difference = (rollout.logprobs - sampling_logprobs)[mask].abs()
     weights = weights[mask]
     sums = torch.stack([difference.sum(), weights.sum(), mask.sum().float()])
     of_differences, of_weights, num_tokens = reduce_sum(sums).tolist()
@@ -212,18 +212,16 @@ def critic_metrics(
     }
 
 
-def unique_fraction(rollout: Rollout, gather: Callable[[Tensor], Tensor]) -> float:
+def unique_fraction(responses: Responses, gather: Callable[[Tensor], Tensor]) -> float:
     """Return the share of distinct responses of all ranks, in (0, 1].
 
     Responses are compared by `sum_t (y_t + 1) c^t` modulo 2^64, a polynomial of their tokens.
 
     Args:
-        rollout: `B` responses of this rank.
+        responses: `B` responses of this rank.
         gather: Concatenates over ranks along the first dimension.
     """
-    num_columns = rollout.response_mask.shape[1]
-    response = rollout.query_responses[:, -num_columns:]
-    tokens = (response + 1).masked_fill(~rollout.response_mask, 0)
+    tokens = (responses.response_ids + 1).masked_fill(~responses.response_mask, 0)
     powers = torch.full_like(tokens[0], _HASH_BASE).cumprod(dim=0)
     sums = gather((tokens * powers).sum(dim=1))
     return len(sums.unique()) / len(sums)
@@ -348,7 +346,8 @@ class UpdateStatistics:
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
 
     def _count_read(self, part: Experience) -> None:
-        tree, num_tokens = part.places.tree if self.shares_prefixes else None, len(part.places.tokens)
+        places = part.responses.places
+        tree, num_tokens = places.tree if self.shares_prefixes else None, len(places.tokens)
         total, computed = self.num_read
         self.num_read = total + num_tokens, computed + (num_tokens if tree is None else len(tree.tokens))
 

@@ -77,7 +77,7 @@ class CriticAuditor:
             cuts: Tokens that each prefix keeps, int `(B, K)`.
         """
         run, args = self.run, self.run.args
-        width, longest = rollout.context_length + args.response_length, self.sampler.longest_sequence
+        width, longest = rollout.responses.context_length + args.response_length, self.sampler.longest_sequence
         slack = math.inf if longest is None else longest.tokens - width
         batches = batches_of(cuts, self.num_continuations, args.eval_batch_size, slack)
         num_batches = int(run.gather(torch.tensor([len(batches)], device=args.device)).max())  # as many on every rank
@@ -94,8 +94,8 @@ class CriticAuditor:
         """Sample a batch of continuations; return the Monte Carlo return of each token of the responses, `(b, T)`."""
         args, tokens, config = self.run.args, self.run.tokens, self.sampler.settings()
         config.max_new_tokens = args.response_length - batch[0].cut
-        sampled = self.trainer.generate_responses(prefix_prompts(rollout, batch), config).response_ids
-        ids = joined(rollout, batch, sampled, args.response_length, tokens.pad)
+        sampled = self.trainer.generate_responses(prefix_prompts(rollout.responses, batch), config).response_ids
+        ids = joined(rollout.responses, batch, sampled, args.response_length, tokens.pad)
         of_rows = prompts.take([continuation.row for continuation in batch])
         joined_responses = join_responses(of_rows, ids, tokens.stops, tokens.pad, tokens.stop_strings)
         return self._evaluate(joined_responses, of_rows)[1]
@@ -211,7 +211,11 @@ def columns_of(rollout: Rollout, cuts: Array, returns: Array) -> Tensor:
     """
     device = rollout.values.device
     of_prompt, of_prefixes = np.split(returns, [1], axis=1)
-    keys = torch.tensor(prompt_keys(rollout), dtype=torch.float64, device=device).unsqueeze(1).expand(*cuts.shape)
+    keys = (
+        torch.tensor(prompt_keys(rollout.responses), dtype=torch.float64, device=device)
+        .unsqueeze(1)
+        .expand(*cuts.shape)
+    )
     values = rollout.values.double().gather(1, sent(torch.as_tensor(cuts), device))
     means = torch.as_tensor(of_prompt.mean(axis=2).repeat(cuts.shape[1], axis=1), device=device)
     return torch.cat((torch.stack((keys, values, means), dim=2), torch.as_tensor(of_prefixes, device=device)), dim=2)

@@ -46,7 +46,7 @@ class DivergenceGuard:
         """Check log-probabilities, KL, values and scores; a score of NaN stands for no score."""
         of_tokens = {
             "the policy's log-probabilities": rollout.logprobs,
-            _SAMPLED: rollout.sampling_logprobs,
+            _SAMPLED: rollout.responses.sampling_logprobs,
             "the reference's log-probabilities": rollout.ref_logprobs,
             "the KL": rollout.kl(self.args.kl_estimator),
             "the values": rollout.values,

@@ -68,11 +68,13 @@ class ExternalRows:
         device = run.args.device
         padded = padded_responses(self.queries, self.responses, self.response_masks, num_rows, run.tokens.pad, device)
         check_lengths(padded.context_length, padded.response_ids.shape[1], preparation.longest_sequence)
-        if self.sampling_logprobs is not None:
-            padded = replace(padded, sampling_logprobs=_logprobs(self.sampling_logprobs, padded))
-        if self.ended is not None:
-            padded = replace(padded, ended=torch.as_tensor(self.ended, dtype=torch.bool, device=device))
-        return padded, _scores(self.scores, padded)
+        responses = replace(
+            padded,
+            sampling_logprobs=None if self.sampling_logprobs is None else _logprobs(self.sampling_logprobs, padded),
+            ended=None if self.ended is None else torch.as_tensor(self.ended, dtype=torch.bool, device=device),
+            on_host=padded.masks,
+        )
+        return responses, _scores(self.scores, responses)
 
 
 def _scores(scores: Sequence[float] | Sequence[Tensor] | Tensor, rows: Responses) -> Scores:

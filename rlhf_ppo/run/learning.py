@@ -16,7 +16,7 @@ from rlhf_ppo.algorithm.advantages import gae, turn_gae, turn_starts
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, sequence_weights, token_mean
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import reduces_once
-from rlhf_ppo.data.rollout import Experience, Rollout, micro_batches
+from rlhf_ppo.data.rollout import Experience, Rollout, micro_batch_rows
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, PolicyAndValueOutput
 from rlhf_ppo.rewards.resolve import load_object
@@ -123,8 +123,15 @@ def weighted_micro_batches(
         starts = valued_tokens(mask, args)
         num_turns = run.sum_over_ranks(starts.sum())
         minibatch = replace(minibatch, value_weights=starts * (num_tokens / num_turns))
-    max_rows, max_tokens = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
-    return micro_batches(minibatch, max_rows, max_tokens, run.gather, models.packs_rows, models.shares_prefixes)
+    rows_of_parts = micro_batch_rows(
+        minibatch.responses,
+        args.per_device_train_batch_size,
+        args.max_tokens_per_micro_batch,
+        run.gather,
+        models.packs_rows,
+        models.shares_prefixes,
+    )
+    return [minibatch[rows].trimmed() for rows in rows_of_parts]
 
 
 def passes(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.prompts import as_the_template_reads, template_settings
-from rlhf_ppo.data.rollout import PositionLimit, Responses, micro_batches
+from rlhf_ppo.data.rollout import PositionLimit, Responses, micro_batch_rows
 from rlhf_ppo.ranks.processes import get_logger
 from rlhf_ppo.ranks.random_streams import derive_seed
 from rlhf_ppo.reporting.metrics import UpdateStatistics
@@ -184,7 +184,8 @@ class LanguageModeling:
         cut = (args.per_device_train_batch_size, args.max_tokens_per_micro_batch, run.gather)
         # DeepSpeed keeps the last step's gradient of a parameter without a part in a step's first backward pass.
         only = None if run.accelerator.distributed_type == DistributedType.DEEPSPEED else "policy"
-        for part in micro_batches(rows, *cut, models.packs_rows, models.shares_prefixes):
+        for part_rows in micro_batch_rows(rows, *cut, models.packs_rows, models.shares_prefixes):
+            part = rows[part_rows].trimmed()
             with accumulate(run.accelerator, model, False, args):
                 with forward_context():
                     output = model(*part.batch, only=only, places=part.places, temperature=1.0)

@@ -102,14 +102,14 @@ class RolloutMetrics:
         self._num_unscored = self._num_unscored + 1 if columns["scores"].isnan().all() else 0
         if self._num_unscored == 3:
             raise WrongRewardError("no response of three updates has a score: reward_funcs must return numbers")
-        unique = metrics.unique_fraction(rollout, run.gather)
+        unique = metrics.unique_fraction(rollout.responses, run.gather)
         found = metrics.rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
         found |= metrics.critic_metrics(rollout.values, experience.returns, valued, run.sum_over_ranks, run.gather)
         found |= metrics.sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
         if not isinstance(kl_controller, FixedKLController):
             found["objective/kl_coef"] = float(kl_controller.coef)
         self.num_response_tokens = int(columns["length"].sum())
-        self._count_input_tokens(rollout.attention_mask)
+        self._count_input_tokens(rollout.responses.attention_mask)
         self._latest = run.state.global_step + 1, rollout, experience, own, logged
         return found
 

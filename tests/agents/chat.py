@@ -151,11 +151,11 @@ def run_ours(directory: Any, name: str, script: Any, options: dict[str, Any] | N
         **given,
     )
     rollouts = train_and_record(trainer)
-    for rollout in rollouts:
-        context = rollout.context_length
-        prompts, masks = rollout.query_responses[:, :context], rollout.attention_mask[:, :context]
-        for row, behind in enumerate(rollout.episode_mask):
-            ids, written = rollout.response_ids[row][behind].tolist(), rollout.response_mask[row][behind].tolist()
+    for responses in (rollout.responses for rollout in rollouts):
+        context = responses.context_length
+        prompts, masks = responses.query_responses[:, :context], responses.attention_mask[:, :context]
+        for row, behind in enumerate(responses.episode_mask):
+            ids, written = responses.response_ids[row][behind].tolist(), responses.response_mask[row][behind].tolist()
             seen.rows.append((prompts[row][masks[row]].tolist(), ids, written))
     seen.metrics = next(log for log in trainer.state.log_history if "objective/kl" in log)
     return seen

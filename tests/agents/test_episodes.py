@@ -197,7 +197,8 @@ def test_a_stop_string_ends_a_turn_of_the_policy_and_none_in_an_answer(tmp_path:
     call = [("add", {"x": 2.0})]
     trainer = made(tmp_path, call, "I got 2.0 and more<|im_end|>", options={"stop_strings": ["got 2.0"]})
     trainer.train()
-    text = trainer.processing_class.decode(trainer.kept.response_ids[0][trainer.kept.episode_mask[0]])
+    responses = trainer.kept.responses
+    text = trainer.processing_class.decode(responses.response_ids[0][responses.episode_mask[0]])
     assert "got 2.0\n</tool_response>" in text and text.endswith("I got 2.0") and trainer.kept.ended.all()
 
 
@@ -285,7 +286,7 @@ def test_rollout_func_gives_whole_rollouts_and_columns(tmp_path: Any) -> None:
     kept = trainer.kept
 
     assert seen == {"won": [True, False], "note": ["all", "all"]}
-    assert kept.query_responses.tolist()[0] == [5, 6, 8, 9, chat_tokenizer().eos_token_id]
+    assert kept.responses.query_responses.tolist()[0] == [5, 6, 8, 9, chat_tokenizer().eos_token_id]
     assert kept.response_mask.tolist() == [[True, False, True], [True, True, False]]
-    assert kept.sampling_logprobs[0].tolist() == [-0.5, 0.0, -0.25]
+    assert kept.responses.sampling_logprobs[0].tolist() == [-0.5, 0.0, -0.25]
     assert kept.ended.tolist() == [True, False]

@@ -58,9 +58,8 @@ def test_every_turn_is_drawn_from_the_distribution_of_the_training_forward(
 ) -> None:
     rollout, seen = played(tmp_path, sharp(make()), kind)
     checked = 0
-    for row in range(len(rollout.query_responses)):
-        ids = rollout.query_responses[row][rollout.attention_mask[row]].tolist()
-        behind = rollout.attention_mask[row, -rollout.response_mask.shape[1] :]
+    for row, behind in enumerate(rollout.responses.episode_mask):
+        ids = rollout.responses.query_responses[row][rollout.responses.attention_mask[row]].tolist()
         written, logprobs = rollout.response_mask[row][behind].tolist(), rollout.logprobs[row][behind].tolist()
         start = len(ids) - len(written)
         for place, (of_policy, logprob) in enumerate(zip(written, logprobs, strict=True), start):

@@ -114,10 +114,10 @@ def test_the_value_model_may_have_any_head(make_trainer):
 
     trainer.train()
 
-    rollout, context = rollouts[0], rollouts[0].context_length
+    rollout, responses = rollouts[0], rollouts[0].responses
     for row, mask in enumerate(rollout.response_mask):
-        num_prompt = int(rollout.attention_mask[row, :context].sum())
-        ids = rollout.query_responses[row][rollout.attention_mask[row]][None]
+        num_prompt = int(responses.attention_mask[row, : responses.context_length].sum())
+        ids = responses.query_responses[row][responses.attention_mask[row]][None]
         with torch.no_grad():
             every = before.regression(before.eval().trunk(ids).last_hidden_state)[0, :, 0]
         expected = every[num_prompt - 1 : -1]  # the value of the state that each token is chosen in

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +17,17 @@ from rlhf_ppo.ranks.random_streams import minibatch_generator
 CPU = torch.device("cpu")
 PAD = 99
 PROMPT_LENGTHS, RESPONSE_LENGTHS = [2, 4, 1, 3, 1], [3, 1, 6, 2, 1]
+ENDED = torch.tensor([True, False, True, False, True])
 
 
-def responses(**fields: Any) -> Any:
-    """Five ragged rows; real ids are `10 * row + position`. With fields, an Experience or a Rollout."""
+def responses() -> Responses:
+    """Five ragged rows; real ids are `10 * row + position`."""
     context, length = max(PROMPT_LENGTHS), max(RESPONSE_LENGTHS)
     ids = 10 * torch.arange(5)[:, None] + torch.arange(context + length)
     prompt_mask = torch.arange(context) >= context - torch.tensor(PROMPT_LENGTHS)[:, None]
     response_mask = torch.arange(length) < torch.tensor(RESPONSE_LENGTHS)[:, None]
     attention_mask = torch.cat((prompt_mask, response_mask), dim=1)
-    kind = Responses if not fields else Rollout if "scores" in fields else Experience
-    return kind(ids.masked_fill(~attention_mask, PAD), attention_mask, response_mask, **fields)
+    return Responses(ids.masked_fill(~attention_mask, PAD), attention_mask, response_mask)
 
 
 def per_token(offset: float = 0.0) -> Tensor:
@@ -37,19 +36,24 @@ def per_token(offset: float = 0.0) -> Tensor:
 
 def experience() -> Experience:
     names = ("logprobs", "values", "rewards", "advantages", "returns")
-    fields = {name: per_token(100 * index) for index, name in enumerate(names)}
-    return responses(**fields, loss_mask=per_token() % 7 < 5, importance_weights=per_token(400))
+    return Experience(
+        responses=responses(),
+        ended=ENDED,
+        **{name: per_token(100 * index) for index, name in enumerate(names)},
+        loss_mask=per_token() % 7 < 5,
+        importance_weights=per_token(400),
+    )
 
 
 def rollout() -> Rollout:
-    return responses(
-        ended=torch.tensor([True, False, True, False, True]),
+    return Rollout(
+        responses=responses(),
+        ended=ENDED,
         **{name: per_token(100 * index) for index, name in enumerate(("logprobs", "ref_logprobs", "values"))},
         final_values=torch.arange(5.0),
         scores=torch.arange(5.0) + 10,
         token_scores=per_token(300),
         scores_by_source={"a": torch.arange(5.0)},
-        sampling_logprobs=per_token(500),
     )
 
 
@@ -92,17 +96,21 @@ def test_an_empty_prompt_is_an_error_that_names_its_row() -> None:
 
 def test_parts_hold_every_real_token_once_in_order_without_common_padding() -> None:
     whole = experience()
-    parts = whole.parts(2)
+    of_rows = [slice(0, 2), [2, 3], slice(4, 5)]
+    parts = [whole[rows].trimmed() for rows in of_rows]
     assert [len(part) for part in parts] == [2, 2, 1]
-    widths = [(part.context_length, part.response_ids.shape[1]) for part in parts]
+    widths = [(part.responses.context_length, part.advantages.shape[1]) for part in parts]
     assert widths == [(4, 3), (3, 6), (1, 1)]
     for start, part in zip((0, 2, 4), parts, strict=True):
+        assert torch.equal(part.ended, ENDED[start : start + len(part)])
         for row in range(len(part)):
-            for name in ("query_responses", "logprobs", "values", "advantages", "returns", "loss_mask"):
-                mask = "attention_mask" if name == "query_responses" else "response_mask"
-                ours = getattr(part, name)[row][getattr(part, mask)[row]]
-                assert torch.equal(ours, getattr(whole, name)[start + row][getattr(whole, mask)[start + row]]), name
-            assert int(part.response_mask[row].sum()) == RESPONSE_LENGTHS[start + row]
+            ours, all_ours = part.responses, whole.responses
+            real, all_real = ours.attention_mask[row], all_ours.attention_mask[start + row]
+            assert torch.equal(ours.query_responses[row][real], all_ours.query_responses[start + row][all_real])
+            written, all_written = ours.response_mask[row], all_ours.response_mask[start + row]
+            for name in ("logprobs", "values", "advantages", "returns", "loss_mask", "importance_weights"):
+                assert torch.equal(getattr(part, name)[row][written], getattr(whole, name)[start + row][all_written])
+            assert int(written.sum()) == RESPONSE_LENGTHS[start + row]
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1), max_tokens=st.integers(1, 60))
@@ -126,32 +134,36 @@ def test_the_loss_mask_leaves_out_padding_and_responses_without_a_score() -> Non
 
 def order(batch: Experience, num_mini_batches: int, seed: int = 0, update: int = 0, rank: int = 0) -> list[list[int]]:
     minibatches = batch.shuffled_minibatches(num_mini_batches, minibatch_generator(seed, update, rank))
-    return [(part.query_responses[:, -7] // 10).tolist() for part in minibatches]
+    return [(part.responses.query_responses[:, -7] // 10).tolist() for part in minibatches]
 
 
-def wide_experience(rows: int) -> Experience:
-    ids = 10 * torch.arange(rows)[:, None] + torch.arange(10)
-    masks = torch.ones(rows, 10, dtype=torch.bool), torch.ones(rows, 6, dtype=torch.bool)
-    return Experience(ids, *masks, *(torch.zeros(rows, 6) for _ in range(5)), masks[1])  # pyright: ignore[reportCallIssue]
+def wide_experience(lengths: list[int]) -> Experience:
+    """Rows with prompts of 4 tokens and responses of these lengths."""
+    ids = 10 * torch.arange(len(lengths))[:, None] + torch.arange(10)
+    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    attention_mask = torch.cat((torch.ones(len(lengths), 4, dtype=torch.bool), mask), dim=1)
+    names = ("logprobs", "values", "rewards", "advantages", "returns")
+    return Experience(
+        responses=Responses(ids, attention_mask, mask),
+        ended=mask[:, 0],
+        **{name: torch.zeros(len(lengths), 6) for name in names},
+        loss_mask=mask,
+    )
 
 
 def test_the_longest_rows_of_a_mini_batch_come_first() -> None:
-    batch = wide_experience(12)
-    lengths = torch.tensor([1, 6, 3, 2, 5, 4] * 2)
-    mask = torch.arange(6) < lengths[:, None]
-    attention_mask = torch.cat((batch.attention_mask[:, :4], mask), dim=1)
-    batch = dataclasses.replace(batch, response_mask=mask, attention_mask=attention_mask, loss_mask=mask)
-    minibatches = list(batch.shuffled_minibatches(3, minibatch_generator(0, 0, 0)))
-    of_parts = [part.response_mask.sum(dim=1).tolist() for part in minibatches]
+    lengths = [1, 6, 3, 2, 5, 4] * 2
+    minibatches = list(wide_experience(lengths).shuffled_minibatches(3, minibatch_generator(0, 0, 0)))
+    of_parts = [part.loss_mask.sum(dim=1).tolist() for part in minibatches]
     assert of_parts == [sorted(part, reverse=True) for part in of_parts]
     of_rows = [length for part in of_parts for length in part]
     assert of_rows != sorted(of_rows, reverse=True), "the mini-batches are drawn, not sorted"
-    rows = [row for part in minibatches for row in (part.query_responses[:, 0] // 10).tolist()]
-    assert sorted(rows) == list(range(12)) and [int(lengths[row]) for row in rows] == of_rows
+    rows = [row for part in minibatches for row in (part.responses.query_responses[:, 0] // 10).tolist()]
+    assert sorted(rows) == list(range(12)) and [lengths[row] for row in rows] == of_rows
 
 
 def test_the_order_is_a_function_of_seed_update_and_rank() -> None:
-    batch = wide_experience(12)
+    batch = wide_experience([6] * 12)
     assert order(batch, 3) == order(batch, 3)
     others = [order(batch, 3, seed=1), order(batch, 3, update=1), order(batch, 3, rank=1)]
     orders = [str(each) for each in (order(batch, 3), *others)]

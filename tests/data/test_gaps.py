@@ -41,11 +41,14 @@ def a_rollout(real: Tensor, written: Tensor, seed: int) -> Rollout:
         return drawn.masked_fill(~written, 0.0) if len(shape) == 2 else drawn
 
     scores, ended = figures(rows), torch.arange(rows) % 2 == 0
-    return Rollout(
-        query_responses=torch.randint(3, 32, (rows, 2 + real.shape[1]), generator=generator),
-        attention_mask=torch.cat((torch.ones(rows, 2).bool(), real), dim=1),
-        response_mask=written,
+    responses = Responses(
+        torch.randint(3, 32, (rows, 2 + real.shape[1]), generator=generator),
+        torch.cat((torch.ones(rows, 2).bool(), real), dim=1),
+        written,
         sampling_logprobs=figures(*real.shape),
+    )
+    return Rollout(
+        responses=responses,
         ended=ended,
         logprobs=figures(*real.shape),
         ref_logprobs=figures(*real.shape),
@@ -57,14 +60,12 @@ def a_rollout(real: Tensor, written: Tensor, seed: int) -> Rollout:
     )
 
 
-PER_TOKEN = ("sampling_logprobs", "logprobs", "ref_logprobs", "values", "token_scores")
-
-
 def filled(batch: Any, names: tuple[str, ...], value: float) -> Any:
     """Put a number at all tokens that the policy did not write."""
-    return dataclasses.replace(
-        batch, **{name: getattr(batch, name).masked_fill(~batch.response_mask, value) for name in names}
-    )
+    responses, gaps = batch.responses, ~batch.responses.response_mask
+    responses = dataclasses.replace(responses, sampling_logprobs=responses.sampling_logprobs.masked_fill(gaps, value))
+    figures = {name: getattr(batch, name).masked_fill(gaps, value) for name in names}
+    return dataclasses.replace(batch, responses=responses, **figures)
 
 
 SHAPED: dict[str, Any] = {
@@ -96,7 +97,7 @@ def test_figures_in_the_gaps_change_nothing(make_trainer: MakeTrainer, value: fl
     @given(masks=written_masks(), seed=st.integers(0, 2**16))
     def compare(masks: tuple[Tensor, Tensor], seed: int) -> None:
         rollout = a_rollout(*masks, seed)
-        odd = filled(rollout, PER_TOKEN, value)
+        odd = filled(rollout, ("logprobs", "ref_logprobs", "values", "token_scores"), value)
         assert torch.equal(*(scaling_scores(each, trainer.args) for each in (odd, rollout)))
         clean, metrics = estimated(trainer, rollout)
         experience, odd_metrics = estimated(trainer, odd)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ppo.data.prefix_tree import num_computed, prefix_tree, sizes_within, sorted_like_a_dictionary
-from rlhf_ppo.data.rollout import Responses, dealt_evenly, micro_batches
+from rlhf_ppo.data.rollout import Responses, dealt_evenly, micro_batch_rows
 
 Rows = list[list[int]]
 
@@ -81,8 +81,9 @@ def rows_of(part: Responses) -> Rows:
 
 
 def cut(rows: Rows, max_rows: int = 4, max_tokens: int | None = None, **given: Any) -> list[Rows]:
-    parts = micro_batches(responses_of(rows), max_rows, max_tokens, lambda number: number, is_packed=True, **given)
-    return [rows_of(part) for part in parts]
+    responses = responses_of(rows)
+    parts = micro_batch_rows(responses, max_rows, max_tokens, lambda number: number, is_packed=True, **given)
+    return [rows_of(responses[part].trimmed()) for part in parts]
 
 
 GROUPS = [

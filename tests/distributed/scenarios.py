@@ -496,7 +496,7 @@ def see_prompts(
         **launched_as(trainer),
         "seen": [ids[-1] for prompts in trainer.seen for ids in prompts],
         "names": [name for columns in trainer.columns for name in columns["name"]],
-        "answers": [token for rollout in rollouts for token in rollout.response_ids[:, 0].tolist()],
+        "answers": [token for rollout in rollouts for token in rollout.responses.response_ids[:, 0].tolist()],
     }
     evaluated = trainer.evaluation_loop(trainer.get_eval_dataloader(), "five prompts")
     return found | {"num_evaluated": evaluated.num_samples}

@@ -217,12 +217,12 @@ class Recorder(PPOTrainer):
 
     def optimizer_step(self, minibatch: Experience, statistics: Any) -> Any:
         if "updates" in vars(self):
-            self.updates[-1].steps.append(SeenStep(keys_of(minibatch)))
+            self.updates[-1].steps.append(SeenStep(keys_of(minibatch.responses)))
         return super().optimizer_step(minibatch, statistics)
 
     def value_loss(self, values: Tensor, experience: Experience) -> Any:
         if "updates" in vars(self):
-            self.updates[-1].steps[-1].micro_batches.append(keys_of(experience))
+            self.updates[-1].steps[-1].micro_batches.append(keys_of(experience.responses))
         return super().value_loss(values, experience)
 
 

@@ -213,14 +213,18 @@ def check_steps(configuration: Configuration, trainer: Any, output_dir: Path) ->
         return  # `step` takes none of single tokens
     stepped = make_stepped(configuration, output_dir)
     for seen in trainer.updates:
-        rollout, pairs = seen.rollout, recording.keys_of(seen.rollout)
+        rollout, pairs = seen.rollout, recording.keys_of(seen.rollout.responses)
         queries, responses = ([torch.tensor(ids) for ids in column] for column in zip(*pairs, strict=True))
 
         def of_rows(values: Any, responses: Any = responses) -> Any:
             return None if values is None else [row[: len(ids)] for row, ids in zip(values, responses, strict=True)]
 
         stepped.step(
-            queries, responses, rollout.scores, of_rows(rollout.response_mask), of_rows(rollout.sampling_logprobs)
+            queries,
+            responses,
+            rollout.scores,
+            of_rows(rollout.response_mask),
+            of_rows(rollout.responses.sampling_logprobs),
         )
     assert_identical(parameters(stepped), parameters(trainer))
     for given, expected in zip(training_logs(stepped), training_logs(trainer), strict=True):

@@ -83,7 +83,7 @@ def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: Mak
         log = [{key: value for key, value in entry.items() if "sampling/" not in key} for entry in history(trainer)]
         ends.append((parameters(trainer), log, trainer.generate_completions().to_dict()))  # type: ignore
     assert_identical(ends[1], ends[0])
-    assert all(not rollout.sampling_logprobs.any() for rollout in rollouts), "certain of each token"
+    assert all(not rollout.responses.sampling_logprobs.any() for rollout in rollouts), "certain of each token"
 
 
 def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeTrainer) -> None:

@@ -114,9 +114,10 @@ def test_a_custom_loss_sees_what_the_engine_said_and_which_rows_ended(make_train
     make_trainer(OfOnesOwn, **run, engine=Answers(answer)).train()
     rows = []
     for part in seen:
-        assert part.sampling_logprobs is not None and part.ended is not None
-        for row, real in enumerate(part.response_mask):
-            said = [round(value, 6) for value in part.sampling_logprobs[row][real].tolist()]
-            rows.append((part.response_ids[row][real].tolist(), said, bool(part.ended[row])))
+        responses = part.responses
+        assert responses.sampling_logprobs is not None
+        for row, real in enumerate(responses.response_mask):
+            said = [round(value, 6) for value in responses.sampling_logprobs[row][real].tolist()]
+            rows.append((responses.response_ids[row][real].tolist(), said, bool(part.ended[row])))
     cut, ended = ([7, 8, 9, 6], [-0.1, -0.2, -0.3, -0.4], False), ([7, STOP], [-0.5, -0.6], True)
     assert sorted(rows) == [ended, ended, cut, cut]

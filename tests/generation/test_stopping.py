@@ -157,7 +157,7 @@ def test_each_eos_token_of_the_generation_config_ends_a_response(make_trainer: A
     rows = [
         ids[real].tolist()
         for each in rollouts
-        for ids, real in zip(each.response_ids, each.response_mask, strict=True)
+        for ids, real in zip(each.responses.response_ids, each.response_mask, strict=True)
     ]
     assert all(not {*listed} & {*row[:-1]} for row in rows)
     assert torch.cat([each.ended for each in rollouts]).tolist() == [row[-1] in listed for row in rows]

@@ -91,8 +91,8 @@ def plain(family: str, window: int, trained: Any) -> Any:
 
 def check_rows_alone(rollout: Rollout, policy: Any, critic: Any, head: Tensor | None, temperature: float) -> None:
     """Each row's tokens, log-probabilities and values are those of the row alone."""
-    for row, real in enumerate(rollout.attention_mask):
-        ids, length = rollout.query_responses[row, real], int(rollout.response_mask[row].sum())
+    for row, real in enumerate(rollout.responses.attention_mask):
+        ids, length = rollout.responses.query_responses[row, real], int(rollout.response_mask[row].sum())
         logits, new = alone(policy, ids)[0][-length - 1 : -1], ids[-length:, None]
         check_close(f"the likeliest tokens of row {row}", logits.gather(1, new)[:, 0], logits.max(dim=1).values)
         expected = (logits / temperature).log_softmax(-1).gather(1, new)[:, 0]
@@ -105,7 +105,7 @@ def check_rows_alone(rollout: Rollout, policy: Any, critic: Any, head: Tensor | 
 @torch.no_grad()
 def check_padded(models: Any, rollout: Rollout, temperature: float) -> None:
     """One pass over all rows, padded, gives what the rollout has."""
-    batch = rollout.query_responses, rollout.attention_mask, rollout.response_mask
+    batch = rollout.responses.batch
     for model in (models.policy, models.value_model):
         setattr(backbone(model), PACKS, "")
     check_close("padded", response_logprobs(models.policy, *batch, temperature).logprobs, rollout.logprobs)

@@ -104,7 +104,7 @@ def test_scores_of_encoders_are_those_of_each_text_alone(family: str, make_train
     model, rows = tiny_model(family, AutoModelForSequenceClassification), [{"input_ids": row} for row in ROWS]
     trainer = make_trainer(reward_model=model, train_dataset=rows, total_episodes=len(ROWS))
     (rollout,) = train_and_record(trainer)
-    texts = zip(rollout.query_responses, rollout.attention_mask, strict=True)
+    texts = zip(rollout.responses.query_responses, rollout.responses.attention_mask, strict=True)
     with torch.no_grad():
         alone = torch.cat([model(input_ids=ids[real][None]).logits[:, 0] for ids, real in texts])
     assert_close(rollout.scores, alone)

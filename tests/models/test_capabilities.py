@@ -108,12 +108,12 @@ def test_ids_that_a_model_lacks_are_never_sampled(make_trainer: MakeTrainer, sma
     )
     rollouts = train_and_record(trainer)
 
-    sampled = [int(rollout.response_ids[rollout.response_mask].max()) for rollout in rollouts]
+    sampled = [int(rollout.responses.response_ids[rollout.response_mask].max()) for rollout in rollouts]
     assert max(sampled) in (32, 33)  # as far as all models go, and not as far as the tokenizer
     first = next(log for log in trainer.state.log_history if "val/ratio" in log)
     assert first["val/ratio"] == pytest.approx(1, abs=1e-6)
     rollout = rollouts[0]
-    ids = rollout.query_responses[0][rollout.attention_mask[0]]
+    ids = rollout.responses.query_responses[0][rollout.responses.attention_mask[0]]
     with torch.no_grad():  # the log-probabilities are those of the whole distribution
         whole = family()["model"].eval()(ids[None]).logits[0, -2] / trainer.args.temperature
     expected = float(whole.log_softmax(-1)[ids[-1]])

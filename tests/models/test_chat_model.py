@@ -42,7 +42,8 @@ def test_an_update_with_lora_over_one_base_and_the_saved_adapter(chat_model: Pat
         tuple(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]) for row in rows
     }
     for row in range(4):  # each alone, without padding
-        alone, mask = rollout.query_responses[row][rollout.attention_mask[row]], rollout.response_mask[row]
+        alone = rollout.responses.query_responses[row][rollout.responses.attention_mask[row]]
+        mask = rollout.response_mask[row]
         start = len(alone) - int(mask.sum())
         assert tuple(alone[:start].tolist()) in asked
         with torch.no_grad():

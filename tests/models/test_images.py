@@ -45,8 +45,8 @@ def test_an_update_reads_each_row_with_its_images_as_if_it_were_alone(name: str,
     head = nn.init.normal_(trainer.value_model.score.weight).detach().clone()[0]
     (rollout,) = train_and_record(trainer)
     order, image = [], processor.tokenizer.convert_tokens_to_ids("<image>")
-    for row, real in enumerate(rollout.attention_mask):
-        ids, mask = rollout.query_responses[row][real], rollout.response_mask[row]
+    for row, real in enumerate(rollout.responses.attention_mask):
+        ids, mask = rollout.responses.query_responses[row][real], rollout.response_mask[row]
         prompt, response = ids[: -int(mask.sum())], ids[None, -int(mask.sum()) :]
         inputs = [alone(processor, each) for each in rows]
         order += [number for number, given in enumerate(inputs) if given["input_ids"].tolist() == [prompt.tolist()]]

@@ -116,9 +116,9 @@ def test_the_heads_gradient_is_that_of_a_regression_by_hand(make_trainer: MakeTr
     seen, rollout, experience = first_step(make_trainer, vf_coef=0.3, **given)
     head = drawn_head(seen.body)
     errors = []
-    for row, real in enumerate(rollout.attention_mask):
+    for row, real in enumerate(rollout.responses.attention_mask):
         states, learned = torch.zeros(len(real), 32), rollout.response_mask[row]
-        states[real] = states_alone(seen.body, rollout.query_responses[row, real]).detach()
+        states[real] = states_alone(seen.body, rollout.responses.query_responses[row, real]).detach()
         errors.append(by_hand(head, states[-len(learned) - 1 : -1][learned]) - experience.returns[row, learned])
     (0.3 * 0.5 * torch.cat(errors).square().mean()).backward()
     for name, parameter in head.named_parameters():

@@ -183,7 +183,7 @@ def test_a_run_is_that_without_sharing(run: str, make_trainer: MakeTrainer) -> N
         counted.append(sum(lengths.seen))
     assert counted[1] < 0.75 * counted[0]
     for ours, theirs in zip(*rollouts, strict=True):
-        assert torch.equal(ours.query_responses, theirs.query_responses)
+        assert torch.equal(ours.responses.query_responses, theirs.responses.query_responses)
     for ours, theirs in zip(logs[1], logs[0], strict=True):
         assert theirs["batch/shared_frac"] == 0 and 0.4 < ours["batch/shared_frac"] < 0.8
         for name, value in theirs.items():

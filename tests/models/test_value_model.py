@@ -113,8 +113,8 @@ def test_modules_with_trls_interface_score_and_value_as_in_trl(make_trainer: Any
     trainer = make_trainer(**given, gradient_checkpointing=True, missing_eos_penalty=None, **QUICK)
     rollouts = train_and_record(trainer)
     for rollout in rollouts:
-        for row, real in enumerate(rollout.attention_mask):
-            ids, length = rollout.query_responses[row, real], int(rollout.response_mask[row].sum())
+        for row, real in enumerate(rollout.responses.attention_mask):
+            ids, length = rollout.responses.query_responses[row, real], int(rollout.response_mask[row].sum())
             with torch.no_grad():
                 score = get_reward(reward, ids[None], -1, 0)[1][0] + (ids == 7).sum()
                 values = get_reward(value, ids[None], -1, 0)[0][0, :, 0]

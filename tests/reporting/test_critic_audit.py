@@ -40,7 +40,7 @@ def uniform_policy() -> Any:
 
 def true_values(rollout: Rollout, tokens: tuple[int, ...] = (W4, W5), share: float = 0.5) -> Tensor:
     """Paid tokens so far, and `share` for each token to come."""
-    paid = sum((rollout.response_ids == token).float() for token in tokens)
+    paid = sum((rollout.responses.response_ids == token).float() for token in tokens)
     before = torch.cumsum(torch.as_tensor(paid), dim=1) - paid
     return before + share * (LENGTH - torch.arange(LENGTH))
 

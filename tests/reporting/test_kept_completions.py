@@ -31,12 +31,13 @@ def test_every_logged_update_has_its_responses_token_by_token(make_trainer: Any)
         rows = read_completions(path)
         assert [row["step"] for row in rows] == [step, step]
         for index, kept in enumerate(rows):
-            written = rollout.response_mask[index]
-            ids = rollout.response_ids[index][written]
+            responses, written = rollout.responses, rollout.response_mask[index]
+            ids = responses.response_ids[index][written]
             assert kept["token_id"] == ids.tolist() and kept["completion"] == tokenizer.decode(ids)
-            prompt = rollout.query_responses[index, : rollout.context_length]
+            context = slice(responses.context_length)
+            prompt = responses.query_responses[index, context][responses.attention_mask[index, context]]
             assert kept["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
-            assert kept["prompt_id"] == prompt[rollout.attention_mask[index, : rollout.context_length]].tolist()
+            assert kept["prompt_id"] == prompt.tolist()
             kl = (rollout.logprobs - rollout.ref_logprobs)[index][written]
             score = rollout.scores[index] - (0.0 if rollout.ended[index] else 0.5)
             paid = -trainer.args.kl_coef * kl

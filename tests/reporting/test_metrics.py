@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss
-from rlhf_ppo.data.rollout import Experience, Rollout
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.reporting.metrics import UpdateStatistics, sampling_metrics, unique_fraction
 
@@ -19,22 +19,23 @@ NAN = float("nan")
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
 
 
-def rollout(**overrides: Any) -> Rollout:
+LOGPROBS = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25], [-3.0, -9.0, -9.0]])
+
+
+def rollout(sampling_logprobs: Tensor | None = None) -> Rollout:
     """Three responses of 2, 3 and 1 tokens; the third was not scored by source b."""
-    values = {
-        "query_responses": torch.ones(3, 4, dtype=torch.long),
-        "attention_mask": torch.cat((torch.ones(3, 1, dtype=torch.bool), MASK), dim=1),
-        "response_mask": MASK,
-        "ended": torch.tensor([True, False, True]),
-        "logprobs": torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25], [-3.0, -9.0, -9.0]]),
-        "ref_logprobs": torch.zeros(3, 3),
-        "values": torch.zeros(3, 3),
-        "final_values": torch.zeros(3),
-        "scores": torch.tensor([1.0, 5.0, 3.0]),
-        "token_scores": torch.zeros(3, 3),
-        "scores_by_source": {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([0.0, 3.0, NAN])},
-    }
-    return Rollout(**{**values, **overrides})
+    attention_mask = torch.cat((torch.ones(3, 1, dtype=torch.bool), MASK), dim=1)
+    return Rollout(
+        responses=Responses(attention_mask.long(), attention_mask, MASK, sampling_logprobs=sampling_logprobs),
+        ended=torch.tensor([True, False, True]),
+        logprobs=LOGPROBS,
+        ref_logprobs=torch.zeros(3, 3),
+        values=torch.zeros(3, 3),
+        final_values=torch.zeros(3),
+        scores=torch.tensor([1.0, 5.0, 3.0]),
+        token_scores=torch.zeros(3, 3),
+        scores_by_source={"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([0.0, 3.0, NAN])},
+    )
 
 
 # ---- The engine's log-probabilities ----
@@ -44,8 +45,7 @@ def test_sampling_metrics_by_hand_over_the_real_tokens_of_two_ranks() -> None:
     # Real tokens differ by 0.5, 0.25 / 0, 0.125, 1 / 0; padding does not count, whatever stands there.
     difference = torch.tensor([[0.5, -0.25, 9.0], [0.0, 0.125, -1.0], [0.0, 9.0, NAN]])
     weights = torch.tensor([[1.5, 0.75, 9.0], [1.0, 1.25, 0.5], [1.0, 0.0, NAN]])
-    one = rollout()
-    one = rollout(sampling_logprobs=one.logprobs - difference)
+    one = rollout(LOGPROBS - difference)
 
     def reduce_sum(sums: Tensor) -> Tensor:  # the other rank: two tokens that differ by 1 and have weights 2 and 0.25
         return sums + torch.tensor([2.0, 2.25, 2.0])
@@ -81,7 +81,12 @@ def micro_batch(mask: list[list[int]], seed: int) -> tuple[Experience, PolicyAnd
         return torch.rand(real.shape, generator=random).masked_fill(~real, NAN)
 
     attention_mask = torch.cat((torch.ones(len(mask), 1, dtype=torch.bool), real), dim=1)
-    part = Experience(attention_mask.long(), attention_mask, real, *(figures() for _ in range(5)), real)
+    part = Experience(
+        responses=Responses(attention_mask.long(), attention_mask, real),
+        ended=real[:, 0],
+        **{name: figures() for name in ("logprobs", "values", "rewards", "advantages", "returns")},
+        loss_mask=real,
+    )
     output = PolicyAndValueOutput(figures(), figures(), figures(), torch.zeros(len(mask)))
     clipped = [torch.rand(real.shape, generator=random) > 0.5 for _ in range(2)]
     return part, output, PolicyLoss(figures(), figures(), clipped[0]), ValueLoss(figures(), clipped[1])
@@ -99,13 +104,13 @@ def statistics(*parts: Any) -> UpdateStatistics:
 
 def tokens(values: list[Tensor]) -> Any:
     """The real tokens' figures of all micro-batches, concatenated."""
-    masks = [part.response_mask for part, *_ in MICRO_BATCHES]
+    masks = [part.loss_mask for part, *_ in MICRO_BATCHES]
     return np.concatenate([value[mask].double().numpy() for value, mask in zip(values, masks, strict=True)])
 
 
 def expected_metrics() -> dict[str, float]:
     moved = [output.logprobs - part.logprobs for part, output, *_ in MICRO_BATCHES]
-    ratios = [float(policy.ratio[part.response_mask].mean()) for part, _, policy, _ in MICRO_BATCHES]
+    ratios = [float(policy.ratio[part.loss_mask].mean()) for part, _, policy, _ in MICRO_BATCHES]
     return {
         "policy/approxkl_avg": (tokens(moved) ** 2).mean() / 2,
         "policy/clipfrac_avg": tokens([policy.clipped for *_, policy, _ in MICRO_BATCHES]).mean(),
@@ -139,22 +144,20 @@ def test_update_metrics_are_those_of_all_ranks() -> None:
 
 def test_the_share_of_different_responses_is_counted_over_all_ranks() -> None:
     """The same tokens in another order, or fewer of them, are another response."""
-    responses = torch.tensor([[5, 6, 7], [5, 7, 6], [5, 6, 7], [5, 6, 9]])
-    mask = torch.ones_like(responses, dtype=torch.bool)
-    mask[3, 2] = False
-    rollout: Any = SimpleNamespace(query_responses=torch.cat((torch.arange(8).view(4, 2), responses), 1))
-    rollout.response_mask = mask
-    assert unique_fraction(rollout, identity) == 3 / 4
+    ids = torch.tensor([[5, 6, 7], [5, 7, 6], [5, 6, 7], [5, 6, 9]])
+    responses: Any = SimpleNamespace(response_ids=ids, response_mask=torch.ones_like(ids).bool())
+    responses.response_mask[3, 2] = False
+    assert unique_fraction(responses, identity) == 3 / 4
     of_another_rank = unique_sums(torch.tensor([[5, 6, 7]]))
-    assert unique_fraction(rollout, lambda sums: torch.cat((sums, of_another_rank))) == 3 / 5
+    assert unique_fraction(responses, lambda sums: torch.cat((sums, of_another_rank))) == 3 / 5
     distinct = torch.cartesian_prod(*[torch.arange(10)] * 4)
-    rollout = SimpleNamespace(query_responses=distinct, response_mask=torch.ones_like(distinct, dtype=torch.bool))
-    assert unique_fraction(rollout, identity) == 1
+    responses = SimpleNamespace(response_ids=distinct, response_mask=torch.ones_like(distinct).bool())
+    assert unique_fraction(responses, identity) == 1
 
 
-def unique_sums(responses: Tensor) -> Tensor:
+def unique_sums(ids: Tensor) -> Tensor:
     """What a rank sends of its responses."""
     sent: list[Tensor] = []
-    rollout: Any = SimpleNamespace(query_responses=responses, response_mask=torch.ones_like(responses).bool())
-    unique_fraction(rollout, lambda sums: sent.append(sums) or sums)
+    responses: Any = SimpleNamespace(response_ids=ids, response_mask=torch.ones_like(ids).bool())
+    unique_fraction(responses, lambda sums: sent.append(sums) or sums)
     return sent[0]

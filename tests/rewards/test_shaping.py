@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.algorithm.masked import ScoreMoments
-from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.rewards.scorer import scaling_scores, scores_in_reward_unit, shape_scores
 
 NAN = float("nan")
@@ -23,9 +23,7 @@ def rollout(**overrides: Any) -> Rollout:
     """Four responses of two tokens: ended, cut, cut, and cut without a score."""
     real, zeros = torch.ones(4, 2, dtype=torch.bool), torch.zeros(4, 2)
     values = {
-        "query_responses": torch.ones(4, 3, dtype=torch.long),
-        "attention_mask": torch.ones(4, 3, dtype=torch.bool),
-        "response_mask": real,
+        "responses": Responses(torch.ones(4, 3, dtype=torch.long), torch.ones(4, 3, dtype=torch.bool), real),
         "ended": torch.tensor([True, False, False, False]),
         "logprobs": zeros,
         "ref_logprobs": zeros,

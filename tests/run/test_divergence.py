@@ -29,10 +29,13 @@ class RolloutWith(PPOTrainer):
     def collect_rollout(self, *args: Any) -> Any:
         rollout = super().collect_rollout(*args)
         if self.state.global_step == AT - 1:
-            numbers = getattr(rollout, self.field)
-            changed = torch.zeros_like(rollout.logprobs) if numbers is None else numbers.clone()
+            is_of_engine = self.field == "sampling_logprobs"
+            changed = torch.zeros_like(rollout.logprobs) if is_of_engine else getattr(rollout, self.field).clone()
             changed.view(len(rollout), -1)[1, 0] = self.value
-            rollout = dataclasses.replace(rollout, **{self.field: changed})
+            if is_of_engine:
+                responses = dataclasses.replace(rollout.responses, sampling_logprobs=changed)
+                return dataclasses.replace(rollout, responses=responses)
+            return dataclasses.replace(rollout, **{self.field: changed})
         return rollout
 
 

@@ -109,7 +109,7 @@ def test_reward_sources_stand_beside_functions(make_trainer: MakeTrainer) -> Non
     trainer = make_trainer(**QUICK, reward_funcs=funcs, reward_weights=[1, 10, 100])
     rollouts = train_and_record(trainer)
     rollout = rollouts[-1]
-    evens = (rollout.response_ids % 2 == 0) & rollout.response_mask
+    evens = (rollout.responses.response_ids % 2 == 0) & rollout.response_mask
     assert trainer.scorer.names == ["lengths", "seven", "evens"] and evens.any()
     assert torch.equal(rollout.scores, rollout.response_mask.sum(dim=1) / 10 + 70)
     assert torch.equal(rollout.token_scores, 100 * evens.float())

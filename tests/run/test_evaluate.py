@@ -68,7 +68,9 @@ class OneRollout(PPOTrainer):
         self.start += len(rollout)
         rows = slice(self.start - len(rollout), self.start)
         by_source = {name: values[rows] for name, values in self.first.scores_by_source.items()}
-        return dataclasses.replace(self.first[rows], scores_by_source=by_source)
+        tensors = {name: values[rows] for name, values in vars(self.first).items() if isinstance(values, torch.Tensor)}
+        responses = self.first.responses[rows]
+        return dataclasses.replace(self.first, responses=responses, scores_by_source=by_source, **tensors)
 
 
 @pytest.mark.parametrize(

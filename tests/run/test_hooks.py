@@ -54,6 +54,6 @@ def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> No
         tokens[counted] = trainer.state.num_input_tokens_seen
         logged = [entry.get("num_input_tokens_seen", 0) for entry in trainer.state.log_history]
         assert logged[-1] == tokens[counted]
-    held["all"] = sum(rollout.attention_mask.numel() for rollout in rollouts)
-    held["non_padding"] = sum(int(rollout.attention_mask.sum()) for rollout in rollouts)
+    held["all"] = sum(rollout.responses.attention_mask.numel() for rollout in rollouts)
+    held["non_padding"] = sum(int(rollout.responses.attention_mask.sum()) for rollout in rollouts)
     assert tokens == held and 0 < held["non_padding"] < held["all"]

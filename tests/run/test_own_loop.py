@@ -120,7 +120,7 @@ def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) 
     assert logged.items() <= trainer.state.log_history[0].items() and logged["objective/scores"] == -0.75
 
     assert rollout.response_mask.tolist() == [[True, False, True], [True, False, False]]
-    assert rollout.attention_mask[:, 2:].tolist() == [[True, True, True], [True, False, False]]
+    assert rollout.responses.attention_mask[:, 2:].tolist() == [[True, True, True], [True, False, False]]
     assert rollout.token_scores.tolist() == [[0.5, 0.0, -1.0], [2.0, 0.0, 0.0]]
     assert rollout.scores.tolist() == [0.0, 0.0] and rollout.ended.tolist() == [False, True]
     assert trainer.shape_rewards(rollout).tolist() == [[0.5, 0.0, -4.0], [2.0, 0.0, 0.0]]

@@ -104,14 +104,15 @@ def _recorded(trainer: PPOTrainer) -> tuple[list[Any], list[Any]]:
 
     def kept(*given: Any) -> Any:
         rollout = collect(*given)
-        positions = (rollout.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        responses = rollout.responses
+        positions = (responses.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         with torch.no_grad():
             logits = policy_of(trainer)(
-                rollout.query_responses, attention_mask=rollout.attention_mask, position_ids=positions
-            ).logits[:, rollout.context_length - 1 : -1]
+                responses.query_responses, attention_mask=responses.attention_mask, position_ids=positions
+            ).logits[:, responses.context_length - 1 : -1]
         own = (logits / trainer.args.temperature).log_softmax(dim=-1)
-        own = own.gather(-1, rollout.response_ids[..., None]).squeeze(-1)
-        played.append((rollout, own))
+        own = own.gather(-1, responses.response_ids[..., None]).squeeze(-1)
+        played.append((responses, own))
         return rollout
 
     vllm.generate, trainer.collect_rollout = asked, kept
