@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import Any
@@ -50,24 +51,32 @@ _TYPES: dict[str, pa.DataType] = {
 }
 
 
+@dataclass(frozen=True)
+class RecordedUpdate:
+    """An update whose responses may be kept.
+
+    Attributes:
+        step: Its number.
+        rollout: This rank's `B` responses.
+        experience: The same with rewards and advantages.
+        columns: The result of `rollout_columns`.
+        logged: Columns that reward functions logged, `B` values each.
+    """
+
+    step: int
+    rollout: Rollout
+    experience: Experience
+    columns: Mapping[str, Tensor]
+    logged: Mapping[str, Sequence[Any]]
+
+
 def completion_rows(
-    step: int,
-    rollout: Rollout,
-    experience: Experience,
-    columns: Mapping[str, Tensor],
-    extra: Mapping[str, Sequence[Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    kl_estimator: str,
-    num_rows: int,
+    update: RecordedUpdate, tokenizer: PreTrainedTokenizerBase, kl_estimator: str, num_rows: int
 ) -> list[dict[str, Any]]:
     """Return the first `num_rows` responses of an update, with the values of each token.
 
     Args:
-        step: The update's number.
-        rollout: This rank's `B` responses.
-        experience: The same with rewards and advantages.
-        columns: The result of `rollout_columns`.
-        extra: Columns that reward functions logged, `B` values each.
+        update: The update.
         tokenizer: The policy's tokenizer.
         kl_estimator: The option.
         num_rows: Number of responses.
@@ -81,52 +90,63 @@ def completion_rows(
         environment's reward of each turn) and `token_turn` (number of the turn, None between turns). A run with
         images has `images`: thumbnails as `data:` URLs.
     """
-    kept, context = slice(min(num_rows, len(rollout))), rollout.responses.context_length
-    ids, attention = rollout.responses.query_responses[kept].cpu(), rollout.responses.masks.attention[kept]
-    prompts, responses = ids[:, :context].tolist(), ids[:, context:].tolist()
-    in_prompt, in_response = attention[:, :context].tolist(), attention[:, context:].tolist()
-    written = rollout.responses.masks.response[kept].tolist()
-    figures = _token_figures(rollout, experience, kl_estimator, kept)
-    of_rows = {name: values[kept].tolist() for name, values in columns.items()}
-    logged, images = dict(extra), rollout.responses.images
+    rollout, responses = update.rollout, update.rollout.responses
+    kept, context = slice(min(num_rows, len(rollout))), responses.context_length
+    ids, masks = responses.query_responses[kept].tolist(), responses.masks
+    attention, response_mask = masks.attention[kept].tolist(), masks.response[kept].tolist()
+    figures = _token_figures(rollout, update.experience, kl_estimator, kept)
+    columns = {name: values[kept].tolist() for name, values in update.columns.items()}
+    logged = dict(update.logged)
     episodes = logged.pop(EPISODE_COLUMN, None)
     rows = []
-    for row in range(len(prompts)):
-        prompt = list(compress(prompts[row], in_prompt[row]))
-        response, own = (list(compress(values[row], in_response[row])) for values in (responses, written))
-        of_tokens: dict[str, list[float | None]] = {name: [None] * len(own) for name in TOKEN_VALUES}
-        for name, values in figures.items():
-            pairs = zip(compress(values[row], in_response[row]), own, strict=True)
-            of_tokens[name] = [value if is_own else None for value, is_own in pairs]
+    for row, row_ids in enumerate(ids):
+        in_prompt, in_response = attention[row][:context], attention[row][context:]
+        prompt, response = list(compress(row_ids, in_prompt)), list(compress(row_ids[context:], in_response))
+        written = list(compress(response_mask[row], in_response))
+        of_tokens = {name: list(compress(values[row], in_response)) for name, values in figures.items()}
         rows.append(
             {
-                "step": step,
+                "step": update.step,
                 "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                 "completion": tokenizer.decode(response),
-                "score": of_rows["scores"][row],
-                **{name: values[row] for name, values in of_rows.items() if name.startswith("rewards/")},
-                "kl": of_rows["kl"][row] if "kl" in of_rows else None,
-                "length": sum(own),
-                "ended": bool(of_rows["ended"][row]),
+                "score": columns["scores"][row],
+                **{name: values[row] for name, values in columns.items() if name.startswith("rewards/")},
+                "kl": columns["kl"][row] if "kl" in columns else None,
+                "length": sum(written),
+                "ended": bool(columns["ended"][row]),
                 **{f"extra/{name}": values[row] for name, values in logged.items()},
                 "prompt_id": prompt,
                 "token_id": response,
                 "token_text": texts_of_tokens(tokenizer, response),
-                "token_written": own,
+                "token_written": written,
                 **of_tokens,
-                **({} if episodes is None else _episode(episodes[row], own)),
-                **({} if images is None else {"images": thumbnails(images[row])}),
+                **({} if episodes is None else _episode(episodes[row], written)),
+                **({} if responses.images is None else {"images": thumbnails(responses.images[row])}),
             }
         )
     return rows
 
 
-def _token_figures(rollout: Rollout, experience: Experience, kl_estimator: str, rows: slice) -> dict[str, Any]:
-    """Return the known `TOKEN_VALUES` of some rows, each a list of `T` numbers a row, with one copy to the host."""
-    given = (rollout.values, experience.advantages, rollout.kl(kl_estimator), experience.rewards)
-    known = {name: values for name, values in zip(TOKEN_VALUES, given, strict=True) if values is not None}
-    stacked = torch.stack([values[rows].detach().float() for values in known.values()])
-    return dict(zip(known, stacked.tolist(), strict=True))
+def _token_figures(
+    rollout: Rollout, experience: Experience, kl_estimator: str, rows: slice
+) -> dict[str, list[list[float | None]]]:
+    """Return the `TOKEN_VALUES` of some rows, a list of `T` for each row, with one copy to the host.
+
+    They are None where the policy did not write the token, and where they are not known.
+    """
+    tensors = (rollout.values, experience.advantages, rollout.kl(kl_estimator), experience.rewards)
+    known = {name: values for name, values in zip(TOKEN_VALUES, tensors, strict=True) if values is not None}
+    numbers = torch.stack([values[rows].detach().float() for values in known.values()]).tolist()
+    written = rollout.responses.masks.response[rows].tolist()
+    figures: dict[str, list[list[float | None]]] = {
+        name: [[None] * len(mask) for mask in written] for name in TOKEN_VALUES
+    }
+    for name, values in zip(known, numbers, strict=True):
+        figures[name] = [
+            [value if is_written else None for value, is_written in zip(of_row, mask, strict=True)]
+            for of_row, mask in zip(values, written, strict=True)
+        ]
+    return figures
 
 
 def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
@@ -154,10 +174,13 @@ def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> l
 
 def _episode(episode: Mapping[str, Any], written: Sequence[bool]) -> dict[str, Any]:
     """Return the columns of an episode; a turn is an unbroken run of tokens that the policy wrote."""
-    turns = accumulate(own and not before for before, own in pairwise([False, *written]))
-    of_tokens = [number - 1 if own else None for number, own in zip(turns, written, strict=True)]
-    given = {"end": episode["end"], "turn_reward": [float(reward) for reward in episode["turn_reward"]]}
-    return {"messages": as_json(episode["messages"]), **given, "token_turn": of_tokens}
+    turns = accumulate(is_written and not before for before, is_written in pairwise([False, *written]))
+    return {
+        "messages": as_json(episode["messages"]),
+        "end": episode["end"],
+        "turn_reward": [float(reward) for reward in episode["turn_reward"]],
+        "token_turn": [turn - 1 if is_written else None for turn, is_written in zip(turns, written, strict=True)],
+    }
 
 
 # Files

@@ -84,11 +84,11 @@ PolicyLossFunction = Callable[[Tensor, Experience, PPOConfig], PolicyLoss]
 """Takes the current log-probabilities of response tokens, nats `(B, T)`, the micro-batch and the arguments."""
 
 
-def resolve_policy_loss(given: str | PolicyLossFunction) -> PolicyLossFunction | None:
+def resolve_policy_loss(policy_loss: str | PolicyLossFunction) -> PolicyLossFunction | None:
     """Return the policy loss for an argument.
 
     Args:
-        given: 'ppo', 'path/file.py:function', 'package.module.function', or a function.
+        policy_loss: 'ppo', 'path/file.py:function', 'package.module.function', or a function.
 
     Returns:
         The function; None for PPO's loss, which is `PPOTrainer.policy_loss`.
@@ -97,11 +97,11 @@ def resolve_policy_loss(given: str | PolicyLossFunction) -> PolicyLossFunction |
         TypeError: The name is not that of a function.
         ValueError: The loss, file or module does not exist.
     """
-    if not isinstance(given, str):
-        return given
-    if given == "ppo":
+    if not isinstance(policy_loss, str):
+        return policy_loss
+    if policy_loss == "ppo":
         return None
-    return load_object(given, "policy_loss", ", or 'ppo'")
+    return load_object(policy_loss, "policy_loss", ", or 'ppo'")
 
 
 def weighted_micro_batches(
@@ -236,7 +236,7 @@ def zero_of_policy(model: nn.Module, policy: nn.Module) -> Tensor | float:
     finds_unused = getattr(model, "find_unused_parameters", True) and not getattr(model, "static_graph", False)
     if finds_unused:
         return 0.0
-    trained = [each for each in policy.parameters() if each.requires_grad]
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     return torch.stack([0.0 * parameter.sum().float() for parameter in trained]).sum()
 
 
@@ -249,8 +249,8 @@ def accumulate(
     arguments ask for it.
     """
     accelerator.gradient_state._set_sync_gradients(is_last)
-    engine = accelerator.distributed_type
-    is_exchanged = engine == DistributedType.DEEPSPEED or (engine == DistributedType.FSDP and not reduces_once(args))
+    backend = accelerator.distributed_type
+    is_exchanged = backend == DistributedType.DEEPSPEED or (backend == DistributedType.FSDP and not reduces_once(args))
     if is_last or is_exchanged:
         return nullcontext()
     return accelerator.no_sync(model)
@@ -259,7 +259,7 @@ def accumulate(
 def backward(accelerator: Accelerator, loss: Tensor) -> Tensor:
     """Add a loss's gradients to those of the parameters; return the detached loss.
 
-    Engines average gradients over ranks, but the loss is already divided by the tokens of all ranks.
+    Backends average gradients over ranks, but the loss is already divided by the tokens of all ranks.
     """
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     accelerator.backward(loss * accelerator.num_processes, **({"scale_wrt_gas": False} if is_deepspeed else {}))
@@ -283,11 +283,11 @@ def gradient_norms(accelerator: Accelerator, models: PolicyAndValue) -> Tensor |
     policy = list(models.policy.parameters())
     of_policy = {id(parameter) for parameter in policy}
     critic = [parameter for parameter in models.value_model.parameters() if id(parameter) not in of_policy]
-    owned = [[each.grad for each in part if each.grad is not None] for part in (policy, critic)]
-    if not any(owned):
+    grads_of = [[weight.grad for weight in part if weight.grad is not None] for part in (policy, critic)]
+    if not any(grads_of):
         return None
-    norms: list[Any] = [torch.nn.utils.get_total_norm(grads) for grads in owned]
+    norms: list[Any] = [torch.nn.utils.get_total_norm(grads) for grads in grads_of]
     norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    device = next(grads[0].device for grads in owned if grads)
+    device = next(grads[0].device for grads in grads_of if grads)
     result = torch.stack([norm.float().to(device) for norm in norms])
     return result if accelerator.scaler is None else result / accelerator.scaler.get_scale()

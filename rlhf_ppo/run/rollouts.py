@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
-from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout, forward_in_batches
+from rlhf_ppo.data.rollout import Experience, PackedIndices, Prompts, Responses, Rollout, forward_in_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.reporting import metrics
-from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, completion_rows
+from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, RecordedUpdate, completion_rows
 from rlhf_ppo.rewards.scorer import WrongRewardError, scores_in_reward_unit
 from rlhf_ppo.run.learning import valued_tokens
 from rlhf_ppo.run.run_state import RunState
@@ -30,7 +30,7 @@ Play = Callable[[nn.Module, Prompts, "GenerationConfig"], tuple[Responses, Promp
 def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Responses) -> PolicyAndValueOutput:
     """Compute log-probabilities and values of responses, without entropies."""
 
-    def forward(*batch: Tensor, places: Any) -> tuple[Tensor, ...]:
+    def forward(*batch: Tensor, places: PackedIndices) -> tuple[Tensor, ...]:
         return model(*batch, with_entropy=False, places=places)
 
     return PolicyAndValueOutput(*_forward(run, responses, forward, run.models.packs_rows))
@@ -76,7 +76,7 @@ class RolloutMetrics:
 
     def __init__(self, run: RunState) -> None:
         self.run, self.num_response_tokens, self._num_unscored = run, 0, 0
-        self._latest: tuple[int, Rollout, Experience, dict[str, Tensor], dict[str, list[Any]]] | None = None
+        self._latest: RecordedUpdate | None = None
 
     def record(
         self,
@@ -93,28 +93,41 @@ class RolloutMetrics:
             kl_controller: Gives the coefficient of the KL penalty.
             score_unit: Moments that scale scores; None without scaling.
         """
-        run, args, logged = self.run, self.run.args, self.run.logged.columns
-        weights = rollout.importance_weights(args.importance_sampling_clip_max)
-        own = metrics.rollout_columns(rollout, args, kl_controller.coef, score_unit, experience.rewards)
-        columns = metrics.gather_columns(own, run.gather)
-        valued = valued_tokens(rollout.loss_mask, args)
-        metrics.warn_of_unscored(columns["scores"])
-        self._num_unscored = self._num_unscored + 1 if columns["scores"].isnan().all() else 0
+        run, step = self.run, self.run.state.global_step + 1
+        columns = metrics.rollout_columns(rollout, run.args, kl_controller.coef, score_unit, experience.rewards)
+        self._latest = RecordedUpdate(step, rollout, experience, columns, run.logged.columns)
+        of_all_ranks = metrics.gather_columns(columns, run.gather)
+        self._check_scored(of_all_ranks["scores"])
+        measured = self._measured(rollout, experience, of_all_ranks)
+        if not isinstance(kl_controller, FixedKLController):
+            measured["objective/kl_coef"] = float(kl_controller.coef)
+        self._count_tokens(rollout.responses.attention_mask, of_all_ranks["length"])
+        return measured
+
+    def _check_scored(self, scores: Tensor) -> None:
+        """Warn of responses without a score, of all ranks; raise after three updates in which none has one."""
+        metrics.warn_of_unscored(scores)
+        self._num_unscored = self._num_unscored + 1 if scores.isnan().all() else 0
         if self._num_unscored == 3:
             raise WrongRewardError("no response of three updates has a score: reward_funcs must return numbers")
-        unique = metrics.unique_fraction(rollout.responses, run.gather)
-        found = metrics.rollout_metrics(columns) | {"response/unique_frac": unique} | run.logged.drain()
-        found |= metrics.critic_metrics(rollout.values, experience.returns, valued, run.sum_over_ranks, run.gather)
-        found |= metrics.sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather)
-        if not isinstance(kl_controller, FixedKLController):
-            found["objective/kl_coef"] = float(kl_controller.coef)
-        self.num_response_tokens = int(columns["length"].sum())
-        self._count_input_tokens(rollout.responses.attention_mask)
-        self._latest = run.state.global_step + 1, rollout, experience, own, logged
-        return found
 
-    def _count_input_tokens(self, attention_mask: Tensor) -> None:
+    def _measured(self, rollout: Rollout, experience: Experience, columns: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the metrics of a rollout, its critic and its engine; `columns` are those of all ranks."""
+        run, args = self.run, self.run.args
+        valued = valued_tokens(rollout.loss_mask, args)
+        weights = rollout.importance_weights(args.importance_sampling_clip_max)
+        return {
+            **metrics.rollout_metrics(columns),
+            "response/unique_frac": metrics.unique_fraction(rollout.responses, run.gather),
+            **run.logged.drain(),
+            **metrics.critic_metrics(rollout.values, experience.returns, valued, run.sum_over_ranks, run.gather),
+            **metrics.sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather),
+        }
+
+    def _count_tokens(self, attention_mask: Tensor, lengths: Tensor) -> None:
+        """Count the tokens of this rank's rows, as far as Trainer counts them, and of the responses of all ranks."""
         run, counted = self.run, self.run.args.include_num_input_tokens_seen
+        self.num_response_tokens = int(lengths.sum())
         if counted != "no":
             tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
             run.state.num_input_tokens_seen += int(run.sum_over_ranks(tokens.to(run.args.device)))
@@ -122,10 +135,10 @@ class RolloutMetrics:
     def kept_completions(self, step: int) -> list[dict[str, Any]]:
         """Return this rank's first responses of an update, or an empty list if it is not the latest."""
         latest, self._latest = self._latest, None
-        if latest is None or latest[0] != step:
+        if latest is None or latest.step != step:
             return []
         num_rows = -(-NUM_KEPT_COMPLETIONS // self.run.accelerator.num_processes)
-        return completion_rows(*latest, self.run.tokenizer, self.run.args.kl_estimator, num_rows)
+        return completion_rows(latest, self.run.tokenizer, self.run.args.kl_estimator, num_rows)
 
 
 def metrics_of_evaluation(

@@ -120,7 +120,7 @@ def expected_metrics() -> dict[str, float]:
         "val/clipfrac_avg": tokens([value.clipped for *_, value in MICRO_BATCHES]).mean(),
         "val/ratio": tokens([policy.ratio for *_, policy, _ in MICRO_BATCHES]).mean(),
         "val/ratio_var": np.var(ratios, ddof=1),
-        "val/first_logratio": float(moved[0][MICRO_BATCHES[0][0].response_mask].double().pow(2).mean().sqrt()),
+        "val/first_logratio": float(moved[0][MICRO_BATCHES[0][0].loss_mask].double().pow(2).mean().sqrt()),
         "batch/shared_frac": 0.2,
     }
 
