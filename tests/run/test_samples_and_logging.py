@@ -66,17 +66,24 @@ def test_table_shows_greedy_answers_and_their_scores(
 
 
 def test_an_overridden_shape_rewards_is_part_of_the_objective(make_trained: Any) -> None:
-    """A price of 0.5 for each token is in the reward that is not score, and so in the RLHF reward."""
+    """A price of 0.5 for each token, or twice the reward: the RLHF reward has it, in its part that is not score."""
 
     class Priced(PPOTrainer):
         def shape_rewards(self, rollout: Any) -> Any:
             return super().shape_rewards(rollout) - 0.5 * rollout.response_mask
 
-    logs = []
-    for made_class in (PPOTrainer, Priced):
-        trainer = make_trained(made_class, **QUICK)
-        logs.append(trainer.state.log_history[0])
-    plain, priced = logs
-    assert priced["objective/scores"] == plain["objective/scores"]
+    class Doubled(PPOTrainer):
+        def shape_rewards(self, rollout: Any) -> Any:
+            return 2 * super().shape_rewards(rollout)
+
+    def lengths(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    plain, priced, doubled = (
+        make_trained(trainer_class, **QUICK, reward_funcs=lengths).state.log_history[0]
+        for trainer_class in (PPOTrainer, Priced, Doubled)
+    )
+    assert doubled["objective/scores"] == priced["objective/scores"] == plain["objective/scores"] != 0
     for key in ("objective/non_score_reward", "objective/rlhf_reward"):
         assert priced[key] == pytest.approx(plain[key] - 0.5 * plain["response/length_mean"])
+    assert doubled["objective/rlhf_reward"] == pytest.approx(2 * plain["objective/rlhf_reward"])
