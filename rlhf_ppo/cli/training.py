@@ -329,7 +329,8 @@ class _SavesWhole(Trainer):
     ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.is_world_process_zero():
             folder = Path(str(self.args.output_dir))
-            name, trl = folder.absolute().name, cast(Any, super())
+            name = folder.absolute().name
+            trl: Any = super()
             trl.create_model_card(model_name or name, dataset_name=if_on_hub(dataset_name), **more)
             base = model_origin(as_module(self.model))
             card = (folder / CARD).read_text(encoding="utf-8")

@@ -479,7 +479,7 @@ class ImageCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         """Collate rows with `input_ids`."""
-        chats = cast(ImageChats, self.encode.chats)
+        chats: Any = self.encode.chats
         encoded = [self.encode.with_images(row) or (chats.of_ids(real_tokens(row)), row.get("prompt")) for row in rows]
         images, prompts = zip(*encoded, strict=True)
         return {**self.collate(rows), "prompt": [*prompts], IMAGES_COLUMN: [*images]}

@@ -52,9 +52,9 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model() if is_peft_model(model) else model)
 
 
-def as_module(model: object) -> nn.Module:
+def as_module(model: Any) -> nn.Module:
     """Return a model as a `torch.nn.Module`, which Trainer's types do not state."""
-    return cast(nn.Module, model)
+    return model
 
 
 def with_adapters(model: nn.Module) -> PeftModel:
