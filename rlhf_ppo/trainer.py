@@ -5,8 +5,8 @@ The algorithm from top to bottom: the loop and its four stages. What runs around
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,9 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.ranks.random_streams import minibatch_generator
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
-from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, shape_scores
+from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, scaling_scores, shape_scores
 from rlhf_ppo.run import learning
+from rlhf_ppo.run.external import ExternalRows
 from rlhf_ppo.run.inputs import ModelOrPath, TrainerInputs
 from rlhf_ppo.run.learning import Losses, PolicyLossFunction
 from rlhf_ppo.run.optimization import Optimizers
@@ -148,6 +149,12 @@ class PPOTrainer(TrainerBase):
             self._end_update(rollout, experience, statistics)  # 4. KL coefficient, metrics, log, evaluate, save
         return self._finish_run()
 
+    def _accept(self, rollout: Rollout) -> None:
+        """Stop at values that are not finite, and count the scores in the moments that scale them."""
+        self._guard.check_rollout(rollout)
+        if self.args.score_scaling:
+            self.score_moments.add(scaling_scores(rollout, self.args), self._run.sum_over_ranks)
+
     # ---- 1. Rollout ----
 
     @torch.no_grad()
@@ -173,7 +180,7 @@ class PPOTrainer(TrainerBase):
                 if self._play is None:
                     responses, prompts = self.generate_responses(prompts), self._with_baselines(prompts)
                 else:
-                    responses, prompts = self._play_episodes(prompts)
+                    responses, prompts = self._play(model, prompts, None)
         batch = ScoringBatch.of(responses, prompts, self.tokens)
         # Rewards have their own random numbers, also those that run while the models compute.
         with run.streams.rewards.in_use(), self.scorer.start(batch) if scores is None else nullcontext() as pending:
@@ -214,6 +221,25 @@ class PPOTrainer(TrainerBase):
             NonFiniteLogitsError: The policy's logits are NaN or infinite.
         """
         return self.sampler.sample(self.model_wrapped if policy is None else policy, prompts, config)
+
+    def _respond(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
+        """Sample responses, or play episodes; return them and the prompts with their new columns."""
+        if self._play is not None:
+            return self._play(self.model_wrapped, prompts, config)
+        return self.generate_responses(prompts, config), self._with_baselines(prompts)
+
+    def _with_baselines(self, prompts: Prompts) -> Prompts:
+        """Add as columns the responses of the baselines that rewards compare with."""
+        if not self._baselines.kinds:
+            return prompts
+
+        def respond_as(kind: str) -> Responses:
+            if kind == "self" or self.reference is None:
+                return self.generate_responses(prompts)
+            with self.reference.generating(self.model_wrapped, self.policy_model) as generating:
+                return self.generate_responses(prompts, policy=generating)
+
+        return self._baselines.respond(prompts, respond_as)
 
     def score_responses(self, responses: Responses, prompts: Prompts, pending: PendingScores | None = None) -> Scores:
         """Score truncated responses with all reward sources.
@@ -340,7 +366,7 @@ class PPOTrainer(TrainerBase):
         if num_tokens == 0:
             return 0.0
         losses: list[Tensor] = []
-        ptx_loss = self._learn_from_texts(statistics)  # its own backward pass
+        ptx_loss = 0.0 if self.ptx is None else self.ptx.learn(model, statistics, self._forward_context)
         parts = learning.weighted_micro_batches(minibatch, num_tokens, run.models, run)
         for number, micro_batch in enumerate(parts, start=1):
             with learning.accumulate(self.accelerator, model, number == len(parts), self.args):
@@ -351,6 +377,38 @@ class PPOTrainer(TrainerBase):
                 run.fire("on_substep_end")
         losses[-1] = losses[-1] + ptx_loss
         return self._clip_and_step(losses, statistics)
+
+    def _clip_and_step(self, losses: Sequence[Tensor], statistics: UpdateStatistics) -> float | Tensor:
+        """Clip the gradients, step and clear them.
+
+        Args:
+            losses: Losses of the step's micro-batches; Trainer logs their mean over the update's steps.
+            statistics: Statistics of these micro-batches.
+
+        Returns:
+            Gradient norm before clipping.
+        """
+        run, args = self._run, self.args
+        self._critic_only.drop_policy_gradients()
+        norms = learning.gradient_norms(self.accelerator, run.models)
+        grad_norm = self._clip_gradients()
+        self._guard.check_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm)
+        statistics.add_grad_norms(norms)
+        run.fire("on_pre_optimizer_step")
+        self.optimizer.step()
+        run.fire("on_optimizer_step")
+        for loss in losses:
+            self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
+        self.model_wrapped.zero_grad()
+        if self.ptx is not None:
+            self.ptx.count_step()
+        return grad_norm
+
+    @contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """Run models as Trainer's training step does."""
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            yield
 
     def _backward(self, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
         """Run a micro-batch's passes forward and backward; return its loss, and outputs and losses of each token.
@@ -465,3 +523,55 @@ class PPOTrainer(TrainerBase):
         self._make_samples()
         self._report("on_step_end")
         return metrics
+
+    # ---- The update of your own loop ----
+
+    def step(
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        scores: Sequence[float] | Sequence[Tensor] | Tensor,
+        response_masks: Sequence[Tensor] | None = None,
+        sampling_logprobs: Sequence[Tensor] | None = None,
+        ended: Sequence[bool] | Tensor | None = None,
+    ) -> dict[str, float]:
+        """Run one PPO update on responses that you sampled in your own loop.
+
+        Each call is a full update, with logs, checkpoints, events and schedule. The trainer needs no data set and no
+        rewards, but it needs `total_episodes` or `max_steps`. The first call starts the run, or resumes it from
+        `args.resume_from_checkpoint`; `state.global_step` then counts the completed updates. The last call ends the
+        run. A signal ends the run with a checkpoint after the update of the running or next call.
+
+        Args:
+            queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
+                `(C_i,)` each.
+            responses: Token ids of the policy's responses, including the stop token, long `(T_i,)` each.
+            scores: Score of each response, `(B,)`, or a reward for each of its tokens, `(T_i,)` each; NaN excludes a
+                response from learning.
+            response_masks: True on the tokens that the policy wrote, bool `(T_i,)` each; all other tokens, like a
+                tool's, are context. None: the policy wrote all tokens.
+            sampling_logprobs: Log-probability of each response token in the distribution it was sampled from, after
+                temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each. Values of tokens that the policy did
+                not write are ignored. With `importance_sampling_correction` they give the importance weights, like an
+                engine's log-probabilities. None: no correction.
+            ended: Whether each response ended by itself, bool `(B,)`; False where a limit cut it. None: a response
+                ended if its last turn holds the stop token or a stop string.
+
+        Returns:
+            The update's metrics.
+
+        Raises:
+            ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
+                a vocabulary, a response has no token of the policy, or a log-probability is above 0 or not finite.
+                Nothing has changed.
+            RuntimeError: The run has had all its updates, or `close` has ended it.
+            RunStopped: A signal ended the run.
+        """
+        external = ExternalRows(queries, responses, scores, response_masks, sampling_logprobs, ended)
+        rows, row_scores = external.padded(self._run, self.sizes.local_batch_size, self._preparation)
+        with self._run_of_steps.update(self._begin_steps, self._leave_if_stopped, self._finish_run):
+            self._run.fire("on_step_begin")
+            rollout = self.collect_rollout(Prompts.of_responses(rows), rows, row_scores)
+            self._accept(rollout)
+            experience = self.estimate_advantages(rollout)
+            return self._end_update(rollout, experience, self.learn(experience))

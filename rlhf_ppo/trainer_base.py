@@ -8,18 +8,16 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
 from rlhf_ppo.algorithm.masked import ScoreMoments
@@ -28,25 +26,23 @@ from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional
 from rlhf_ppo.data.prompts import OWN_COLUMNS, num_rows, renders_chats
-from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
+from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import configuration_kept
-from rlhf_ppo.ranks import processes, random_streams
+from rlhf_ppo.ranks import processes
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import preserve_rng
-from rlhf_ppo.ranks.signals import StopOnSignal, stopped
+from rlhf_ppo.ranks.signals import stopped
 from rlhf_ppo.reporting import evaluation as evaluations
-from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, write_completions
 from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
-from rlhf_ppo.reporting.health import add_console_and_health, health_settings
-from rlhf_ppo.reporting.metrics import MetricWindow, UpdateStatistics
+from rlhf_ppo.reporting.health import health_settings
+from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
-from rlhf_ppo.rewards.scorer import scaling_scores
-from rlhf_ppo.run import construction, datasets, divergence, evaluator, learning, rollouts, saving, warmup
+from rlhf_ppo.run import construction, datasets, divergence, evaluator, rollouts, saving, warmup
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import is_unfinished
-from rlhf_ppo.run.external import ExternalRows, RunOfSteps
+from rlhf_ppo.run.external import RunOfSteps
 from rlhf_ppo.run.inputs import TrainerInputs
 from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import LoopState, PPOTrainerState, Progress, Stateful, count_update
@@ -76,10 +72,7 @@ class TrainerBase(Steps, Trainer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Explain unknown arguments."""
-        known = inspect.signature(cls).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            options = dict.fromkeys(PPOConfig.__dataclass_fields__, "PPOConfig")
-            reject_call(cls.__name__, args, kwargs, known, options)
+        reject_call(cls, args, kwargs, PPOConfig.__dataclass_fields__)
         return super().__new__(cls)
 
     if not TYPE_CHECKING:  # type checkers know the attributes
@@ -97,6 +90,7 @@ class TrainerBase(Steps, Trainer):
         models = loaded.models
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
+        self.reward_model = next(iter(self.reward_models), None)  # TRL's attribute
         self.tokens, self.stop_token_id, self.sizes = loaded.tokens, loaded.tokens.stop, loaded.sizes
         self._is_stepped, self._reward_funcs = loaded.is_stepped, inputs.reward_funcs
         self._policy_loss = loaded.policy_loss
@@ -125,12 +119,9 @@ class TrainerBase(Steps, Trainer):
         self._rollout_metrics = rollouts.RolloutMetrics(run)
         self._window, self._progress = MetricWindow(), Progress()
         self._run_of_steps = RunOfSteps(run)
-        self._signals = StopOnSignal(run.sum_over_ranks, self.accelerator.num_processes)
         self._latest_prompts: Prompts | None = None
         self._printed = ""  # the latest sample table
-        random_streams.set_up_callbacks(self.callback_handler, run.streams.callbacks, models.policy)
-        add_console_and_health(self, args, self.sizes, self.reward_models)
-        self.add_callback(self._signals)
+        self._signals = construction.add_callbacks(self, run, self.sizes, self.reward_models)
         parts = construction.make_parts(self, run, inputs, loaded, self._critic_only)
         self.sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
         self._baselines, self._play, self.ptx = parts.baselines, parts.play, parts.ptx
@@ -231,47 +222,16 @@ class TrainerBase(Steps, Trainer):
                 logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
                 self.control.should_training_stop = True
             self._leave_if_stopped()
-            self._end_epoch(epoch)
+            loop.checkpoint = None
+            if not self.control.should_training_stop:
+                self._progress.epoch, self._progress.batches_in_epoch = epoch + 1, 0
+            self._report("on_epoch_end")
             if self.control.should_training_stop:
                 return
-
-    def _accept(self, rollout: Rollout) -> None:
-        """Stop at values that are not finite, and count the scores in the moments that scale them."""
-        self._guard.check_rollout(rollout)
-        if self.args.score_scaling:
-            self.score_moments.add(scaling_scores(rollout, self.args), self._run.sum_over_ranks)
 
     @property
     def _score_unit(self) -> ScoreMoments | None:
         return self.score_moments.moments if self.args.score_scaling else None
-
-    def _respond(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
-        """Sample responses, or play episodes; return them and the prompts with their new columns."""
-        if self._play is not None:
-            return self._play_episodes(prompts, config)
-        return self.generate_responses(prompts, config), self._with_baselines(prompts)
-
-    def _play_episodes(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
-        """Play episodes of several turns; return them and the prompts as the episodes changed them."""
-        with self.sampler.policy_of(self.model_wrapped) as policy:
-            return cast(Any, self._play)(policy, prompts, config or self.sampler.settings())
-
-    def _with_baselines(self, prompts: Prompts) -> Prompts:
-        """Add as columns the responses of the baselines that rewards compare with."""
-        if not self._baselines.kinds:
-            return prompts
-
-        def respond_as(kind: str) -> Responses:
-            if kind == "self" or self.reference is None:
-                return self.generate_responses(prompts)
-            with self.reference.generating(self.model_wrapped, self.policy_model) as generating:
-                return self.generate_responses(prompts, policy=generating)
-
-        return self._baselines.respond(prompts, respond_as)
-
-    def _learn_from_texts(self, statistics: UpdateStatistics) -> Tensor | float:
-        """Add the gradients of `ptx_dataset`'s next rows; return their loss."""
-        return 0.0 if self.ptx is None else self.ptx.learn(self.model_wrapped, statistics, self._forward_context)
 
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""
@@ -295,13 +255,6 @@ class TrainerBase(Steps, Trainer):
             self.lr_scheduler.step()
         self._window.add(metrics | count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens))
 
-    def _end_epoch(self, epoch: int) -> None:
-        """Count a pass over the data, and report."""
-        self._loop.checkpoint = None
-        if not self.control.should_training_stop:
-            self._progress.epoch, self._progress.batches_in_epoch = epoch + 1, 0
-        self._report("on_epoch_end")
-
     def _report(self, event: str) -> None:
         """Fire an event at the end of an update or a pass; log, evaluate and save if due."""
         self._run.fire(event)
@@ -315,9 +268,8 @@ class TrainerBase(Steps, Trainer):
 
     def _log_save_evaluate(self) -> None:
         loop, epoch = self._loop, self._progress.epoch
-        rate: Any = loop.learning_rate
         self._maybe_log_save_evaluate(
-            self._tr_loss, loop.grad_norm, self.model_wrapped, None, epoch, None, loop.start, rate
+            self._tr_loss, loop.grad_norm, self.model_wrapped, None, epoch, None, loop.start, loop.learning_rate
         )
         self._run.agree_on_control()
 
@@ -335,8 +287,7 @@ class TrainerBase(Steps, Trainer):
 
     def _save_last(self) -> None:
         """Write a checkpoint of the latest update, unless it has one."""
-        name = f"checkpoint-{self.state.global_step}"
-        if os.path.basename(self._run.last_checkpoint or "") != name:
+        if not self._run.is_saved:
             self._save_checkpoint(self.model_wrapped, None)
             self._run.fire("on_save")
 
@@ -358,56 +309,6 @@ class TrainerBase(Steps, Trainer):
         return output
 
     # ---- The run of `step` ----
-
-    def step(
-        self,
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        scores: Sequence[float] | Sequence[Tensor] | Tensor,
-        response_masks: Sequence[Tensor] | None = None,
-        sampling_logprobs: Sequence[Tensor] | None = None,
-        ended: Sequence[bool] | Tensor | None = None,
-    ) -> dict[str, float]:
-        """Run one PPO update on responses that you sampled in your own loop.
-
-        Each call is a full update, with logs, checkpoints, events and schedule. The trainer needs no data set and no
-        rewards, but it needs `total_episodes` or `max_steps`. The first call starts the run, or resumes it from
-        `args.resume_from_checkpoint`; `state.global_step` then counts the completed updates. The last call ends the
-        run. A signal ends the run with a checkpoint after the update of the running or next call.
-
-        Args:
-            queries: Token ids of this rank's `per_device_train_batch_size * gradient_accumulation_steps` prompts, long
-                `(C_i,)` each.
-            responses: Token ids of the policy's responses, including the stop token, long `(T_i,)` each.
-            scores: Score of each response, `(B,)`, or a reward for each of its tokens, `(T_i,)` each; NaN excludes a
-                response from learning.
-            response_masks: True on the tokens that the policy wrote, bool `(T_i,)` each; all other tokens, like a
-                tool's, are context. None: the policy wrote all tokens.
-            sampling_logprobs: Log-probability of each response token in the distribution it was sampled from, after
-                temperature, `top_k`, `top_p` and `min_p`, nats, `(T_i,)` each. Values of tokens that the policy did
-                not write are ignored. With `importance_sampling_correction` they give the importance weights, like an
-                engine's log-probabilities. None: no correction.
-            ended: Whether each response ended by itself, bool `(B,)`; False where a limit cut it. None: a response
-                ended if its last turn holds the stop token or a stop string.
-
-        Returns:
-            The update's metrics.
-
-        Raises:
-            ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
-                a vocabulary, a response has no token of the policy, or a log-probability is above 0 or not finite.
-                Nothing has changed.
-            RuntimeError: The run has had all its updates, or `close` has ended it.
-            RunStopped: A signal ended the run.
-        """
-        given = ExternalRows(queries, responses, scores, response_masks, sampling_logprobs, ended)
-        rows, row_scores = given.padded(self._run, self.sizes.local_batch_size, self._preparation)
-        with self._run_of_steps.update(self._begin_steps, self._leave_if_stopped, self._finish_run):
-            self._run.fire("on_step_begin")
-            rollout = self.collect_rollout(Prompts.of_responses(rows), rows, row_scores)
-            self._accept(rollout)
-            experience = self.estimate_advantages(rollout)
-            return self._end_update(rollout, experience, self.learn(experience))
 
     def close(self) -> None:
         """End a run of `step` before its last update.
@@ -461,47 +362,13 @@ class TrainerBase(Steps, Trainer):
         """
         self._run.stateful.register(name, part)
 
-    @property
-    def reward_model(self) -> nn.Module | None:
-        """The first reward model (TRL's attribute)."""
-        return next(iter(self.reward_models), None)
-
-    # ---- Optimizer steps ----
-
-    @contextmanager
-    def _forward_context(self) -> Iterator[None]:
-        """Run models as Trainer's training step does."""
-        with self.compute_loss_context_manager(), self.accelerator.autocast():
-            yield
-
-    def _clip_and_step(self, losses: Sequence[Tensor], statistics: UpdateStatistics) -> float | Tensor:
-        """Clip the gradients, step and clear them.
-
-        Args:
-            losses: Losses of the step's micro-batches; Trainer logs their mean over the update's steps.
-            statistics: Statistics of these micro-batches.
-
-        Returns:
-            Gradient norm before clipping.
-        """
-        run, args, accelerator, model = self._run, self.args, self.accelerator, self.model_wrapped
-        self._critic_only.drop_policy_gradients()
-        norms = learning.gradient_norms(accelerator, run.models)
-        clipped: Any = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+    def _clip_gradients(self) -> float | Tensor:
+        """Clip the gradients; return their norm before, infinite where DeepSpeed has skipped an overflow."""
+        model = self.model_wrapped
+        clipped: Any = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
-        if self.is_deepspeed_enabled and accelerator.optimizer_step_was_skipped:
-            grad_norm = math.inf  # it has stepped, or skipped an overflow
-        self._guard.check_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm)
-        statistics.add_grad_norms(norms)
-        run.fire("on_pre_optimizer_step")
-        self.optimizer.step()
-        run.fire("on_optimizer_step")
-        for loss in losses:
-            self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
-        model.zero_grad()
-        if self.ptx is not None:
-            self.ptx.count_step()
-        return grad_norm
+        is_skipped = self.is_deepspeed_enabled and self.accelerator.optimizer_step_was_skipped
+        return math.inf if is_skipped else grad_norm
 
     # ---- Data ----
 
@@ -517,10 +384,8 @@ class TrainerBase(Steps, Trainer):
         dataset = datasets.read_by_each_rank(dataset, batch_size * self.sizes.world_size, is_training, self.args)
         self.accelerator.dataloader_config.dispatch_batches = False  # it can send tensors of one width only
         with datasets.loading(self.args, dataset, is_training):
-            loader = super()._get_dataloader(
-                dataset, description, batch_size, *args, is_training=is_training, **kwargs
-            )
-            return datasets.leaving_signals(loader)
+            load = partial(super()._get_dataloader, dataset, description, batch_size, *args, **kwargs)
+            return datasets.leaving_signals(load(is_training=is_training))
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = [*OWN_COLUMNS]
@@ -633,8 +498,7 @@ class TrainerBase(Steps, Trainer):
             return
         with saving.loading_without_policy_state(self._run, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-        rate = self._get_learning_rate
-        saving.apply_settings(self._run, self._progress, self._optimization, self.optimizer, rate)
+        saving.apply_settings(self._run, self._progress, self._optimization, self.optimizer, self._get_learning_rate)
 
     def _load_best_model(self) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -662,13 +526,8 @@ class TrainerBase(Steps, Trainer):
             `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepared_eval(eval_dataset)
+            eval_dataset = self._preparation.held_out(eval_dataset)
         return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
-
-    def _prepared_eval(self, eval_dataset: Any) -> Any:
-        """Check and tokenize held-out prompts that a call passes."""
-        datasets.check_datasets(self.args, self.train_dataset, eval_dataset, self._preparation.encoder is None)
-        return self._preparation.prepared(eval_dataset, "eval_dataset")
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -735,10 +594,8 @@ class TrainerBase(Steps, Trainer):
         with evaluator.apart_from_training(run, self.model_wrapped, self.sampler.engine):
             batches = itertools.islice(self._sample_prompts(), 1 if sampling else None)
             rows = evaluator.rows_of_samples(run, batches, respond, self.score_responses, is_held_out)
-        if not rows:
-            return None
-        table = evaluations.table_of(rows, self.scorer.names)
-        if self.is_world_process_zero():
+        table = evaluations.table_of(rows, self.scorer.names) if rows else None
+        if table is not None and self.is_world_process_zero():
             self._printed = evaluations.show_table(table, self, is_held_out, self._printed)
         return table
 
@@ -765,7 +622,9 @@ class TrainerBase(Steps, Trainer):
         Raises:
             ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
         """
-        sets: Any = self.eval_dataset if eval_dataset is None else self._prepared_eval(eval_dataset)
+        sets: Any = self.eval_dataset
+        if eval_dataset is not None:
+            sets = self._preparation.held_out(eval_dataset)
         check_audit(self.args, sets, num_prefixes, num_continuations, self._play is not None)
         with evaluator.apart_from_training(self._run, self.model_wrapped, self.sampler.engine):
             batches = evaluator.held_out_prompts(
@@ -775,8 +634,6 @@ class TrainerBase(Steps, Trainer):
             result = auditor.audit(batches)
         if self.is_in_train:
             self._window.add(result.metrics)  # in the next log
-        if self.is_world_process_zero():
-            result.save(output_directory(self.args))
         return result
 
     def _sample_prompts(self) -> Iterator[Prompts]:
@@ -809,15 +666,13 @@ class TrainerBase(Steps, Trainer):
         if self.is_world_process_zero():
             rewards, log = reward_origins(self.reward_models, self.scorer.names), self.state.log_history
             more |= {"model_name": model_name, "dataset_name": dataset_name or self.dataset_name}
-            with_curves, reads_chats = not self.is_in_train, renders_chats(self.processing_class)
+            with_curves, reads_chats = not self.is_in_train, renders_chats(self._run.tokenizer)
             what = (self.args, self.policy_model, rewards, log)
             save_run_card(*what, tags=tags, with_curves=with_curves, reads_chats=reads_chats, **more)
 
     # ---- Counting: one step is one PPO update ----
 
-    def set_initial_training_values(
-        self, args: PPOConfig, dataloader: DataLoader
-    ) -> tuple[int, int, int, int, int, int | None, int]:
+    def set_initial_training_values(self, args: PPOConfig, dataloader: DataLoader) -> datasets.Counts:
         """Count epochs, steps and samples in PPO updates."""
         return datasets.counts(self.sizes, dataloader)
 
@@ -841,13 +696,10 @@ class TrainerBase(Steps, Trainer):
             logs: Trainer's logs; the key `loss` marks a training log, which every rank writes.
             start_time: Start time of training.
         """
-        of_training = "loss" in logs
-        if of_training:
-            logs.update(self._window.drain())
-        with raise_on_all_ranks(self.accelerator) if of_training else nullcontext():
+        if "loss" not in logs:
+            return super().log(logs, start_time)
+        logs.update(self._window.drain())
+        with raise_on_all_ranks(self.accelerator):
             super().log(logs, start_time)
-        if of_training:
-            self._run.agree_on_control()
-            rows = gather_object(self._rollout_metrics.kept_completions(self.state.global_step))
-            if rows and self.args.process_index == 0:
-                write_completions(output_directory(self.args), rows[:NUM_KEPT_COMPLETIONS])
+        self._run.agree_on_control()
+        self._rollout_metrics.save_completions()

@@ -354,24 +354,26 @@ IMPORT_HINTS = _by_name("import")
 
 
 def reject_call(
-    owner: str, args: Sequence[Any], kwargs: Mapping[str, object], known: Collection[str], elsewhere: Mapping[str, str]
+    trainer: type, args: Sequence[object], kwargs: Mapping[str, object], of_config: Collection[str]
 ) -> None:
     """Raise for a trainer's arguments in the order, or with the names, of other trainers.
 
     Args:
-        owner: Name of the trainer's class.
+        trainer: The trainer's class; one with `**kwargs` takes any name.
         args: Positional arguments.
         kwargs: Named arguments.
-        known: Names of the arguments that exist.
-        elsewhere: For each argument of another class, that class.
+        of_config: Names of the options of `PPOConfig`.
 
     Raises:
         TypeError: A model is first or second, as in TRL 0.11; or a name does not exist.
     """
-    if any(isinstance(argument, str) or hasattr(argument, "state_dict") for argument in args[:2]):
+    owner, known = trainer.__name__, inspect.signature(trainer).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    if any(isinstance(value, str) or hasattr(value, "state_dict") for value in args[:2]):
         raise TypeError(f"{owner} takes args first: write {owner}(args, model=..., processing_class=...)")
-    of_config = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
-    reject_unknown(owner, kwargs, known, of_config | TRAINER_HINTS, elsewhere)
+    hints = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
+    reject_unknown(owner, kwargs, known, hints | TRAINER_HINTS, dict.fromkeys(of_config, "PPOConfig"))
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
 from rlhf_ppo.generation.sampler import Sampler
@@ -52,12 +53,18 @@ class CriticAuditor:
         self._generator = np.random.default_rng((run.args.seed, run.args.process_index))
 
     def audit(self, batches: Iterable[Prompts]) -> CriticAudit:
-        """Audit the value model over the held-out prompts of all ranks; `batches` are this rank's."""
+        """Audit the value model over the held-out prompts of all ranks, of which `batches` are this rank's.
+
+        Rank 0 writes the result into the run's directory.
+        """
         run, gather = self.run, cast(Callable[..., Any], self.run.accelerator.gather_for_metrics)
         columns: list[Tensor] = [gather(self._columns(prompts)) for prompts in batches]
         run.timer.drain()
         run.logged.drain()
-        return audit(prefixes_of(torch.cat(columns)), run.args.seed)
+        result = audit(prefixes_of(torch.cat(columns)), run.args.seed)
+        if run.args.process_index == 0:
+            result.save(output_directory(run.args))
+        return result
 
     def _columns(self, prompts: Prompts) -> Tensor:
         """Sample responses to `B` prompts, and continuations of their prefixes; return `columns_of` them."""

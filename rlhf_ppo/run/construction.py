@@ -27,7 +27,9 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings, settle_special_tokens
 from rlhf_ppo.ranks import processes
-from rlhf_ppo.ranks.random_streams import RngStreams
+from rlhf_ppo.ranks.random_streams import RngStreams, set_up_callbacks
+from rlhf_ppo.ranks.signals import StopOnSignal
+from rlhf_ppo.reporting.health import add_console_and_health
 from rlhf_ppo.rewards.functions import LoggedByFunctions, RewardFunction
 from rlhf_ppo.rewards.judges import opponent_of
 from rlhf_ppo.rewards.resolve import resolve_rewards
@@ -270,6 +272,15 @@ def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) 
     )
 
 
+def add_callbacks(trainer: Trainer, run: RunState, sizes: Sizes, reward_models: Sequence[nn.Module]) -> StopOnSignal:
+    """Add the callbacks of console, health and signals; return the last. All draw their own random numbers."""
+    set_up_callbacks(run.callbacks, run.streams.callbacks, run.models.policy)
+    add_console_and_health(trainer, run.args, sizes, reward_models)
+    signals = StopOnSignal(run.sum_over_ranks, run.accelerator.num_processes)
+    trainer.add_callback(signals)
+    return signals
+
+
 def make_parts(
     trainer: Trainer, run: RunState, inputs: TrainerInputs, loaded: LoadedInputs, critic_only: CriticOnly
 ) -> Parts:
@@ -301,11 +312,11 @@ def make_parts(
             baselines.kinds,
             local_batch_size=loaded.sizes.local_batch_size,
         )
-    longest, episodes = loaded.preparation.limit, loaded.episodes
-    play = None if episodes is None else episodes.player(trainer, run, engine, longest, baselines.kinds)
+    limit, episodes = loaded.preparation.limit, loaded.episodes
     preparation = loaded.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     never_sampled, longest = preparation.never_sampled, preparation.longest_sequence
     sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.position)
+    play = None if episodes is None else episodes.player(trainer, run, sampler, limit, baselines.kinds)
     scorer = make_scorer(run, models.rewards, loaded.functions, chats)
     texts = inputs.ptx_dataset
     ptx = None if texts is None else LanguageModeling(run, loaded.sizes, critic_only, longest, texts)

@@ -70,17 +70,12 @@ def num_prompts(sizes: Sizes, args: PPOConfig) -> int:
     return sizes.local_batch_size // args.num_generations
 
 
-def counts(sizes: Sizes, loader: Any) -> tuple[int, int, int, int, int, int | None, int]:
-    """Return epochs, steps and samples in Trainer's form; one step is one PPO update.
+Counts = tuple[int, int, int, int, int, int | None, int]
+"""Epochs, updates per epoch, rows, episodes of the run and of an update, updates per epoch, and those of the run."""
 
-    Args:
-        sizes: Sizes of the run.
-        loader: The loader of prompts.
 
-    Returns:
-        Epochs, updates per epoch, rows, episodes of the run, episodes of an update, updates per epoch, updates of the
-        run.
-    """
+def counts(sizes: Sizes, loader: Any) -> Counts:
+    """Return epochs, steps and samples in Trainer's form; one step is one PPO update."""
     num_updates, batch_size = sizes.num_total_batches, sizes.batch_size
     per_epoch, num_epochs, num_examples = num_updates, sys.maxsize, num_updates * batch_size
     dataset = loader.dataset
@@ -289,8 +284,7 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
             f"num_generations={args.num_generations} repeats the prompts of train_dataset, but there is none; leave "
             "it 1, and pass a query to step() as often as it has responses"
         )
-    columns: Any = None if needs_prompts else list
-    check_rows(train_dataset, "train_dataset", columns)
+    check_rows(train_dataset, "train_dataset", None if needs_prompts else list)
     if eval_dataset is None:
         evaluating = {
             f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}": args.eval_strategy != "no",
@@ -298,7 +292,14 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
         }
         if option := next((option for option, is_set in evaluating.items() if is_set), None):
             raise ValueError(f"{option} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
-    elif isinstance(eval_dataset, Mapping):
+    else:
+        check_held_out(eval_dataset, needs_prompts)
+
+
+def check_held_out(eval_dataset: Any, needs_prompts: bool) -> None:
+    """Check the type and the first row of an evaluation set, or of several by name; see `check_datasets`."""
+    columns = None if needs_prompts else list
+    if isinstance(eval_dataset, Mapping):
         for name, dataset in eval_dataset.items():
             check_rows(dataset, f"eval_dataset[{name!r}]", columns)
     else:
@@ -425,6 +426,11 @@ class PromptPreparation:
         if eval_dataset is None:
             return train_dataset, None
         return train_dataset, self.prepared(eval_dataset, "eval_dataset")
+
+    def held_out(self, eval_dataset: Any) -> Any:
+        """Check and tokenize held-out prompts that a call passes."""
+        check_held_out(eval_dataset, needs_prompts=self.encoder is None)
+        return self.prepared(eval_dataset, "eval_dataset")
 
     def prepared(self, dataset: Any, name: str) -> Any:
         """Tokenize and check a data set, or each of a dict of data sets.

@@ -26,7 +26,7 @@ from rlhf_ppo.generation.episodes import (
     stop_ids,
 )
 from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows
-from rlhf_ppo.generation.sampler import sample_with
+from rlhf_ppo.generation.sampler import Sampler, sample_with
 from rlhf_ppo.generation.sampling import changed
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
@@ -129,7 +129,7 @@ class EpisodeRollouts:
         self,
         trainer: Trainer,
         run: RunState,
-        engine: GenerationEngine,
+        sampler: Sampler,
         longest_sequence: PositionLimit | None,
         opponents: Sequence[str],
     ) -> Play:
@@ -138,7 +138,7 @@ class EpisodeRollouts:
         Args:
             trainer: The trainer, which a `rollout_func` gets.
             run: The run.
-            engine: Samples the turns.
+            sampler: Gives the engine that samples the turns, and its settings.
             longest_sequence: The longest that every model supports, or None.
             opponents: Kinds of the policies that reward functions compare with.
 
@@ -148,9 +148,17 @@ class EpisodeRollouts:
         if opponents:
             raise ValueError(f"reward_funcs compare with {list(opponents)}, which plays no episodes: leave them out")
         run.logged.is_used = True
-        if self.rollout_func is None:
-            return partial(self._play, run, engine, longest_sequence)
-        return partial(self._roll_out, trainer, run)
+        play = partial(self._play, run, sampler.engine, longest_sequence)
+        if self.rollout_func is not None:
+            play = partial(self._roll_out, trainer, run)
+
+        def play_with(
+            model: nn.Module, prompts: Prompts, config: GenerationConfig | None
+        ) -> tuple[Responses, Prompts]:
+            with sampler.policy_of(model) as policy:
+                return play(policy, prompts, config or sampler.settings())
+
+        return play_with
 
     def _play(
         self,

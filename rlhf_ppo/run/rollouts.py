@@ -6,15 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
+from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.rollout import Experience, PackedIndices, Prompts, Responses, Rollout, forward_in_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.models.reference import Reference
 from rlhf_ppo.reporting import metrics
-from rlhf_ppo.reporting.completion_files import NUM_KEPT_COMPLETIONS, RecordedUpdate, completion_rows
+from rlhf_ppo.reporting.completion_files import (
+    NUM_KEPT_COMPLETIONS,
+    RecordedUpdate,
+    completion_rows,
+    write_completions,
+)
 from rlhf_ppo.rewards.scorer import WrongRewardError, scores_in_reward_unit
 from rlhf_ppo.run.learning import valued_tokens
 from rlhf_ppo.run.run_state import RunState
@@ -23,8 +30,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-Play = Callable[[nn.Module, Prompts, "GenerationConfig"], tuple[Responses, Prompts]]
-"""Plays episodes; returns responses and updated prompts."""
+Play = Callable[[nn.Module, Prompts, "GenerationConfig | None"], tuple[Responses, Prompts]]
+"""Plays episodes with the prepared model, as the settings say; returns responses and updated prompts."""
 
 
 def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Responses) -> PolicyAndValueOutput:
@@ -132,13 +139,16 @@ class RolloutMetrics:
             tokens = attention_mask.sum() if counted == "non_padding" else torch.tensor(attention_mask.numel())
             run.state.num_input_tokens_seen += int(run.sum_over_ranks(tokens.to(run.args.device)))
 
-    def kept_completions(self, step: int) -> list[dict[str, Any]]:
-        """Return this rank's first responses of an update, or an empty list if it is not the latest."""
-        latest, self._latest = self._latest, None
-        if latest is None or latest.step != step:
-            return []
-        num_rows = -(-NUM_KEPT_COMPLETIONS // self.run.accelerator.num_processes)
-        return completion_rows(latest, self.run.tokenizer, self.run.args.kl_estimator, num_rows)
+    def save_completions(self) -> None:
+        """Write the first responses of the latest update into the run's directory, if it has a rollout."""
+        run, latest, self._latest = self.run, self._latest, None
+        rows: list[dict[str, Any]] = []
+        if latest is not None and latest.step == run.state.global_step:
+            num_rows = -(-NUM_KEPT_COMPLETIONS // run.accelerator.num_processes)
+            rows = completion_rows(latest, run.tokenizer, run.args.kl_estimator, num_rows)
+        rows = gather_object(rows)
+        if rows and run.args.process_index == 0:
+            write_completions(output_directory(run.args), rows[:NUM_KEPT_COMPLETIONS])
 
 
 def metrics_of_evaluation(

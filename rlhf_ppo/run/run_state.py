@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -152,6 +153,11 @@ class RunState:
     def is_over(self) -> bool:
         """Whether the run has had all its updates."""
         return self.state.global_step >= self.state.max_steps
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the latest update has a checkpoint."""
+        return os.path.basename(self.last_checkpoint or "") == f"checkpoint-{self.state.global_step}"
 
     def position(self) -> str:
         """Return the current position for errors: `update 3`, or `evaluation after update 3`."""

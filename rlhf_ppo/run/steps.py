@@ -1,4 +1,4 @@
-"""What `TrainerBase` needs from `PPOTrainer`: the steps of an update that the run around the updates calls."""
+"""What `TrainerBase` needs from `PPOTrainer`: the steps of an update that evaluations call too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
-from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.rewards.scorer import PendingScores, Scores
 
 
@@ -28,21 +27,13 @@ class Steps(ABC):
         """Sample a response to each prompt."""
 
     @abstractmethod
+    def _respond(self, prompts: Prompts, config: GenerationConfig | None = None) -> tuple[Responses, Prompts]:
+        """Sample responses, or play episodes."""
+
+    @abstractmethod
     def score_responses(self, responses: Responses, prompts: Prompts, pending: PendingScores | None = None) -> Scores:
         """Score responses with all reward sources."""
 
     @abstractmethod
-    def estimate_advantages(self, rollout: Rollout) -> Experience:
-        """Compute rewards, advantages and returns."""
-
-    @abstractmethod
     def shape_rewards(self, rollout: Rollout) -> Tensor:
         """Compute each token's reward."""
-
-    @abstractmethod
-    def learn(self, experience: Experience) -> UpdateStatistics:
-        """Take the optimizer steps of an update."""
-
-    @abstractmethod
-    def _end_update(self, rollout: Rollout, experience: Experience, statistics: UpdateStatistics) -> dict[str, float]:
-        """Count an update and report."""
