@@ -75,18 +75,7 @@ def make_environment(
     if env_type not in KEYS:
         raise ValueError(f"env_type={env_type!r} must be one of {list(KEYS)}{suggestion(env_type, KEYS)}")
     entries = json_object("config", config)
-    mistakes = [
-        f"config has {key}={redacted(entries[key], key)!r}, which {env_type} does not know; its keys are "
-        f"{list(KEYS[env_type])}{suggestion(key, KEYS[env_type])}"
-        for key in entries.keys() - {*KEYS[env_type]}
-    ]
-    mistakes += [
-        f"{name} is given beside the environment's config and in it: leave one of them out"
-        for name, value in (("reward_fn", reward_fn), ("reward_weights", reward_weights))
-        if value is not None and entries.get(name) is not None
-    ]
-    if mistakes:
-        raise ValueError(mistakes[0])
+    _check_entries(entries, env_type, {"reward_fn": reward_fn, "reward_weights": reward_weights})
     fn = entries.get("reward_fn") if reward_fn is None else reward_fn
     further = [] if fn is None else [_reward("reward_fn", fn)]
     further_weights = {function_name(reward): 1.0 for reward in further}
@@ -112,6 +101,19 @@ def make_environment(
     stops = entries.get("stop_strings") or entries.get("stop_sequences")  # AITraining's default is an empty list
     settings = {"stop_strings": [stops] if isinstance(stops, str) else stops} if stops else {}
     return Environment(rewards, parse_weights("reward_weights", weights) if weights else None, settings)
+
+
+def _check_entries(entries: Mapping[str, Any], env_type: str, arguments: Mapping[str, object]) -> None:
+    """Raise a `ValueError` if a config has an unknown key, or one that is also an argument."""
+    keys = KEYS[env_type]
+    for key, value in entries.items():
+        if key not in keys:
+            raise ValueError(
+                f"config has {key}={redacted(value, key)!r}, which {env_type} does not know; its keys are "
+                f"{list(keys)}{suggestion(key, keys)}"
+            )
+        if value is not None and arguments.get(key) is not None:
+            raise ValueError(f"{key} is given beside the environment's config and in it: leave one of them out")
 
 
 def _component(name: str, spec: RewardSpec | Mapping[str, Any]) -> Callable[..., Any]:

@@ -103,6 +103,18 @@ def save_run_card(
     vars(card.data).update({"pipeline_tag": task, **stated, **library})
     if with_curves:
         _draw(log, output_dir / CURVES)
+    ours = f"using rlhf_ppo {installed_versions().get('rlhf_ppo', '')}"
+    card.text = card.text.replace("using [TRL](https://github.com/huggingface/trl)", ours)
+    card.text = with_local_names(card.text, name, base, dataset_name) + _sections(args, rewards, log, output_dir)
+    if not reads_chats:
+        card.text = card.text.replace('[{"role": "user", "content": question}]', "question", 1)
+    if args.stop_strings:  # transformers looks for them with the tokenizer
+        card.text = card.text.replace("max_new_tokens=128", "max_new_tokens=128, tokenizer=generator.tokenizer", 1)
+    write_text(output_dir / CARD, str(card))
+
+
+def _sections(args: PPOConfig, rewards: Sequence[str], log: Log, output_dir: Path) -> str:
+    """Return the sections that follow TRL's text: rewards, metrics, settings, curves and a judge's verdict."""
     sections = {
         "Rewards": "\n".join(f"- `{_last_part(name)}`" for name in rewards),
         "Final metrics": _table("metric", {name: f"{value:.4g}" for name, value in final_metrics(log).items()}),
@@ -111,14 +123,7 @@ def save_run_card(
     if (output_dir / CURVES).exists():
         sections["Curves"] = f"![Curves of the training]({CURVES})"
     text = "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items())
-    ours = f"using rlhf_ppo {installed_versions().get('rlhf_ppo', '')}"
-    card.text = card.text.replace("using [TRL](https://github.com/huggingface/trl)", ours)
-    card.text = with_local_names(card.text, name, base, dataset_name) + text + _judged(found_judgements(output_dir))
-    if not reads_chats:
-        card.text = card.text.replace('[{"role": "user", "content": question}]', "question", 1)
-    if args.stop_strings:  # transformers looks for them with the tokenizer
-        card.text = card.text.replace("max_new_tokens=128", "max_new_tokens=128, tokenizer=generator.tokenizer", 1)
-    write_text(output_dir / CARD, str(card))
+    return text + _judged(found_judgements(output_dir))
 
 
 def with_local_names(card: str, name: str, base: str | None, dataset: str | None) -> str:
