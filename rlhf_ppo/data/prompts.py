@@ -281,7 +281,7 @@ def without_none(value: Any) -> Any:
     return [without_none(inner) for inner in value] if isinstance(value, list) else value  # pyright: ignore
 
 
-def renders_chats(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> bool:
+def renders_chats(tokenizer: Any) -> bool:
     """Return whether a tokenizer renders conversations: with a chat template or, as mistral-common's, with code."""
     if tokenizer.chat_template is not None:
         return True

@@ -21,7 +21,7 @@ from rlhf_ppo.terminal import visible_logger
 class RankedLogger(MultiProcessAdapter):
     """accelerate's logger, which logs on the main process only unless `main_process_only=False`."""
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Prefix the rank if there are several processes."""
         if PartialState().num_processes > 1:
             return super().process(msg, kwargs)
@@ -68,7 +68,7 @@ def mixed_precision_dtype(source: Accelerator | TrainingArguments) -> torch.dtyp
 
 
 def give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:
-    """With 16-bit precision, convert trainable, unsharded weights to the engine's type.
+    """With 16-bit precision, convert trainable, unsharded weights to the backend's type.
 
     ZeRO-3 keeps trainable weights in buffers of one type; its optimizer has float32 copies. PEFT creates float32
     adapters over 16-bit models.
@@ -132,18 +132,18 @@ def raise_on_all_ranks(accelerator: Accelerator | PartialState, kind: type[Excep
             a common built-in error keeps its type and names the rank; any other becomes a `RuntimeError` that names
             rank and type.
     """
-    own: Exception | None = None
+    failure: Exception | None = None
     try:
         yield
     except kind as error:
-        own = error
-    if accelerator.num_processes > 1 and any_rank(own is not None):
-        sent = None if own is None else _portable(own, accelerator.process_index)
+        failure = error
+    if accelerator.num_processes > 1 and any_rank(failure is not None):
+        sent = None if failure is None else _portable(failure, accelerator.process_index)
         raised = [error for error in gather_object([sent]) if error is not None]
-        own = own or raised[0]
-    if own is not None:
-        own.__dict__[_ON_ALL_RANKS] = True
-        raise own
+        failure = failure or raised[0]
+    if failure is not None:
+        failure.__dict__[_ON_ALL_RANKS] = True
+        raise failure
 
 
 _ON_ALL_RANKS = "_rlhf_ppo_on_all_ranks"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from accelerate.utils import set_seed
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 
 def upcoming_seed(label: str) -> int:
@@ -153,7 +154,7 @@ class RngStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         name, keys, *rest = state["numpy"]
-        known = {key: state.get(key, own) for key, own in self._states.items()}
+        known = {key: state.get(key, present) for key, present in self._states.items()}
         self._states = {**known, "numpy": (name, keys.numpy().astype(np.uint32), *rest)}
 
 
@@ -198,7 +199,7 @@ class RngStreams:
         return os.path.join(checkpoint, f"separate_rng_state_{self.process_index}.pth")
 
 
-def set_up_callbacks(handler: Any, stream: RngStream, policy: torch.nn.Module) -> None:
+def set_up_callbacks(handler: CallbackHandler, stream: RngStream, policy: torch.nn.Module) -> None:
     """Let all callbacks of a handler draw from a stream, and see the policy as `model`.
 
     Args:
@@ -208,7 +209,7 @@ def set_up_callbacks(handler: Any, stream: RngStream, policy: torch.nn.Module) -
     """
     call_event: Callable[..., Any] = handler.call_event
 
-    def call_in_stream(event: str, *args: Any, **kwargs: Any) -> Any:
+    def call_in_stream(event: str, *args: object, **kwargs: object) -> Any:
         handler.model = policy
         if not any(_handles(callback, event) for callback in handler.callbacks):
             return call_event(event, *args, **kwargs)

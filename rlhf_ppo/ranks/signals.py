@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rlhf_ppo.terminal import visible
 
@@ -105,11 +105,11 @@ class StopOnSignal(TrainerCallback):
 
     def agree(self, device: torch.device) -> None:
         """Set `stopped` on all ranks if any rank has received a signal; every rank must call this."""
-        own = torch.tensor([float(self.received == number) for number in STOPPING], device=device)
-        flags = self.reduce_sum(own).tolist()
+        received = torch.tensor([float(self.received == number) for number in STOPPING], device=device)
+        flags = self.reduce_sum(received).tolist()
         self.stopped = next((int(number) for number, flag in zip(STOPPING, flags, strict=True) if flag > 0), None)
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: object, control: TrainerControl, **kwargs: object) -> None:
         """Request a checkpoint and the end of training, on all ranks together."""
         self.agree(args.device)
         if self.stopped is not None:
@@ -122,7 +122,7 @@ def _restore_handlers() -> None:
     _previous.clear()
 
 
-def _handle(number: int, frame: Any) -> None:
+def _handle(number: int, frame: object) -> None:
     if number == getattr(signal, "SIGHUP", None):
         discard_closed_terminal()
     if not _listening:  # the last run was closed in another thread
@@ -145,7 +145,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_in_child)
 
 
-def leave_signals_to_parent(initialize: Callable[[int], Any] | None, worker: int) -> None:
+def leave_signals_to_parent(initialize: Callable[[int], object] | None, worker: int) -> None:
     """Initialize a data-loader worker that only its parent ends: schedulers signal all processes of a job.
 
     Args:

@@ -121,7 +121,7 @@ def assemble_models(
 
 
 def _prepare_rewards(
-    given: Iterable[LoadedRewardModel], needs_critic: bool, accelerator: Accelerator | None
+    loaded: Iterable[LoadedRewardModel], needs_critic: bool, accelerator: Accelerator | None
 ) -> tuple[list[LoadedRewardModel], nn.Module | None]:
     """Check each reward model, and shard it with `accelerator`, before the next one is loaded.
 
@@ -130,7 +130,7 @@ def _prepare_rewards(
     """
     rewards: list[LoadedRewardModel] = []
     critic = None
-    for reward in given:
+    for reward in loaded:
         _check_loaded({reward.argument: reward.model})
         if needs_critic and reward.tokenizer is None:
             needs_critic = False
@@ -233,9 +233,9 @@ def _share_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel])
             )
 
 
-def _check_distinct(models: Mapping[str, Any]) -> None:
-    given = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
-    for (name, model), (other_name, other) in itertools.combinations(given, 2):
+def _check_distinct(models: Mapping[str, object]) -> None:
+    modules = [(name, model) for name, model in models.items() if isinstance(model, nn.Module)]
+    for (name, model), (other_name, other) in itertools.combinations(modules, 2):
         if model is other:
             raise ValueError(
                 f"{name} and {other_name} are the same object, so training one would change the other; load the model "

@@ -179,19 +179,19 @@ class Optimization:
                 self._scheduler.step()
 
 
-def _set_rate(group: dict[str, Any], rate: Any) -> None:
+def _set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
     if isinstance(group["lr"], Tensor):  # captured by a CUDA graph
         group["lr"].fill_(float(rate))
     else:
         group["lr"] = float(rate)
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> object:
     """Return one value if all parameter groups agree."""
     return value[0] if isinstance(value, list) and value and all(item == value[0] for item in value) else value
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -206,7 +206,7 @@ def follow_metric(args: PPOConfig) -> None:
         args.lr_scheduler_kwargs = {"mode": mode} | (settings_of(args.lr_scheduler_kwargs) or {})
 
 
-def follows_metric(scheduler: Any) -> bool:
+def follows_metric(scheduler: object) -> bool:
     """Return whether a scheduler steps after each evaluation instead of after each update."""
     return isinstance(scheduler, ReduceLROnPlateau | GreedyLR)
 

@@ -162,7 +162,7 @@ class LanguageModeling:
         self,
         model: nn.Module,
         statistics: UpdateStatistics,
-        forward_context: Callable[[], AbstractContextManager[Any]],
+        forward_context: Callable[[], AbstractContextManager[object]],
     ) -> Tensor | float:
         """Add the gradients of the next rows to those of the optimizer step.
 

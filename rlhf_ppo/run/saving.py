@@ -242,7 +242,7 @@ def without_frozen(run: RunState, model: nn.Module) -> Iterator[None]:
         del prepared.save_checkpoint
 
 
-def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _drop_frozen(model: torch.nn.Module, state_dict: dict[str, object], prefix: str, metadata: object) -> None:
     """Drop frozen parameters under all of their names; DeepSpeed drops one name of a shared or tied parameter."""
     for name, parameter in model.named_parameters(prefix.rstrip("."), remove_duplicate=False):
         if not parameter.requires_grad:
@@ -380,7 +380,7 @@ def comparable_arguments(args: TrainingArguments) -> dict[str, Any]:
     return json.loads(json.dumps(values, default=str))
 
 
-def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_changes(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return the arguments that have changed, with both values; empty if none has."""
     changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
     return ", ".join(f"{name}={now[name]!r} (was {before[name]!r})" for name in changed)

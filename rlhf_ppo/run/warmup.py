@@ -62,14 +62,14 @@ class CriticOnly:
             self._held = {id(groups[index]) for index in policy_groups}
             self._hooks = [optimizer.register_step_pre_hook(self._hide), optimizer.register_step_post_hook(self._show)]
 
-    def _hide(self, optimizer: Any, *_: Any) -> None:
+    def _hide(self, optimizer: Any, *_: object) -> None:
         if self.warms_up:
             held = [group for group in optimizer.param_groups if id(group) in self._held]
             self._left_out = [(weight, weight.grad) for group in held for weight in group["params"]]
             for weight, _grad in self._left_out:
                 weight.grad = None
 
-    def _show(self, *_: Any) -> None:
+    def _show(self, *_: object) -> None:
         for weight, grad in self._left_out:  # some exist for the whole run
             weight.grad = grad
         self._left_out = []
