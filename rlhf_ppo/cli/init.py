@@ -178,7 +178,7 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, colu
     if argument == "prompts":
         num_rows = len(rows)
         rows, held_out = with_prompts(rows, name, column), held_out and with_prompts(held_out, name, column)
-        name += f" without {num_rows - len(rows)} empty prompts" if len(rows) < num_rows else ""  # errors count rows
+        name += " without empty prompts" if len(rows) < num_rows else ""  # errors name rows by their number
     elif argument != "texts":
         rows, held_out = separate_prompts(rows), held_out and separate_prompts(held_out)
     if argument in COLUMNS:
@@ -216,7 +216,7 @@ def with_prompts(rows: Any, name: str, column: str | None) -> Any:
         rows = rows.remove_columns(column).add_column(column, prompts)
     filled = [index for index, prompt in enumerate(prompts) if prompt and str(prompt).strip()]
     if 0 < len(filled) < len(rows):
-        print_text(f"{name}: dropped {len(rows) - len(filled)} of {len(rows)} rows, which have no prompt.")
+        print_text(f"{name}: dropped {len(rows) - len(filled)} of {len(rows)} rows without a prompt.")
         rows = rows.select(filled)
     return rows
 
