@@ -94,9 +94,7 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         is_slow = size > SLOW and not torch.accelerator.is_available()
         options = propose(size, is_slow, sections, positions, response, args.lora)
         prompt = data["prompts"].rows[0][prompt_column(data["prompts"].rows.column_names, "prompts")]
-        if is_dialogue(prompt):
-            options["ppo"]["stop_strings"] = [HH_USER]
-        text = written(args, is_slow, sections, options)
+        text = written(args, is_slow, sections, options, HH_USER if is_dialogue(prompt) else None)
         folder.mkdir(parents=True)
         for section in sections.values():
             if section.is_split:
@@ -270,12 +268,15 @@ def num_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[
 
 
 def _answered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversations that end in an answer, as prompt and completion; other rows as they are."""
+    """Return the dialogues that end in an answer, as prompt and completion; other rows as they are."""
     answered = [
         {"prompt": messages[:-1], "completion": messages[-1:]}
         for messages in (row.get("messages", ()) for row in rows)
         if [message["role"] for message in messages[-2:]] in (["user", "assistant"], ["tool", "assistant"])
     ]
+    for text in (row.get("text") for row in rows):
+        if (prompt := without_last_answer(text)) != text:
+            answered.append({"prompt": prompt, "completion": text[len(prompt) :]})
     return answered or rows
 
 
@@ -393,7 +394,11 @@ def learning_rate(at_a_billion: float, size: int) -> float:
 
 
 def written(
-    args: argparse.Namespace, is_slow: bool, sections: Mapping[str, Data], options: Mapping[str, Mapping[str, object]]
+    args: argparse.Namespace,
+    is_slow: bool,
+    sections: Mapping[str, Data],
+    options: Mapping[str, Mapping[str, object]],
+    stop_string: str | None,
 ) -> str:
     """Return the text of the pipeline's file.
 
@@ -402,6 +407,7 @@ def written(
         is_slow: As for `propose`.
         sections: The data of each section.
         options: The options of each section.
+        stop_string: A text that ends a response, or None.
     """
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["scalar"] = scalar
@@ -409,6 +415,7 @@ def written(
         args=args,
         data=sections,
         is_slow=is_slow,
+        stop_string=stop_string,
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         options={name: yaml.safe_dump(section, sort_keys=False) for name, section in options.items()},
     )

@@ -166,7 +166,10 @@ def _of_training(outcome: Outcome, runs: Sequence[RecordedRun]) -> Iterator[str]
     score = _ends(runs, "objective/raw_scores") or _ends(runs, "objective/scores")
     ended = _ends([run for run in runs if _has_stop(run)], "response/ended_frac")
     if ended and ended[1] < FEW_ENDED:
-        yield f"Only {ended[1]:.0%} of the responses end by themselves: raise response_length."
+        yield (
+            f"Only {ended[1]:.0%} of the responses end by themselves: raise response_length, or first train on texts "
+            "that end."
+        )
     if kl and length and kl[1] > KL_PER_TOKEN_LARGE * length[1]:
         yield (
             f"The policy has moved far from the reference, {kl[1] / length[1]:.2f} nats of KL per token: raise "

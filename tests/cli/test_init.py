@@ -140,6 +140,7 @@ def turn(role: str, content: str) -> dict[str, str]:
             "texts",
             (16, 2),
         ),
+        ({"text": "Human: w4\n\nAssistant: w5 w6 w7"}, "texts", (3, 3)),
         ({"prompt": "w4", "completion": " w5 w6"}, "texts", (1, 2)),
         ({"prompt": [turn("user", "w4")], "completion": [turn("assistant", "w5 w6")]}, "texts", (8, 3)),
         ({"chosen": "w4 w5 w6 w7", "rejected": "w4 w5 x9"}, "preferences", (2, 2)),
@@ -206,6 +207,7 @@ def test_a_chat_model_with_raw_dialogues_is_told_what_happens_to_its_template(ca
     steps = read_pipeline("run.yaml").steps
     check_steps(steps)
     assert steps[0].options["stop_strings"] == ["\n\nHuman:"]
+    assert r'stop_strings: ["\n\nHuman:"] #' in Path("run.yaml").read_text()
     assert {*read("prompts")[0]} == {"prompt"} and read("prompts")[0]["prompt"].startswith("\n\nHuman: w")
 
 

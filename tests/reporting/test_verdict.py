@@ -91,7 +91,8 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "entropy": ({"policy__entropy_avg": 0.5}, "entropy has fallen from 2.00 to 0.50"),
     "exploits": ({}, "The score rose from 0.00 to 0.50, but the judge does not agree"),
     "no rise": ({"objective__scores": 0.05}, "The score has not risen, from 0.00 to 0.05: raise total_episodes"),
-    "cut": ({"response__ended_frac": 0.3}, "Only 30% of the responses end by themselves: raise response_length"),
+    "cut": ({"response__ended_frac": 0.3}, "Only 30% of the responses end by themselves: raise response_length, or "
+            "first train on texts that end."),
     "own": ({"judged_by": ["weights 1"], "accuracy": CHANCE, "objective__kl": 11.0, "policy__entropy_avg": 0.5},
             "The judge is PPO's own reward"),
     "few prompts": ({"wins": -11}, "Only 29 prompts were judged: judge more."),
