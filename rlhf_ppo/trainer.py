@@ -143,13 +143,13 @@ class PPOTrainer(TrainerBase):
         self._begin_run(resume_from_checkpoint)
         for prompts in self._prompt_batches():  # ends with the data, or at a signal
             rollout = self.collect_rollout(prompts)  # 1. sample, score, compute log-probabilities and values
-            self._accept(rollout)  # counts the scores in the moments by which stage 2 scales them
+            self._check_and_count_scores(rollout)  # NaN ends the run; stage 2 scales by the counted scores
             experience = self.estimate_advantages(rollout)  # 2. rewards, KL, GAE
             statistics = self.learn(experience)  # 3. epochs x mini-batches x micro-batches
             self._end_update(rollout, experience, statistics)  # 4. KL coefficient, metrics, log, evaluate, save
         return self._finish_run()
 
-    def _accept(self, rollout: Rollout) -> None:
+    def _check_and_count_scores(self, rollout: Rollout) -> None:
         """Stop at values that are not finite, and count the scores in the moments that scale them."""
         self._guard.check_rollout(rollout)
         if self.args.score_scaling:
@@ -177,10 +177,7 @@ class PPOTrainer(TrainerBase):
         model.eval()  # not chained: DeepSpeed returns None
         if responses is None:
             with run.timer.phase("generate"):
-                if self._play is None:
-                    responses, prompts = self.generate_responses(prompts), self._with_baselines(prompts)
-                else:
-                    responses, prompts = self._play(model, prompts, None)
+                responses, prompts = self._respond(prompts)
         batch = ScoringBatch.of(responses, prompts, self.tokens)
         # Rewards have their own random numbers, also those that run while the models compute.
         with run.streams.rewards.in_use(), self.scorer.start(batch) if scores is None else nullcontext() as pending:
@@ -212,7 +209,8 @@ class PPOTrainer(TrainerBase):
         Args:
             prompts: `B` prompts.
             config: Sampling parameters; None takes those of training.
-            policy: Samples instead of the policy: a module whose attribute `policy` is a language model, or None.
+            policy: The wrapper of another model to sample from, whose attribute `policy` is that model; None: the
+                trained policy.
 
         Returns:
             `B` prompts with their responses.
@@ -372,7 +370,7 @@ class PPOTrainer(TrainerBase):
             with learning.accumulate(self.accelerator, model, number == len(parts), self.args):
                 loss, figures = self._backward(micro_batch, num_tokens)
             statistics.add(micro_batch, *figures)
-            losses.append(loss * self.accelerator.num_processes)
+            losses.append(loss * self.accelerator.num_processes)  # a share of the sum; Trainer logs the ranks' mean
             if number < len(parts):
                 run.fire("on_substep_end")
         losses[-1] = losses[-1] + ptx_loss
@@ -383,7 +381,7 @@ class PPOTrainer(TrainerBase):
 
         Args:
             losses: Losses of the step's micro-batches; Trainer logs their mean over the update's steps.
-            statistics: Statistics of these micro-batches.
+            statistics: Of the update; those of the step's micro-batches are the last.
 
         Returns:
             Gradient norm before clipping.
@@ -413,8 +411,9 @@ class PPOTrainer(TrainerBase):
     def _backward(self, part: Experience, num_tokens: float) -> tuple[Tensor, Losses]:
         """Run a micro-batch's passes forward and backward; return its loss, and outputs and losses of each token.
 
-        Where each model has a pass (see `learning.passes`), the backward pass of one runs before the other's forward
-        pass, to hold one model's activations at a time. An overridden `compute_loss` has one backward pass.
+        Where each model has a pass (see `learning.model_passes`), the backward pass of one runs before the
+        other's forward pass, to hold one model's activations at a time. An overridden
+        `compute_loss` has one backward pass.
         """
         model, run_backward = self.model_wrapped, partial(learning.backward, self.accelerator)
         if type(self).compute_loss is PPOTrainer.compute_loss:
@@ -449,7 +448,7 @@ class PPOTrainer(TrainerBase):
         return (loss, losses) if return_outputs else loss
 
     def _sum_of_passes(
-        self, model: nn.Module, part: Experience, num_tokens: float, finish: Callable[[Tensor], Tensor]
+        self, model: nn.Module, part: Experience, num_tokens: float, with_term: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Losses]:
         """Run the policy, the value model, or both in one pass, and add up the terms of the loss.
 
@@ -457,23 +456,23 @@ class PPOTrainer(TrainerBase):
             model: The `PolicyAndValue`.
             part: The micro-batch.
             num_tokens: Number of tokens to divide by.
-            finish: Takes the term of each pass, before the next pass begins.
+            with_term: Takes the term of each pass before the next pass begins; training runs the backward pass in it.
         """
         args, losses, zero = self.args, Losses.before(part), part.logprobs.new_zeros(())
         total, responses = zero, part.responses
-        for only in learning.passes(self.accelerator, args, self.value_model, self._critic_only.warms_up):
-            output, policy, value = losses
+        for only in learning.model_passes(self.accelerator, args, self.value_model, self._critic_only.warms_up):
+            output, policy_loss, value_loss = losses
             with self._forward_context():
                 output = output._replace(**model(*responses.batch, only=only, places=responses.places)._asdict())
                 if only == "value_model":
                     term = zero + learning.zero_of_policy(model, self.policy_model)
                 else:
-                    policy = self.policy_loss(output.logprobs, part)
-                    term = learning.policy_term(policy, output, part, num_tokens, args)
+                    policy_loss = self.policy_loss(output.logprobs, part)
+                    term = learning.policy_term(policy_loss, output, part, num_tokens, args)
                 if only != "policy":
-                    value = self.value_loss(output.values, part)
-                    term = term + learning.value_term(value, part, num_tokens, args)
-            total, losses = total + finish(term), Losses(output, policy, value)
+                    value_loss = self.value_loss(output.values, part)
+                    term = term + learning.value_term(value_loss, part, num_tokens, args)
+            total, losses = total + with_term(term), Losses(output, policy_loss, value_loss)
         return total, losses
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
@@ -572,6 +571,6 @@ class PPOTrainer(TrainerBase):
         with self._run_of_steps.update(self._begin_steps, self._leave_if_stopped, self._finish_run):
             self._run.fire("on_step_begin")
             rollout = self.collect_rollout(Prompts.of_responses(rows), rows, row_scores)
-            self._accept(rollout)
+            self._check_and_count_scores(rollout)
             experience = self.estimate_advantages(rollout)
             return self._end_update(rollout, experience, self.learn(experience))

@@ -207,6 +207,7 @@ class TrainerBase(Steps, Trainer):
         run, loop = self._run, self._loop
         for epoch in itertools.count(self._progress.epoch):
             run.fire("on_epoch_begin")
+            run.agree_on_control()
             self._load_rng_state(loop.checkpoint)
             num_batches = num_skipped = self._progress.batches_in_epoch
             if run.is_over:  # resumed from the run's last checkpoint
@@ -297,7 +298,7 @@ class TrainerBase(Steps, Trainer):
         if self._run_of_steps.is_beginning:  # nothing has run
             return TrainOutput(0, 0.0, {})
         if self._has_unlogged_updates():
-            # It ended early, after its checkpoint: a resumed run logs as if it had not.
+            # Only a log: the checkpoint is written, so the log of a resumed run stays the same.
             control.should_log, control.should_evaluate, control.should_save = True, False, False
             self._log_save_evaluate()
         self._leave_if_stopped()
@@ -583,7 +584,7 @@ class TrainerBase(Steps, Trainer):
         those of a stream's latest update. The title of the table names the source.
 
         Args:
-            sampling: Whether to stop after one batch.
+            sampling: Whether to stop after one batch, TRL's name; responses are greedy either way.
 
         Returns:
             One row per prompt: query, model response, score, and each reward if there are several; rank 0 also writes

@@ -124,7 +124,7 @@ def num_computed_in_parts(rows: np.ndarray, sizes: Sequence[int]) -> int:
     return sum(num_computed(part) for part in np.split(rows, np.cumsum(sizes)[:-1]))
 
 
-def sizes_within(rows: np.ndarray, max_tokens: int) -> list[int]:
+def sizes_within_shared(rows: np.ndarray, max_tokens: int) -> list[int]:
     """Fill consecutive parts with as many rows as fit; return the number of rows of each.
 
     Args:

@@ -63,9 +63,9 @@ class PackedIndices:
         lengths: Real tokens of each row, long `(B,)`.
         starts: Index of each row's first token among the real tokens, then `N`, int32 `(B + 1,)`.
         longest: Tokens of the longest row.
-        response_tokens: Indices of the response tokens in the flattened `(B, L)`, long `(M,)`; empty without a
-            response mask.
-        responses: Their indices in the flattened `(B, T)`, long `(M,)`.
+        response_tokens: Indices of the response tokens in the rows, the flattened `(B, L)`, long `(M,)`; empty without
+            a response mask.
+        responses: The same tokens in the responses, the flattened `(B, T)`, long `(M,)`.
         images: The images of each row; None in a run without images.
         ids: Token ids `(B, L)`.
     """
@@ -601,8 +601,8 @@ class Experience:
         loss_mask: True on the learned tokens, bool `(B, T)`: the policy's tokens in responses with a score. Rows
             without a score stay in the batch: every rank runs the same number of passes.
         importance_weights: Factors of the policy loss, float32 `(B, T)`; None: all 1.
-        loss_weights: Weights of the policy loss in the mini-batch, float32 `(B, T)`; None: all 1.
-        value_weights: Weights of the value loss, float32 `(B, T)`; None: all 1.
+        policy_weights: Weights of the policy loss in the mini-batch, float32 `(B, T)`; None: all 1.
+        value_weights: Weights of the value loss, float32 `(B, T)`; None: all 1. Learning sets both.
     """
 
     responses: Responses
@@ -614,7 +614,7 @@ class Experience:
     returns: Tensor
     loss_mask: Tensor
     importance_weights: Tensor | None = None
-    loss_weights: Tensor | None = None
+    policy_weights: Tensor | None = None
     value_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -669,8 +669,7 @@ def micro_batch_rows(
         max_tokens: Maximum tokens of a part, prompts included; a longer row is a part of its own. None: `max_rows`.
         gather: Concatenates a tensor over all ranks. Every rank makes as many parts as the rank that needs most.
         is_packed: Whether the models pack rows.
-        shares_prefixes: Whether they compute tokens with which several rows begin once; parts have at most
-            `max_tokens` such tokens.
+        shares_prefixes: Whether they compute a common beginning of rows once; `max_tokens` then counts it once.
 
     Returns:
         The rows of each micro-batch.
@@ -684,7 +683,7 @@ def micro_batch_rows(
     if shares_prefixes and len(sizes) > 1:
         ids = responses.places.squeezed_rows
         alike = prefixes.sorted_like_a_dictionary(ids)
-        of_alike = sizes if max_tokens is None else prefixes.sizes_within(ids[alike], max_tokens)
+        of_alike = sizes if max_tokens is None else prefixes.sizes_within_shared(ids[alike], max_tokens)
         before = ids if order is None else ids[order]
         if prefixes.num_computed_in_parts(ids[alike], of_alike) < prefixes.num_computed_in_parts(before, sizes):
             order, sizes = alike.tolist(), of_alike

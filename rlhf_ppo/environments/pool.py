@@ -76,7 +76,7 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """The answer to one call.
 
     Attributes:
@@ -109,7 +109,7 @@ class Round:
         lost: As `Episode.lost`.
     """
 
-    answers: list[Answer]
+    answers: list[ToolAnswer]
     turn_reward: float = 0.0
     done: bool = False
     truncated: bool = False
@@ -274,21 +274,21 @@ def _flag(environment: object, name: str) -> bool:
     return not callable(value) and bool(value)  # a tool may have this name
 
 
-def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[Answer]:
+def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[ToolAnswer]:
     """Answer one episode's calls: sync ones in order, then async ones side by side."""
-    answers: list[Answer] = []
+    answers: list[ToolAnswer] = []
     later: list[tuple[Tool, Coroutine[Any, Any, Any]]] = []
     for call in calls:
         function = call.get("function")
         if call.get("type") != "function" or not isinstance(function, Mapping):
             text = f"Unsupported tool call type: {call.get('type')}"
-            answers.append(Answer(call.get("name", "unknown"), error_answer(text), failed=True))
+            answers.append(ToolAnswer(call.get("name", "unknown"), error_answer(text), failed=True))
             continue
         name = str(function.get("name"))
         arguments: Any = function.get("arguments")
         tool = episode.kind.tools.get(name)
         if tool is None:
-            answers.append(Answer(name, error_answer(f"Tool {name} not found."), failed=True))
+            answers.append(ToolAnswer(name, error_answer(f"Tool {name} not found."), failed=True))
             continue
         bound = tool.function or getattr(episode.environment, name)
         if not tool.is_async:
@@ -297,40 +297,42 @@ def _answers(episode: Episode, calls: Sequence[Mapping[str, Any]]) -> list[Answe
         try:
             later.append((tool, bound(**arguments)))
         except Exception as error:
-            answers.append(Answer(name, error_answer(error), failed=True))
+            answers.append(ToolAnswer(name, error_answer(error), failed=True))
     return answers + (_called_async(episode, later) if later else [])
 
 
 def _called(
     episode: Episode, name: str, function: Callable[..., object], arguments: Mapping[str, object], of_environment: bool
-) -> Answer:
+) -> ToolAnswer:
     """Call a sync tool; a call of an environment that cannot be ended loses the episode."""
     if of_environment and episode.lost:
         lost = RuntimeError("The environment did not survive an earlier call.")
-        return Answer(name, error_answer(lost), failed=True)
+        return ToolAnswer(name, error_answer(lost), failed=True)
     start = time.perf_counter()
     try:
         content, failed = content_of(episode.pool.call(function, arguments)), False
     except BaseException as error:
         content, failed = error_answer(error), True
         episode.lost = episode.lost or (of_environment and isinstance(error, TimeUpError))
-    return Answer(name, content, failed, time.perf_counter() - start)
+    return ToolAnswer(name, content, failed, time.perf_counter() - start)
 
 
-def _called_async(episode: Episode, calls: Sequence[tuple[Tool, Coroutine[object, object, object]]]) -> list[Answer]:
+def _called_async(
+    episode: Episode, calls: Sequence[tuple[Tool, Coroutine[object, object, object]]]
+) -> list[ToolAnswer]:
     """Await async tools side by side; those that do not return in time are cancelled."""
     seconds = episode.pool.timeout
 
-    async def awaited(tool: Tool, coroutine: Coroutine[object, object, object]) -> Answer:
+    async def awaited(tool: Tool, coroutine: Coroutine[object, object, object]) -> ToolAnswer:
         start = time.perf_counter()
         try:
             content, failed = content_of(await asyncio.wait_for(coroutine, seconds)), False
         except Exception as error:
             is_late = isinstance(error, TimeoutError) and not str(error)
             content, failed = error_answer(episode.pool.time_up(tool.name) if is_late else error), True
-        return Answer(tool.name, content, failed, time.perf_counter() - start)
+        return ToolAnswer(tool.name, content, failed, time.perf_counter() - start)
 
-    async def gathered() -> list[Answer]:
+    async def gathered() -> list[ToolAnswer]:
         return await asyncio.gather(*(awaited(*call) for call in calls))
 
     running = run_on_event_loop(gathered())
@@ -339,4 +341,4 @@ def _called_async(episode: Episode, calls: Sequence[tuple[Tool, Coroutine[object
     abandon_event_loop()  # a coroutine blocks it
     episode.lost = episode.lost or any(tool.function is None for tool, _ in calls)
     late = seconds or 0.0
-    return [Answer(tool.name, error_answer(episode.pool.time_up(tool.name)), True, late) for tool, _ in calls]
+    return [ToolAnswer(tool.name, error_answer(episode.pool.time_up(tool.name)), True, late) for tool, _ in calls]

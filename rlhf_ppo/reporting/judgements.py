@@ -105,7 +105,7 @@ def found_judgements(output_dir: str | Path) -> list[Judgement]:
         output_dir: The run's directory; the judge writes there with `--output_dir <output_dir>/judged`.
 
     Returns:
-        The valid win rates, in the order in which they were judged.
+        The valid win rates: those beside the run, then those in `judged/`, each in the order of their numbers.
     """
     judgements, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
     paths = [path for folder in folders for path in folder.glob("win_rate*.json")]

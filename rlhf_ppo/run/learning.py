@@ -118,7 +118,7 @@ def weighted_micro_batches(
     args, mask = run.args, minibatch.loss_mask
     if args.loss_aggregation == "sequence":
         weights = sequence_weights(mask, num_tokens, run.sum_over_ranks)
-        minibatch = replace(minibatch, loss_weights=weights.expand(mask.shape))
+        minibatch = replace(minibatch, policy_weights=weights.expand(mask.shape))
     if args.gae_level == "turn":  # a mean over the first tokens of turns
         starts = valued_tokens(mask, args)
         num_turns = run.sum_over_ranks(starts.sum())
@@ -134,7 +134,7 @@ def weighted_micro_batches(
     return [minibatch[rows].trimmed() for rows in rows_of_parts]
 
 
-def passes(
+def model_passes(
     accelerator: Accelerator, args: PPOConfig, value_model: nn.Module, warms_up: bool
 ) -> tuple[Literal["policy", "value_model"] | None, ...]:
     """Return which model each pass over a micro-batch runs, None for both; the loss is the sum of the passes' terms.
@@ -204,8 +204,8 @@ def policy_term(
     _check_loss("policy_loss", loss, part)
     if output.logprobs.requires_grad and not loss.requires_grad:
         raise ValueError("policy_loss returned a loss without a gradient: compute it from logprobs, without detach()")
-    if part.loss_weights is not None:
-        loss = loss * part.loss_weights
+    if part.policy_weights is not None:
+        loss = loss * part.policy_weights
     if args.entropy_coef > 0:
         loss = loss - args.entropy_coef * output.entropy
     return token_mean(loss, part.loss_mask, num_tokens)

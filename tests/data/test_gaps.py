@@ -84,7 +84,7 @@ SHAPED: dict[str, Any] = {
 def estimated(trainer: Any, rollout: Rollout) -> tuple[Experience, dict[str, float]]:
     """The experience of a rollout, as the first of a run, and the metrics of it."""
     trainer._run.stateful.start(None)
-    trainer._accept(rollout)
+    trainer._check_and_count_scores(rollout)
     experience = trainer.estimate_advantages(rollout)
     return experience, trainer._rollout_metrics.record(rollout, experience, trainer.kl_controller, trainer._score_unit)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ppo.data.prefix_tree import num_computed, prefix_tree, sizes_within, sorted_like_a_dictionary
+from rlhf_ppo.data.prefix_tree import num_computed, prefix_tree, sizes_within_shared, sorted_like_a_dictionary
 from rlhf_ppo.data.rollout import Responses, dealt_evenly, micro_batch_rows
 
 Rows = list[list[int]]
@@ -116,7 +116,7 @@ def test_rows_that_share_nothing_more_are_cut_as_without_sharing(shared: int, ma
 def test_parts_have_at_most_max_tokens_and_take_no_further_row(rows: Rows, max_tokens: int) -> None:
     ids = squeezed(rows)
     ids = ids[sorted_like_a_dictionary(ids)]
-    sizes = sizes_within(ids, max_tokens)
+    sizes = sizes_within_shared(ids, max_tokens)
     assert sum(sizes) == len(rows) and min(sizes) >= 1
     ends = np.cumsum(sizes)
     for end, size in zip(ends, sizes, strict=True):

@@ -437,7 +437,11 @@ def set_flags_on_one_rank(output_dir: str, models: str, event: str, flag: str) -
     """
     flags = {event: flag} | ({"on_step_end": "should_evaluate"} if event == "on_evaluate" else {})
     callbacks = [
-        At(place, 1, lambda now, name=name: now.args.process_index == 1 and setattr(now.control, name, True))
+        At(
+            place,
+            0 if place == "on_epoch_begin" else 1,
+            lambda now, name=name: now.args.process_index == 1 and setattr(now.control, name, True),
+        )
         for place, name in flags.items()
     ]
     trainer = make_trainer(

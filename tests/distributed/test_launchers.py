@@ -146,6 +146,7 @@ def test_a_flag_that_a_callback_sets_on_one_rank_holds_on_all(models, tmp_path):
         ("on_log", "should_save"): [[2, 3], [1, 2, 3], 3],
         ("on_evaluate", "should_save"): [[1, 2, 3], [1, 2, 3], 3],
         ("on_log", "should_training_stop"): [[], [], 1],
+        ("on_epoch_begin", "should_training_stop"): [[], [], 0],
     }
     calls = [
         ("set_flags_on_one_rank", {
