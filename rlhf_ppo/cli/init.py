@@ -274,7 +274,7 @@ def _answered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for messages in (row.get("messages", ()) for row in rows)
         if [message["role"] for message in messages[-2:]] in (["user", "assistant"], ["tool", "assistant"])
     ]
-    for text in (row.get("text") for row in rows):
+    for text in (row.get("text", "") for row in rows):
         if (prompt := without_last_answer(text)) != text:
             answered.append({"prompt": prompt, "completion": text[len(prompt) :]})
     return answered or rows
