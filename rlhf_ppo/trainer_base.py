@@ -544,7 +544,7 @@ class TrainerBase(Steps, Trainer):
             The metrics of `evaluate`, as `metrics`; `predictions` and `label_ids` are None. `generate_completions`
             returns responses.
         """
-        datasets.check_rows(test_dataset, "test_dataset", list)
+        datasets.check_rows(test_dataset, "test_dataset", needs_prompts=False)
         test_dataset = self._preparation.prepared(test_dataset, "test_dataset")
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -22,6 +22,9 @@ from rlhf_ppo.ranks.processes import get_logger
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel
 from rlhf_ppo.run.inputs import TrainerInputs
 from rlhf_ppo.run.placing import check_keeps_models_whole, place_frozen
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = get_logger(__name__)
 
@@ -163,7 +166,7 @@ def _load_models(
 
 
 def _separate_critic(
-    policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: Any
+    policy: nn.Module, critic: nn.Module | None, copied: nn.Module | None, peft_config: PeftConfig | None
 ) -> nn.Module:
     """Return the given value model, the reward model's copy, or one made from the policy; add its adapter."""
     if critic is not None:
@@ -211,7 +214,9 @@ def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
         )
 
 
-def _with_adapter(args: PPOConfig, policy: nn.Module, peft_config: Any, base_serves_others: bool) -> nn.Module:
+def _with_adapter(
+    args: PPOConfig, policy: nn.Module, peft_config: PeftConfig | None, base_serves_others: bool
+) -> nn.Module:
     """Add the given adapter, or activate the adapter to train."""
     if peft_config is not None:
         return adapters.add_adapter(policy, peft_config, args.model_adapter_name, base_serves_others)

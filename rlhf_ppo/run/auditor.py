@@ -6,7 +6,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,7 +57,8 @@ class CriticAuditor:
 
         Rank 0 writes the result into the run's directory.
         """
-        run, gather = self.run, cast(Callable[..., Any], self.run.accelerator.gather_for_metrics)
+        run = self.run
+        gather: Callable[..., Any] = run.accelerator.gather_for_metrics
         columns: list[Tensor] = [gather(self._columns(prompts)) for prompts in batches]
         run.timer.drain()
         run.logged.drain()

@@ -49,6 +49,9 @@ from rlhf_ppo.run.warmup import CriticOnly
 
 logger = processes.get_logger(__name__)
 
+RewardFunc = Callable[..., Any]
+"""A reward function, or a `RewardSource`."""
+
 
 def start_afresh(run: RunState, engine: GenerationEngine) -> None:
     """Seed the random numbers and drop what an earlier run has left, at the start of a run."""
@@ -83,7 +86,7 @@ class LoadedInputs:
     tokenizer: PreTrainedTokenizerBase
     processor: ProcessorMixin | None
     tokens: SpecialTokens
-    functions: Sequence[Callable[..., Any]]
+    functions: Sequence[RewardFunc]
     policy_loss: PolicyLossFunction | None
     models: Models
     preparation: PromptPreparation
@@ -104,7 +107,7 @@ def load(trainer: Trainer, inputs: TrainerInputs) -> LoadedInputs:
     episodes = EpisodeRollouts.of(args, inputs.tools, inputs.environment_factory, inputs.rollout_func)
     sources = inputs.reward_funcs, inputs.reward_model, inputs.train_dataset, inputs.eval_dataset
     is_stepped = episodes is None and all(source is None for source in sources)
-    functions = reward_functions(inputs.reward_funcs, inputs.reward_model, episodes, is_stepped)
+    functions = [ExternalScores()] if is_stepped else reward_functions(inputs, episodes)
     tokenizer = policy_tokenizer(inputs.processing_class, inputs.model)
     train_dataset = NoPrompts() if is_stepped else inputs.train_dataset
     train_dataset, eval_dataset = load_data(args, tokenizer, train_dataset, inputs.eval_dataset, episodes)
@@ -135,7 +138,8 @@ def load(trainer: Trainer, inputs: TrainerInputs) -> LoadedInputs:
         prompt_sets=(train_dataset, eval_dataset),
     )
     preparation = replace(prompt_preparation(args, tokenizer, tokens, models, functions, episodes), chats=chats)
-    train_dataset, eval_dataset = preparation.both(train_dataset, eval_dataset)  # drops long prompts
+    train_dataset = preparation.prepared(train_dataset, "train_dataset")  # drops long prompts
+    eval_dataset = None if eval_dataset is None else preparation.prepared(eval_dataset, "eval_dataset")
     sizes = args.fill_derived(processes.num_processes(args), num_rows(train_dataset))
     return LoadedInputs(
         tokenizer=tokenizer,
@@ -153,24 +157,21 @@ def load(trainer: Trainer, inputs: TrainerInputs) -> LoadedInputs:
     )
 
 
-def reward_functions(
-    reward_funcs: Any, reward_model: Any, episodes: EpisodeRollouts | None, is_stepped: bool
-) -> list[Callable[..., Any]]:
-    """Return the reward functions, with the environments' rewards; a placeholder for a trainer that is given scores.
+def reward_functions(inputs: TrainerInputs, episodes: EpisodeRollouts | None) -> list[RewardFunc]:
+    """Return the reward functions, with the environments' rewards.
 
     Raises:
         TypeError: A value, or the object that it names, cannot be called.
         ValueError: A name is unknown, or nothing scores the episodes.
     """
-    functions = [ExternalScores()] if is_stepped else resolve_rewards(reward_funcs)
-    of_environments = [] if episodes is None else episodes.rewards
-    if not (functions or reward_model or of_environments):
+    functions = resolve_rewards(inputs.reward_funcs) + ([] if episodes is None else episodes.rewards)
+    if not (functions or inputs.reward_model):
         raise ValueError("no reward: pass reward_funcs, a reward_model, or an environment with get_reward")
-    return functions + of_environments
+    return functions
 
 
-def needs_reference(args: PPOConfig, functions: Sequence[Callable[..., Any]], kl_controller: Any) -> bool:
-    """Return whether a run needs a reference that was not given: for the KL, or for rewards that compare with it."""
+def needs_reference(args: PPOConfig, functions: Sequence[RewardFunc], kl_controller: object) -> bool:
+    """Return whether a run needs a reference of its own: for the KL, or for rewards that compare with it."""
     asked = [opponent_of(function) for function in functions]
     return asks_for_reference(args) or kl_controller is not None or "reference" in asked
 
@@ -202,7 +203,7 @@ def prompt_preparation(
     tokenizer: PreTrainedTokenizerBase,
     tokens: SpecialTokens,
     models: Models,
-    functions: Sequence[Callable[..., Any]],
+    functions: Sequence[RewardFunc],
     episodes: EpisodeRollouts | None,
 ) -> PromptPreparation:
     """Return the tokenization of prompts that all models can read.
@@ -326,7 +327,7 @@ def make_parts(
 
 
 def make_scorer(
-    run: RunState, rewards: Sequence[LoadedRewardModel], functions: Sequence[Any], chats: ImageChats | None
+    run: RunState, rewards: Sequence[LoadedRewardModel], functions: Sequence[RewardFunc], chats: ImageChats | None
 ) -> Scorer:
     """Combine reward models and reward functions in one scorer, models first; place the models.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import torch
@@ -130,11 +130,11 @@ def check_ranks_alike(run: RunState, dataset: Any) -> None:
     run.check_in_step()
     if (world := run.accelerator.num_processes) == 1:
         return
-    own = {name: str(value) for name, value in run.args.to_dict().items() if name not in _MAY_DIFFER}
+    compared = {name: str(value) for name, value in run.args.to_dict().items() if name not in _MAY_DIFFER}
     num = num_rows(dataset) or 0
     ids = [dataset[row]["input_ids"] for row in range(0, num, max(1, num // 1000))]
-    own["train_dataset"] = f"{num} rows, {hashlib.sha256(repr(ids).encode()).hexdigest()[:8]}"
-    first, *others = gather_object([own])
+    compared["train_dataset"] = f"{num} rows, {hashlib.sha256(repr(ids).encode()).hexdigest()[:8]}"
+    first, *others = gather_object([compared])
     for rank, other in zip(range(1, world), others, strict=True):
         if names := [name for name, value in first.items() if other.get(name) != value]:
             changed = ", ".join(f"{name}={other.get(name)} (rank 0: {first[name]})" for name in names)
@@ -142,14 +142,14 @@ def check_ranks_alike(run: RunState, dataset: Any) -> None:
 
 
 @contextmanager
-def overridden(args: PPOConfig, **values: Any) -> Iterator[None]:
+def overridden(args: PPOConfig, **values: object) -> Iterator[None]:
     """Override arguments in the block."""
-    given = {name: getattr(args, name) for name in values}
+    before = {name: getattr(args, name) for name in values}
     vars(args).update(values)
     try:
         yield
     finally:
-        vars(args).update(given)
+        vars(args).update(before)
 
 
 def leaving_signals(loader: Any) -> Any:
@@ -231,9 +231,9 @@ class Passes:
                 f"process{_of_length(self.args)}"
             )
         for batch in itertools.chain(first, batches):
-            if (found := len(collated_tensors(batch)[0])) != self.num_prompts:
+            if (num := len(collated_tensors(batch)[0])) != self.num_prompts:
                 raise ValueError(
-                    f"data_collator returned {found} prompts of train_dataset, not the {self.num_prompts} of an "
+                    f"data_collator returned {num} prompts of train_dataset, not the {self.num_prompts} of an "
                     "update; it must return one for each row"
                 )
             yield batch
@@ -245,13 +245,13 @@ def prompt_lengths(dataset: Any) -> list[int]:
     return [len(row["input_ids"]) for row in rows]
 
 
-def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]], object] | None = None) -> None:
+def check_rows(dataset: Any, name: str, needs_prompts: bool = True) -> None:
     """Check the type of a data set and its first row; streams are not read.
 
     Args:
         dataset: The user's data set.
         name: Its name in errors.
-        check_columns: Checks the columns of a `datasets.Dataset`; None: one of them holds prompts.
+        needs_prompts: Whether a column of a `datasets.Dataset` holds prompts.
 
     Raises:
         TypeError: It is not a data set, or its first row is not a dict.
@@ -260,8 +260,8 @@ def check_rows(dataset: Any, name: str, check_columns: Callable[[Sequence[str]],
     if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
         return
     columns = columns_of(dataset, name)
-    if isinstance(dataset, datasets.Dataset):
-        (check_columns or partial(prompt_column, name=name))(columns)
+    if needs_prompts and isinstance(dataset, datasets.Dataset):
+        prompt_column(columns, name)
 
 
 def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:
@@ -284,7 +284,7 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
             f"num_generations={args.num_generations} repeats the prompts of train_dataset, but there is none; leave "
             "it 1, and pass a query to step() as often as it has responses"
         )
-    check_rows(train_dataset, "train_dataset", None if needs_prompts else list)
+    check_rows(train_dataset, "train_dataset", needs_prompts)
     if eval_dataset is None:
         evaluating = {
             f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}": args.eval_strategy != "no",
@@ -298,12 +298,11 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
 
 def check_held_out(eval_dataset: Any, needs_prompts: bool) -> None:
     """Check the type and the first row of an evaluation set, or of several by name; see `check_datasets`."""
-    columns = None if needs_prompts else list
     if isinstance(eval_dataset, Mapping):
         for name, dataset in eval_dataset.items():
-            check_rows(dataset, f"eval_dataset[{name!r}]", columns)
+            check_rows(dataset, f"eval_dataset[{name!r}]", needs_prompts)
     else:
-        check_rows(eval_dataset, "eval_dataset", columns)
+        check_rows(eval_dataset, "eval_dataset", needs_prompts)
 
 
 def load_data(
@@ -327,18 +326,23 @@ def load_data(
     return train_dataset, eval_dataset
 
 
-def policy_tokenizer(given: Any, model: Any) -> PreTrainedTokenizerBase:
-    """Return the given tokenizer or that of the given processor, or load it from the policy's directory or hub name.
+def policy_tokenizer(
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None, model: object
+) -> PreTrainedTokenizerBase:
+    """Return the user's tokenizer or that of a processor, or load it from the policy's directory or hub name.
 
     Args:
-        given: A tokenizer, a processor, or None.
+        processing_class: A tokenizer, a processor, or None.
         model: The policy, as the trainer takes it.
 
     Raises:
         ValueError: The policy has no name, or no tokenizer is saved with it.
     """
-    if given is not None:
-        return cast(Any, given).tokenizer if isinstance(given, ProcessorMixin) else given
+    if isinstance(processing_class, ProcessorMixin):
+        processor: Any = processing_class
+        return processor.tokenizer
+    if processing_class is not None:
+        return processing_class
     is_name = isinstance(model, str | os.PathLike)
     path = model if is_name else getattr(getattr(model, "config", None), "_name_or_path", "")
     tokenizer = tokenizer_beside(path) if path else None
@@ -420,13 +424,6 @@ class PromptPreparation:
     chats: ImageChats | None = None
     rewards: Sequence[LoadedRewardModel] = ()
 
-    def both(self, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
-        """Return both prepared data sets of a trainer."""
-        train_dataset = self.prepared(train_dataset, "train_dataset")
-        if eval_dataset is None:
-            return train_dataset, None
-        return train_dataset, self.prepared(eval_dataset, "eval_dataset")
-
     def held_out(self, eval_dataset: Any) -> Any:
         """Check and tokenize held-out prompts that a call passes."""
         check_held_out(eval_dataset, needs_prompts=self.encoder is None)
@@ -472,9 +469,9 @@ class PromptPreparation:
         vocabulary, settings = self.vocabulary, settings_of(self.args.chat_template_kwargs)
         return PromptEncoder(self.tokenizer, name, vocabulary.size, vocabulary.limited_by, settings, self.chats)
 
-    def collator(self, given: Callable[[Any], Any] | None, pad_token_id: int) -> Callable[[Any], Any]:
-        """Return the given collator or that of the package, with the images of a run that has some."""
-        collate = given or PromptCollator(pad_token_id)
+    def collator(self, user_collator: Callable[[Any], Any] | None, pad_token_id: int) -> Callable[[Any], Any]:
+        """Return the user's collator or that of the package, with the images of a run that has some."""
+        collate = user_collator or PromptCollator(pad_token_id)
         return collate if self.chats is None else ImageCollator(collate, self._encode("a data set"))
 
     def _begins_twice(self, rows: Any) -> int | None:
@@ -552,8 +549,8 @@ class PromptPreparation:
             )
             return reward.limit(answer, chats, stop_is_silent)
 
-        found = limit(rows[longest])
-        if found is None or reward.tokenizer is None:
-            return found
+        of_longest = limit(rows[longest])
+        if of_longest is None or reward.tokenizer is None:
+            return of_longest
         shortest = min(length for row, length in zip(rows, lengths, strict=True) if limit(row) is not None)
-        return found._replace(tokens=shortest - 1 + self.args.response_length)
+        return of_longest._replace(tokens=shortest - 1 + self.args.response_length)

@@ -74,9 +74,10 @@ class EpisodeRollouts:
 
     @classmethod
     def of(cls, args: PPOConfig, tools: Any, environment_factory: Any, rollout_func: Any) -> EpisodeRollouts | None:
-        """Return the rollouts that the trainer's arguments ask for; None where nothing is given."""
-        given = (tools or None, environment_factory, rollout_func)
-        return None if all(each is None for each in given) else cls(args, *given)
+        """Return the rollouts that the trainer's arguments ask for; None where they ask for none."""
+        if not tools and environment_factory is None and rollout_func is None:
+            return None
+        return cls(args, tools, environment_factory, rollout_func)
 
     # ---- Construction ----
 
@@ -91,8 +92,8 @@ class EpisodeRollouts:
         """
         args, kinds = self.args, self.environments.kinds.values()
         has_tools = self.rollout_func is None and any(kind.tools for kind in kinds)
-        given: Any = args.chat_template_kwargs
-        self.conversations = Conversations(tokenizer, has_tools, given)
+        template_kwargs: Any = args.chat_template_kwargs
+        self.conversations = Conversations(tokenizer, has_tools, template_kwargs)
         stops = (args.stop_token, args.stop_token_id, args.stop_strings)
         if self.rollout_func is None and not any(stop is not None for stop in stops):
             raise ValueError("Nothing ends a turn: set stop_token='eos', stop_token_id or stop_strings")
@@ -231,7 +232,7 @@ class EpisodeRollouts:
         """Log what the episodes of all ranks were like."""
         names = sorted({name for kind in self.environments.kinds.values() for name in kind.tools})
         calls = [call for record in records if not record.episode.kind.takes_messages for call in record.calls]
-        own = [
+        of_rank = [
             len(records),
             sum(len(record.turn_ends) for record in records),
             sum(record.written.count(False) for record in records),
@@ -241,7 +242,7 @@ class EpisodeRollouts:
             sum(took for _, _, took in calls),
             *(sum(called == name for called, _, _ in calls) for name in names),
         ]
-        summed = run.sum_over_ranks(torch.tensor(own, dtype=torch.float32, device=self.args.device)).tolist()
+        summed = run.sum_over_ranks(torch.tensor(of_rank, dtype=torch.float32, device=self.args.device)).tolist()
         num, turns, others, *more = summed
         cuts, (called, failed, took, *by_tool) = more[: len(CUTS)], more[len(CUTS) :]
         run.timer.move(seconds, "generate", "environment")
@@ -256,9 +257,10 @@ class EpisodeRollouts:
             run.logged.log_metric(name, value, called if name in of_calls else num)
         run.logged.log_extra(EPISODE_COLUMN, [record.summary for record in records])
 
-    def _roll_out(self, trainer: Trainer, run: RunState, *given: Any) -> tuple[Responses, Prompts]:
-        """Let `rollout_func` make the responses to the prompts, the second of what `Play` takes."""
-        prompts: Prompts = given[1]
+    def _roll_out(
+        self, trainer: Trainer, run: RunState, policy: nn.Module, prompts: Prompts, config: GenerationConfig
+    ) -> tuple[Responses, Prompts]:
+        """Let `rollout_func` make the responses to the prompts."""
         assert self.rollout_func is not None
         asked = prompts.columns.get("prompt")
         if asked is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -79,7 +79,7 @@ def evaluate(
     Returns:
         By name, one value per episode of all ranks; see `evaluation_columns`.
     """
-    gather = cast(Callable[[Tensor], Tensor], run.accelerator.gather_for_metrics)  # without rows that pad a batch
+    gather: Any = run.accelerator.gather_for_metrics  # without rows that pad a batch
     parts: list[dict[str, Tensor]] = []
     for batch in batches:
         rollout = collect(Prompts.from_collated(batch, run.args.device))

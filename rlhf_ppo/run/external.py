@@ -185,10 +185,7 @@ class RunOfSteps:
 
     @contextmanager
     def update(
-        self,
-        begin: Callable[[ExitStack], object],
-        leave_if_stopped: Callable[[], object],
-        finish: Callable[[], object],
+        self, begin: Callable[[ExitStack], object], leave_if_stopped: Callable[[], None], finish: Callable[[], object]
     ) -> Iterator[None]:
         """Begin the run in the first call; end it after the last update, a signal or an error.
 

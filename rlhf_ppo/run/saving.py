@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -444,7 +445,7 @@ def reseed_if_processes_changed(run: RunState, progress: Progress) -> bool:
 
 
 def apply_settings(
-    run: RunState, progress: Progress, optimization: Optimization, optimizer: Any, learning_rate: Callable[[], float]
+    run: RunState, progress: Progress, optimization: Optimization, optimizer: Optimizer, rate: Callable[[], float]
 ) -> None:
     """Apply this run's arguments after a checkpoint's optimizer and schedule are loaded.
 
@@ -453,7 +454,7 @@ def apply_settings(
         progress: That of the checkpoint.
         optimization: This run's settings.
         optimizer: The prepared optimizer.
-        learning_rate: Returns the current learning rate.
+        rate: Returns the current learning rate.
     """
     done = run.state.global_step
     if is_fsdp(run.accelerator) and done == 0:
@@ -461,7 +462,7 @@ def apply_settings(
     if (changed := optimization.put_in_force(progress.optimization, done)) is not None:
         logger.warning(
             f"The checkpoint has other optimization settings; from update {done + 1} on these take effect: {changed}. "
-            f"The learning rate is now {learning_rate():.4g}."
+            f"The learning rate is now {rate():.4g}."
         )
 
 
