@@ -104,7 +104,7 @@ class InOnePass(PPOTrainer):
     """Overrides `compute_loss`, and takes one forward and one backward pass for both models, as under DDP."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(learning, "passes", lambda *given: ("value_model",) if given[-1] else (None,)):
+        with mock.patch.object(learning, "model_passes", lambda *given: ("value_model",) if given[-1] else (None,)):
             result = super().compute_loss(*args, **kwargs)
         if kwargs.get("return_outputs"):  # numbers, also in warm-up, so that an override may add a term of entropies
             assert result[1].output.entropy.isfinite().all()
