@@ -44,7 +44,7 @@ ROW_COLUMN = "<row>"
 
 
 class GenerationEngine(Protocol):
-    """Samples responses."""
+    """Samples responses. One of `generation_engine` also has `called`, its name in errors."""
 
     @property
     def reads_sharded(self) -> bool:

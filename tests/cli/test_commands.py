@@ -256,7 +256,8 @@ def test_a_command_has_a_function_and_its_row_in_the_docs(command):
     module, _ = main.COMMANDS[command]
     assert callable(getattr(importlib.import_module(module), command))
     page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
-    assert re.search(rf"^\| `rlhf-ppo .*\b{command}\b.* \|", page, re.MULTILINE)
+    row = re.search(rf"^\| `rlhf-ppo .*\b{command}\b.* \|", page, re.MULTILINE)
+    assert row, f"{command} needs a row in docs/command-line.md"
 
 
 def test_the_help_of_train_shows_the_options_of_ppo_in_groups_above_the_arguments_of_transformers(capsys):

@@ -1,4 +1,4 @@
-"""An option is complete: a test checks its numbers, or a reason says why it has none, and the docs explain it."""
+"""An option is complete: its numbers are checked, or a reason says why it has none; docs and changelog name it."""
 
 import re
 from dataclasses import fields
@@ -11,7 +11,11 @@ from rlhf_ppo import PPOConfig
 from tests.fuzz.options import BASE, OPTIONS
 from tests.test_first_update import NUMBERS
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+GENERATED = {"config.md", "reference.md"}
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+PAGES = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED]
+HELP = {field.name: field.metadata.get("help") for field in fields(PPOConfig)}
 OWN = {field.name for field in fields(PPOConfig)} - {field.name for field in fields(TrainingArguments)}
 
 WITHOUT_NUMBERS = {
@@ -46,8 +50,9 @@ def test_an_option_is_complete(option: str) -> None:
         f"{option} needs values in OPTIONS of tests/fuzz/options.py with its equation in tests/fuzz/simulation.py, a "
         "row in NUMBERS of tests/test_first_update.py, or, without any number, its reason here"
     )
-    texts = [page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md") if page.name != "config.md"]
-    pages = [text for text in texts if re.search(rf"\b{option}\b", text)]
+    assert HELP[option], f"{option} needs a help: make its field with _option"
+    assert re.search(rf"\b{option}\b", CHANGELOG), f"{option} needs a line in CHANGELOG.md"
+    pages = [text for text in PAGES if re.search(rf"\b{option}\b", text)]
     assert bool(pages) != (option in EXPLAINED_BY_THEIR_HELP), f"{option}: explain it on a page of docs/"
 
 

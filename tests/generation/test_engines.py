@@ -55,7 +55,8 @@ def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
 @pytest.mark.parametrize("name", get_args(EngineName))
 def test_the_docs_explain_an_engine(name: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "generation.md"
-    assert f"\n| `{name}` " in page.read_text(encoding="utf-8")
+    has_row = f"\n| `{name}` " in page.read_text(encoding="utf-8")
+    assert has_row, f"{name} needs a row in docs/generation.md"
 
 
 @needs_continuous

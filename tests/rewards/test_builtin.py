@@ -128,13 +128,21 @@ def test_a_pattern_that_backtracks_for_ever_is_no_match(monkeypatch: pytest.Monk
         score("formatting", "a", pattern="(")
 
 
+OF_ONE_TEXT = {
+    "default": 0.5, "length_penalty": 0, "length": 0.03, "formatting": 1, "keyword": 1, "correctness": 1,
+    "custom": 1 + 110 + 100,
+}  # fmt: skip
+"""Scores of `yes. #### 3`, by hand."""
+
+
 @pytest.mark.parametrize("name", BUILTIN_REWARDS)
-def test_builtins_are_picklable_and_named(name: str) -> None:
+def test_builtins_have_a_score_by_hand_and_are_picklable_and_named(name: str) -> None:
+    assert name in OF_ONE_TEXT, f"{name} needs a score in OF_ONE_TEXT, and a test of its equation here"
     reward = builtin_reward(name, **SETTINGS.get(name, {}))
     again = pickle.loads(pickle.dumps(reward))
 
     arguments = {"prompts": ["p"], "completions": ["yes. #### 3"], "answer": ["3"]}
-    assert again(**arguments) == reward(**arguments)
+    assert again(**arguments) == reward(**arguments) == pytest.approx([OF_ONE_TEXT[name]])
     assert function_name(again) == function_name(reward) == name
 
 
