@@ -79,7 +79,7 @@ def draw(text: str, file: Path) -> None:
         panels, ("CPU seconds of an update", "MB above the models"), (PHASES, HOLDERS), strict=True
     ):
         axes.set(title=title, yticks=places, yticklabels=labels)
-        axes.legend(axes.patches[:3], names, fontsize=7, loc="upper right")
+        axes.legend(axes.patches[:3], names, fontsize=7, loc="center right")
         axes.tick_params(labelsize=8)
     panels[1].set_yticklabels([])
     figure.savefig(file, metadata={"Date": None})
