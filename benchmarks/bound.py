@@ -125,6 +125,11 @@ def update_flops(
     num_ppo_epochs: int,
     lora_rank: int | None = None,
     scorer: dict[str, Any] | None = None,
+    *,
+    computed: float = 1.0,
+    shares_prompts: bool = False,
+    has_value_model: bool = True,
+    has_reward_model: bool = True,
 ) -> tuple[float, float]:
     """Count the useful FLOPs of one PPO update.
 
@@ -140,6 +145,11 @@ def update_flops(
         num_ppo_epochs: Passes over the batch.
         lora_rank: Rank of the policy's adapters; None if its weights are trained.
         scorer: Value and reward model, where they are of another configuration.
+        computed: Share of the tokens that layers compute where rows share beginnings; attention counts by this share,
+            which is too little, as shared tokens stand first.
+        shares_prompts: Whether sampling, too, computes only this share: a prompt once for all its responses.
+        has_value_model: Whether the values come from a model of their own; a head is not counted.
+        has_reward_model: Whether a model scores.
 
     Returns:
         Of the whole update and of its learning phase. Generation, policy, reference, value and reward model each run
@@ -147,13 +157,15 @@ def update_flops(
         and value model forward and backward. The value model's weights are all trained.
     """
     forward = forward_flops(model, prompts, responses, lora_rank)
-    body = forward.layers + forward.attention
+    body = computed * (forward.layers + forward.attention)
     other = forward if scorer is None else forward_flops(scorer, prompts, responses)
-    scoring = other.layers + other.attention
-    frozen = 0.0 if lora_rank is None else forward.layers + forward.head
-    policy = 3 * (body + forward.head + forward.adapters) - frozen
-    learning = num_ppo_epochs * (policy + 3 * scoring)
-    return 3 * body + 2 * scoring + 3 * forward.head + learning, learning
+    scoring = computed * (other.layers + other.attention)
+    frozen = 0.0 if lora_rank is None else computed * forward.layers + forward.head
+    policy = 3 * (body + forward.head + computed * forward.adapters) - frozen
+    learning = num_ppo_epochs * (policy + 3 * scoring * has_value_model)
+    sampling = body if shares_prompts else forward.layers + forward.attention
+    scored = scoring * (has_value_model + has_reward_model)
+    return sampling + 2 * body + scored + 3 * forward.head + learning, learning
 
 
 def decoded_bytes(model: dict[str, Any], num_steps: int, dtype: torch.dtype = torch.float32) -> float:

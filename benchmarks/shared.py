@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from bound import bandwidth, decoded_bytes, forward_flops, matmul_rate
+from bound import bandwidth, decoded_bytes, matmul_rate, update_flops
 from measure import PHASES
 from workloads import WORKLOADS, Workload
 
@@ -60,27 +60,25 @@ def bounds(workload: Workload, row: dict[str, Any]) -> tuple[float, float]:
     """Count the seconds that an update with shared beginnings, and its learning, cannot go below.
 
     Args:
-        workload: With adapters on the policy.
+        workload: What was run.
         row: What was measured: `lengths` of prompts and responses, `shared` fraction of their tokens, `rates` of
             products, FLOP/s, and of reading, bytes/s, and the arm's name.
-
-    Returns:
-        As in `bound.update_flops`, but layers run only over the computed tokens (each with mean attention, which is
-        too little, as tokens that are shared stand first), sampling reads a prompt once for all its responses, one
-        body has no value model to run, and a function no reward model.
     """
     prompts, responses = (torch.tensor(side) for side in row["lengths"][-1])
-    computed = 1 - row["shared"][-1]
-    full = forward_flops(workload.model, prompts, responses, workload.lora_rank)
-    body, frozen = computed * (full.layers + full.attention), computed * full.layers + full.head
-    has_value_model, has_reward_model = "one body" not in row["arm"], "function" not in row["arm"]
-    policy = 3 * (body + full.head + computed * full.adapters) - frozen
-    learning = workload.num_ppo_epochs * (policy + 3 * body * has_value_model)
-    scoring = body * (2 + has_value_model + has_reward_model) + 2 * full.head
-    sampling = (body if workload.copies > 1 else full.layers + full.attention) + full.head
     rate, reading = row["rates"]
-    decoding = decoded_bytes(workload.model, int(responses.max())) / reading
-    return (sampling + scoring + learning) / rate + decoding, learning / rate
+    flops, learning = update_flops(
+        workload.model,
+        prompts,
+        responses,
+        workload.num_ppo_epochs,
+        workload.lora_rank,
+        workload.scorer,
+        computed=1 - row["shared"][-1],
+        shares_prompts=workload.copies > 1,
+        has_value_model="one body" not in row["arm"],
+        has_reward_model="function" not in row["arm"],
+    )
+    return flops / rate + decoded_bytes(workload.model, int(responses.max())) / reading, learning / rate
 
 
 def shares_of_bound(name: str, rows: list[dict[str, Any]]) -> str:

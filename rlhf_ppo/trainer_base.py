@@ -584,7 +584,7 @@ class TrainerBase(Steps, Trainer):
         those of a stream's latest update. The title of the table names the source.
 
         Args:
-            sampling: Whether to stop after one batch, TRL's name; responses are greedy either way.
+            sampling: Whether to stop after one batch (TRL's name; responses are greedy either way).
 
         Returns:
             One row per prompt: query, model response, score, and each reward if there are several; rank 0 also writes
@@ -667,9 +667,10 @@ class TrainerBase(Steps, Trainer):
         if self.is_world_process_zero():
             rewards, log = reward_origins(self.reward_models, self.scorer.names), self.state.log_history
             more |= {"model_name": model_name, "dataset_name": dataset_name or self.dataset_name}
-            with_curves, reads_chats = not self.is_in_train, renders_chats(self._run.tokenizer)
-            what = (self.args, self.policy_model, rewards, log)
-            save_run_card(*what, tags=tags, with_curves=with_curves, reads_chats=reads_chats, **more)
+            curves, chats = not self.is_in_train, renders_chats(self._run.tokenizer)
+            save_run_card(
+                self.args, self.policy_model, rewards, log, tags=tags, with_curves=curves, reads_chats=chats, **more
+            )
 
     # ---- Counting: one step is one PPO update ----
 
