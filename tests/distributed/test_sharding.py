@@ -66,6 +66,17 @@ def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, 
         assert max(rank["built_numbers_here"] for rank in runs[0]) < 0.55 * ddp[0][0]["built_numbers_here"]
 
 
+@pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2"])
+def test_shared_prefixes_give_the_same_numbers_where_the_optimizer_is_sharded(config, models, ddp, tmp_path):
+    runs = processes.run_all(
+        config, [with_reward_model(str(tmp_path), models, adapters) for adapters in (False, True)]
+    )
+    for ranks, of_ddp in zip(runs, ddp, strict=True):
+        assert [rank["zero_stage"] for rank in ranks] == [LAUNCHERS[config][1]] * 2
+        assert max(entry.get("batch/shared_frac", 0) for entry in ranks[0]["log"]) > 0.2
+        assert_logs_alike(ranks[0], of_ddp[0])
+
+
 def test_tied_weights_stay_tied_where_accelerate_sends_the_weights_of_one_rank(models, ddp, tmp_path):
     """It moves models to the meta device on the way, where a wrapper's tied weights become two."""
     arguments = {"output_dir": str(tmp_path), "models": str(models)}
