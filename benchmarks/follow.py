@@ -4,7 +4,8 @@
     python benchmarks/follow.py one-body --seed 1 --max_steps 40 --dataset_name FILE
 
 All arms have the example's prompts, rewards, episodes, sampling and optimizer steps; further arguments are the
-example's. A stopped run resumes with `--resume_from_checkpoint True`. The result is a line of `--results`.
+example's. A stopped run resumes with `--resume_from_checkpoint True`. The result is a line of `--results`; with
+`--minutes 5 10 20` there is one after each of these CPU minutes of training, and the run ends after the last.
 
 start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states
 (linear-head in the rows: the head of one layer that it had first). no-critic: the Reinforce of docs/research.md. grpo:
@@ -16,54 +17,130 @@ trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it cannot resume. Rows
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import random
 import resource
 import runpy
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from follow_trl import make_trainer
+from transformers import TrainerCallback
 
 import rlhf_ppo
 from rlhf_ppo import PPOTrainer
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "follow_instructions.py"
+NO_TABLE = pd.DataFrame({name: [] for name in ("query", "model response", "strict", "constraints")})
+
+
+class TimeIsUp(Exception):
+    """Ends a trainer that does not obey `control.should_training_stop`."""
+
+
+class Clock(TrainerCallback):
+    """Counts the CPU seconds of training, without those of measuring; writes a row after each mark.
+
+    The seconds at each checkpoint are in `seconds.json` in the output directory: a resumed run continues from them.
+
+    Args:
+        arm: The name in the rows.
+        minutes: Marks in CPU minutes of training, of which the last ends the run; none: one row after training.
+        results: The file of rows.
+        arguments: Those of the example, for the rows.
+    """
+
+    def __init__(self, arm: str, minutes: list[float], results: Path, arguments: list[str]) -> None:
+        self.arm, self.marks, self.results, self.arguments = arm, sorted(minutes), results, arguments
+        self.before, self.began = 0.0, time.process_time()
+        self.trainer: Any = None
+        """Has `measure`, which returns a table and metrics, and `obeys`: whether a callback can end it."""
+
+    def seconds(self) -> float:
+        """Return the CPU seconds of training so far."""
+        return self.before + time.process_time() - self.began
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Continue from the seconds of the checkpoint, whose marks have rows."""
+        if state.global_step:
+            seconds = json.loads(Path(args.output_dir, "seconds.json").read_text())
+            self.before = seconds[str(state.global_step)]
+            self.marks = [mark for mark in self.marks if mark * 60 > self.before]
+        self.began = time.process_time()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the seconds of a checkpoint."""
+        path = Path(args.output_dir, "seconds.json")
+        seconds = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(seconds | {str(state.global_step): self.seconds()}))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write a row if the next mark has passed; end the run after the last mark."""
+        if self.marks and self.seconds() >= self.marks[0] * 60:
+            self.record(args, state.global_step, self.marks.pop(0))
+            control.should_training_stop = not self.marks
+            if control.should_training_stop and not self.trainer.obeys:
+                raise TimeIsUp
+
+    def record(self, args: Any, steps: int, mark: float | None = None) -> None:
+        """Measure, while the clock stands still, and append a row."""
+        self.before = self.seconds()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        table, evaluation = self.trainer.measure()
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        by_kind = table.groupby("constraints")["strict"].mean().to_dict()
+        kinds = runpy.run_path(str(EXAMPLE))
+        row = {
+            "arm": self.arm, "seed": args.seed, "minutes": mark, "steps": steps, "updates": args.max_steps,
+            "learning_rate": args.learning_rate,
+            "single": np.mean([by_kind[name] for name in kinds["WORDINGS"]]),
+            "pairs": np.mean([by_kind["+".join(pair)] for pair in kinds["HELD_OUT_PAIRS"]]),
+            "by_kind": by_kind, "evaluation": {key.removeprefix("eval_"): value for key, value in evaluation.items()},
+            "cpu_seconds": round(self.before), "peak_mb": peak, "arguments": self.arguments,
+        }  # fmt: skip
+        name = f"{self.arm}-{args.seed}{f'-{mark:g}' if mark else ''}.jsonl".replace(" ", "_")
+        table.to_json(self.results.with_name(name), orient="records", lines=True)
+        with self.results.open("a", encoding="utf-8") as results:
+            results.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+        self.began = time.process_time()
 
 
 class Measured(PPOTrainer):
-    """Skips the first table, which is the same for all arms, and takes the time of training."""
+    """Makes a table when the clock asks, not before training as the example would."""
 
-    seconds, table = 0.0, pd.DataFrame({name: [] for name in ("query", "model response", "strict", "constraints")})
+    clock: Clock
+    obeys = True
+    table = NO_TABLE
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.clock.trainer = self
+        self.add_callback(self.clock)
 
     def generate_completions(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the table after training."""
-        if self.state.global_step:
-            self.table = super().generate_completions(*args, **kwargs)
+        """Return the last table."""
         return self.table
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; count the CPU seconds."""
-        began = time.process_time()
-        result = super().train(*args, **kwargs)
-        self.seconds = time.process_time() - began
-        return result
+    def measure(self) -> Any:
+        """Return greedy answers to all held-out prompts, and the metrics of sampled ones."""
+        self.table = super().generate_completions()
+        return self.table, self.evaluate()
 
 
-class Start(PPOTrainer):
+class Start(Measured):
     """Does not train."""
-
-    seconds, table = 0.0, None
-
-    def generate_completions(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the table once."""
-        if self.table is None:
-            self.table = super().generate_completions(*args, **kwargs)
-        return self.table
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Do nothing."""
@@ -85,30 +162,44 @@ class Reinforce(Measured):
 
 
 class Theirs:
-    """TRL's trainer behind what the example calls of PPOTrainer, which measures its policy."""
+    """TRL's trainer behind what the example calls of PPOTrainer, which measures a copy of its policy."""
+
+    clock: Clock
 
     def __init__(
-        self, args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: Any, make: Any, **given: Any
+        self,
+        args: Any,
+        tokenizer: Any,
+        model: Any,
+        reward_funcs: Any,
+        peft_config: Any,
+        make: Any,
+        obeys: bool,
+        **rows: Any,
     ) -> None:
         measures = partial(PPOTrainer, value_model="policy", ref_model=model.name_or_path)
-        self._own = partial(measures, args, tokenizer, reward_funcs=reward_funcs, **given)
-        self.trainer = make(args, tokenizer, model, reward_funcs, peft_config, given["train_dataset"])
-        self.is_world_process_zero = self.trainer.is_world_process_zero
-        self.save_model, self.seconds, self.table = self.trainer.save_model, 0.0, Measured.table
+        self.measures = partial(measures, args, tokenizer, reward_funcs=reward_funcs, **rows)
+        self.trainer = make(args, tokenizer, model, reward_funcs, peft_config, rows["train_dataset"])
+        self.is_world_process_zero, self.state = self.trainer.is_world_process_zero, self.trainer.state
+        self.save_model, self.table, self.obeys = self.trainer.save_model, NO_TABLE, obeys
+        self.clock.trainer = self
+        self.trainer.add_callback(self.clock)
 
     def generate_completions(self) -> Any:
-        """Make the table after training."""
-        if self.seconds:
-            trained = self.trainer.accelerator.unwrap_model(self.trainer.model)
-            measures = self._own(getattr(trained, "policy", trained))
-            self.table, self.evaluate = measures.generate_completions(), measures.evaluate
+        """Return the last table."""
         return self.table
 
+    def measure(self) -> Any:
+        """Return greedy answers to all held-out prompts, and the metrics of sampled ones."""
+        trained = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        measures = self.measures(copy.deepcopy(getattr(trained, "policy", trained)))
+        self.table = measures.generate_completions()
+        return self.table, measures.evaluate()
+
     def train(self, resume_from_checkpoint: Any = None) -> None:
-        """Train; count the CPU seconds."""
-        began = time.process_time()
-        self.trainer.train(*([resume_from_checkpoint] if resume_from_checkpoint else []))
-        self.seconds = time.process_time() - began
+        """Train until the end or the last mark."""
+        with suppress(TimeIsUp):
+            self.trainer.train(*([resume_from_checkpoint] if resume_from_checkpoint else []))
 
 
 def grpo(args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: Any, rows: Any, *, beta: float) -> Any:
@@ -138,46 +229,34 @@ def grpo(args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: 
     )  # fmt: skip
 
 
-def arm(name: str, beta: float) -> Any:
-    """Return what stands for `PPOTrainer` in the example."""
-    arms = {
-        "start": partial(Start, value_model="policy"),
-        "critic": Measured,
-        "one-body": partial(Measured, value_model="policy"),
-        "no-critic": partial(Reinforce, value_model="policy"),
-        "grpo": partial(Theirs, make=partial(grpo, beta=beta)),
-        "trl-ppo": partial(Theirs, make=make_trainer),
-    }
-    return arms[name]
+ARMS = {
+    "start": Start, "critic": Measured, "one-body": Measured, "no-critic": Reinforce, "grpo": Theirs,
+    "trl-ppo": Theirs,
+}  # fmt: skip
 
 
 def main() -> None:
-    """Train, measure, and append a line to the results."""
+    """Train, and measure at the marks or at the end."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).partition("\n")[0])
-    parser.add_argument("arm", choices=("start", "critic", "one-body", "no-critic", "grpo", "trl-ppo"))
+    parser.add_argument("arm", choices=ARMS)
     parser.add_argument("--beta", type=float, default=0.02, help="of GRPO")
+    parser.add_argument("--minutes", type=float, nargs="+", default=[], help="of training on a CPU, for a row each")
+    parser.add_argument("--label", help="in the rows, in place of the arm")
     parser.add_argument("--results", type=Path, default=Path("follow.jsonl"))
-    given, others = parser.parse_known_args()
+    options, others = parser.parse_known_args()
     torch.set_num_threads(1)
-    rlhf_ppo.PPOTrainer = arm(given.arm, given.beta)  # pyright: ignore
+    clock = Clock(options.label or options.arm, options.minutes, options.results, others)
+    ARMS[options.arm].clock = clock
+    how: dict[str, Any] = {
+        "critic": {},
+        "grpo": {"make": partial(grpo, beta=options.beta), "obeys": True},
+        "trl-ppo": {"make": make_trainer, "obeys": False},
+    }.get(options.arm, {"value_model": "policy"})
+    rlhf_ppo.PPOTrainer = partial(ARMS[options.arm], **how)  # pyright: ignore
     sys.argv = [str(EXAMPLE), *others]
     ran = runpy.run_path(str(EXAMPLE), run_name="__main__")
-    trainer, args = ran["trainer"], ran["args"]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    table = trainer.table
-    evaluation = {key.removeprefix("eval_"): value for key, value in trainer.evaluate().items()}
-    by_kind = table.groupby("constraints")["strict"].mean().to_dict()
-    row = {
-        "arm": given.arm, "seed": args.seed, "updates": args.max_steps, "learning_rate": args.learning_rate,
-        "single": sum(by_kind[name] for name in ran["WORDINGS"]) / len(ran["WORDINGS"]),
-        "pairs": sum(by_kind["+".join(pair)] for pair in ran["HELD_OUT_PAIRS"]) / len(ran["HELD_OUT_PAIRS"]),
-        "by_kind": by_kind, "evaluation": evaluation, "cpu_seconds": round(trainer.seconds), "peak_mb": peak,
-        "arguments": others,
-    }  # fmt: skip
-    table.to_json(given.results.with_name(f"{given.arm}-{args.seed}.jsonl"), orient="records", lines=True)
-    with given.results.open("a", encoding="utf-8") as results:
-        results.write(json.dumps(row) + "\n")
-    print(row)
+    if not options.minutes:
+        clock.record(ran["args"], clock.trainer.state.global_step)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,178 @@
+"""Compare PPO, with and without a critic, GRPO and TRL's PPO at equal CPU time: examples/follow_instructions.py.
+
+    make chat-model
+    pip install --no-deps --target trl-1.12.0 trl==1.12.0
+    python benchmarks/equal_cost.py --dataset_name FILE --trl-path trl-1.12.0    # runs what is missing
+    python benchmarks/equal_cost.py --table    # prints the tables, draws docs/assets/equal-cost.svg
+
+Every method tries the same learning rates and KL coefficients (`TRIALS`) for 10 CPU minutes on two seeds. The best of
+them below 12 nats of KL trains for 20 minutes on five other seeds, measured after 5, 10 and 20. The learning rate is
+constant, so no method needs to know its last step. A stopped run resumes at its last checkpoint, except TRL's PPO,
+which starts again. A run has one thread; `--jobs 2` runs two at a time, which makes each of them slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+FOLDER = Path(__file__).parent
+sys.path.append(str(FOLDER / "learning"))
+METHODS = {
+    "one-body": "PPO, value head on the policy",
+    "no-critic": "no critic",
+    "grpo": "GRPO (TRL 1.16)",
+    "critic": "PPO, value model of its own",
+    "trl-ppo": "PPO of TRL 1.12",
+}
+TRIALS = ((3e-4, 0.02), (6e-4, 0.02), (6e-4, 0.05))
+"""Learning rate and KL coefficient."""
+SELECTION, FINAL = (11, 12), (1, 2, 3, 4, 5)
+SELECTED_AT, MARKS, MOST_KL = 10, (5, 10, 20), 12
+
+
+def label(method: str, trial: tuple[float, float]) -> str:
+    """Name a method's trial in the rows."""
+    return f"{method} {trial[0]:g} {trial[1]:g}"
+
+
+def accuracy(row: dict[str, Any]) -> float:
+    """Return the share of greedy answers that satisfy all: the mean over the ten constraints and pairs."""
+    return 0.6 * row["single"] + 0.4 * row["pairs"]
+
+
+def read(path: Path) -> dict[tuple[str, int, float], dict[str, Any]]:
+    """Read the rows by label, seed and minutes; a mark that was measured twice counts once, the last time."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {(row["arm"], row["seed"], row["minutes"]): row for row in rows}
+
+
+def chosen(method: str, rows: dict[tuple[str, int, float], dict[str, Any]]) -> tuple[float, float] | None:
+    """Return the trial with the largest accuracy below `MOST_KL`, or None until all trials have their rows."""
+    measured: dict[tuple[float, float], list[dict[str, Any]]] = {
+        trial: [row for seed in SELECTION if (row := rows.get((label(method, trial), seed, SELECTED_AT)))]
+        for trial in TRIALS
+    }
+    if any(len(runs) < len(SELECTION) for runs in measured.values()):
+        return None
+    kl = {trial: fmean(run["evaluation"]["kl"] for run in runs) for trial, runs in measured.items()}
+    allowed = [trial for trial in TRIALS if kl[trial] < MOST_KL] or [min(TRIALS, key=kl.__getitem__)]
+    return max(allowed, key=lambda trial: fmean(accuracy(run) for run in measured[trial]))
+
+
+def missing(rows: dict[tuple[str, int, float], dict[str, Any]]) -> list[tuple[str, tuple[float, float], int]]:
+    """Return the runs without their last row: a trial of all methods before the next, then the final seeds."""
+    trials = [(name, trial, seed) for trial in TRIALS for seed in SELECTION for name in METHODS]
+    runs = [run for run in trials if (label(*run[:2]), run[2], SELECTED_AT) not in rows]
+    finals = [(name, trial, seed) for seed in FINAL for name in METHODS if (trial := chosen(name, rows))]
+    return runs + [run for run in finals if (label(*run[:2]), run[2], MARKS[-1]) not in rows]
+
+
+def train(run: tuple[str, tuple[float, float], int], options: argparse.Namespace) -> None:
+    """Train one run in a process of its own; it resumes where a checkpoint is."""
+    method, trial, seed = run
+    (rate, coefficient), name = trial, label(method, trial)
+    directory = options.runs / f"{name.replace(' ', '_')}-{seed}"
+    minutes = [SELECTED_AT] if seed in SELECTION else MARKS
+    command = [
+        sys.executable, FOLDER / "follow.py", method, f"--label={name}", f"--results={options.results}",
+        f"--beta={coefficient}", "--minutes", *minutes, f"--seed={seed}", f"--output_dir={directory}",
+        f"--learning_rate={rate}", f"--kl_coef={coefficient}", "--lr_scheduler_type=constant", "--max_steps=400",
+        "--use_cpu", "--report_to=none", "--disable_tqdm=True", f"--dataset_name={options.dataset_name}",
+    ]  # fmt: skip
+    if any(directory.glob("checkpoint-*")):
+        command.append("--resume_from_checkpoint=True")
+    paths = [str(FOLDER.parent), *([options.trl_path] if method == "trl-ppo" else [])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(reversed(paths)), "OMP_NUM_THREADS": "1"}
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "output.log").open("a") as log:
+        done = subprocess.run([str(part) for part in command], env=environment, stdout=log, stderr=log, check=False)
+    print(name, seed, "done" if done.returncode == 0 else f"failed, see {log.name}", flush=True)
+
+
+def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
+    """Summarize the trials and, of each method's chosen one, the final seeds at each mark."""
+    from intervals import mean  # pyright: ignore
+
+    lines = ["| trial, 10 minutes | seeds | all ten | KL, nats | updates' steps |", "|---|---|---|---|---|"]
+    for name in METHODS:
+        for trial in TRIALS:
+            runs = [row for seed in SELECTION if (row := rows.get((label(name, trial), seed, SELECTED_AT)))]
+            if runs:
+                figures = ("".join(f"{accuracy(run):.2f} " for run in runs), f"{fmean(kl(run) for run in runs):.1f}")
+                steps = fmean(run["steps"] for run in runs)
+                lines.append(f"| {label(name, trial)} | {len(runs)} | {' | '.join(figures)} | {steps:.0f} |")
+    lines += ["", "| method | CPU minutes | seeds | all ten | six | pairs | KL, nats |", "|---" * 7 + "|"]
+    for name, description in METHODS.items():
+        for mark in MARKS:
+            runs = final_rows(name, mark, rows)
+            if runs:
+                columns = ([accuracy(run) for run in runs], [run["single"] for run in runs])
+                columns += ([run["pairs"] for run in runs], [kl(run) for run in runs])
+                figures = " | ".join(mean(column).shown(2) for column in columns)
+                lines.append(f"| {description} | {mark} | {len(runs)} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def kl(row: dict[str, Any]) -> float:
+    """Return the KL to the start of sampled answers, nats an answer."""
+    return row["evaluation"]["kl"]
+
+
+def final_rows(method: str, mark: float, rows: dict[tuple[str, int, float], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a method's chosen trial at a mark."""
+    trial = chosen(method, rows)
+    return [row for seed in FINAL if trial and (row := rows.get((label(method, trial), seed, mark)))]
+
+
+def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None:
+    """Draw the accuracy over CPU minutes: means over seeds with 95% intervals."""
+    import matplotlib.pyplot as plt
+    from intervals import mean  # pyright: ignore
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for name, description in METHODS.items():
+        points = {mark: runs for mark in MARKS if len(runs := final_rows(name, mark, rows)) > 1}
+        means = [mean([accuracy(run) for run in runs]) for runs in points.values()]
+        values = [estimate.value for estimate in means]
+        axes.plot([*points], values, marker="o", label=description)
+        low, high = ([e.value + side * e.half for e in means] for side in (-1, 1))
+        axes.fill_between([*points], low, high, alpha=0.15)
+    axes.set(xlabel="CPU minutes of training", ylabel="answers that satisfy all", ylim=(0, None), xlim=(0, None))
+    axes.legend()
+    figure.savefig(path, bbox_inches="tight")
+
+
+def main() -> None:
+    """Run what is missing, or print the tables."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--dataset_name", help="questions besides the example's, as its option of the same name")
+    parser.add_argument("--trl-path", help="where `pip install --no-deps --target PATH trl==1.12.0` put TRL's PPO")
+    parser.add_argument("--results", type=Path, default=FOLDER / "equal_cost.jsonl", help="rows are appended")
+    parser.add_argument("--runs", type=Path, default=Path("runs/equal_cost"), help="checkpoints and logs")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    parser.add_argument("--most", type=int, help="stop after so many runs")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--table", action="store_true", help="print the tables and draw instead")
+    options = parser.parse_args()
+    if options.table:
+        print(table(read(options.results)))
+        draw(read(options.results), FOLDER.parent / "docs" / "assets" / "equal-cost.svg")
+        return
+    if options.dataset_name is None or ("trl-ppo" in options.methods and options.trl_path is None):
+        parser.error("--dataset_name and, for trl-ppo, --trl-path must be given")
+    runs = [run for run in missing(read(options.results)) if run[0] in options.methods][: options.most]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda run: train(run, options), runs))
+
+
+if __name__ == "__main__":
+    main()

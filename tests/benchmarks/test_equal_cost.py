@@ -1,0 +1,165 @@
+"""The comparison at equal CPU time: which runs are missing, which trial is chosen, what the clock counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+
+def row(arm: str, seed: int, minutes: float, single: float = 0.5, kl: float = 5.0) -> dict[str, Any]:
+    return {
+        "arm": arm,
+        "seed": seed,
+        "minutes": minutes,
+        "single": single,
+        "pairs": 0.0,
+        "steps": 9,
+        "evaluation": {"kl": kl},
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    return path
+
+
+def selection(**changes: tuple[float, float]) -> list[dict[str, Any]]:
+    """Return GRPO's rows of both selection seeds; `changes` are (single, KL) of a trial, by its place."""
+    from equal_cost import SELECTION, TRIALS, label
+
+    trials = [(trial, *changes.get(f"trial{place}", (0.5, 5.0))) for place, trial in enumerate(TRIALS)]
+    return [row(label("grpo", trial), seed, 10, single, kl) for trial, single, kl in trials for seed in SELECTION]
+
+
+def test_all_methods_try_a_trial_before_the_next_and_final_seeds_come_last(tmp_path: Path) -> None:
+    from equal_cost import FINAL, METHODS, SELECTION, TRIALS, missing, read
+
+    nothing = missing(read(tmp_path / "absent.jsonl"))
+    assert len(nothing) == len(METHODS) * len(TRIALS) * len(SELECTION)
+    assert {trial for _, trial, _ in nothing[: 2 * len(METHODS)]} == {TRIALS[0]}
+    assert [name for name, *_ in nothing[: len(METHODS)]] == [*METHODS]
+    rows = read(write(tmp_path / "rows.jsonl", selection(trial1=(0.9, 5.0))))
+    runs = missing(rows)
+    assert runs[-len(FINAL) :] == [("grpo", TRIALS[1], seed) for seed in FINAL]
+    assert "grpo" not in [name for name, _, seed in runs if seed in SELECTION]
+
+
+def test_a_run_with_its_last_mark_is_not_missing(tmp_path: Path) -> None:
+    from equal_cost import FINAL, TRIALS, label, missing, read
+
+    name = label("grpo", TRIALS[0])
+    finals = [row(name, FINAL[0], 5), row(name, FINAL[0], 20), row(name, FINAL[1], 10)]
+    runs = missing(read(write(tmp_path / "rows.jsonl", selection(trial0=(0.9, 5.0)) + finals)))
+    assert [seed for method, _, seed in runs if method == "grpo"] == [*FINAL[1:]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"trial2": (0.6, 11.9)}, 2),
+        ({"trial2": (0.6, 12.0), "trial1": (0.55, 1.0)}, 1),
+        ({f"trial{place}": (0.5, 15.0 - place) for place in range(3)}, 2),
+    ],
+    ids=["the most accurate", "of those below the KL", "the smallest KL if none is below"],
+)
+def test_the_chosen_trial(changes: dict[str, tuple[float, float]], place: int, tmp_path: Path) -> None:
+    from equal_cost import TRIALS, chosen, read
+
+    rows = selection(**changes)
+    assert chosen("grpo", read(write(tmp_path / "rows.jsonl", rows))) == TRIALS[place]
+    assert chosen("grpo", read(write(tmp_path / "rows.jsonl", rows[:-1]))) is None
+
+
+def test_a_mark_that_was_measured_twice_counts_the_last_time_and_the_table_has_each_method_at_each_mark(
+    tmp_path: Path,
+) -> None:
+    from equal_cost import FINAL, TRIALS, draw, label, read, table
+
+    name = label("grpo", TRIALS[0])
+    finals = [row(name, seed, minutes, 0.5) for seed in FINAL for minutes in (5, 10, 20)]
+    again = row(name, FINAL[0], 5, 1.0)
+    rows = read(write(tmp_path / "rows.jsonl", selection(trial0=(0.9, 5.0)) + finals + [again]))
+    lines = table(rows).splitlines()
+    assert [line for line in lines if line.startswith("| GRPO")] == [
+        "| GRPO (TRL 1.16) | 5 | 5 | 0.36 [0.19, 0.53] | 0.60 [0.32, 0.88] | 0.00 [0.00, 0.00] | 5.00 [5.00, 5.00] |",
+        "| GRPO (TRL 1.16) | 10 | 5 | 0.30 [0.30, 0.30] | 0.50 [0.50, 0.50] | 0.00 [0.00, 0.00] | 5.00 [5.00, 5.00] |",
+        "| GRPO (TRL 1.16) | 20 | 5 | 0.30 [0.30, 0.30] | 0.50 [0.50, 0.50] | 0.00 [0.00, 0.00] | 5.00 [5.00, 5.00] |",
+    ]
+    draw(rows, tmp_path / "picture.svg")
+    assert "CPU minutes of training" in (tmp_path / "picture.svg").read_text()
+
+
+KINDS = ["short", "lower", "no_comma", "word", "opening", "question"]
+KINDS += ["opening+short", "lower+no_comma", "no_comma+word", "opening+word"]
+
+
+class Trainer:
+    """Takes an hour to measure; a third of the answers to each kind of prompt are right."""
+
+    obeys = True
+
+    def __init__(self, now: list[float]) -> None:
+        self.now = now
+
+    def measure(self) -> tuple[pd.DataFrame, dict[str, float]]:
+        self.now[0] += 3600
+        return pd.DataFrame({"constraints": KINDS * 3, "strict": [1.0] * 10 + [0.0] * 20}), {"eval_kl": 2.0}
+
+
+def test_the_clock_stands_still_while_it_measures_and_continues_after_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import follow
+
+    now = [1000.0]
+    monkeypatch.setattr(follow.time, "process_time", lambda: now[0])
+    args = SimpleNamespace(output_dir=str(tmp_path), seed=7, max_steps=9, learning_rate=0.5)
+    control = SimpleNamespace(should_training_stop=False)
+
+    def clock() -> Any:
+        clock_of_run = follow.Clock("an arm", [2, 1, 5], tmp_path / "rows.jsonl", ["--x"])
+        clock_of_run.trainer = Trainer(now)
+        return clock_of_run
+
+    def step(of: Any, number: int, seconds: float) -> None:
+        now[0] += seconds
+        of.on_step_end(args, SimpleNamespace(global_step=number), control)
+        of.on_save(args, SimpleNamespace(global_step=number), control)
+
+    first = clock()
+    first.on_train_begin(args, SimpleNamespace(global_step=0), control)
+    for number, seconds in enumerate((59, 2, 70, 10), 1):
+        step(first, number, seconds)
+    now[0] += 10_000  # killed; the checkpoint of the third step is the last that is read
+    second = clock()
+    second.on_train_begin(args, SimpleNamespace(global_step=3), control)
+    assert second.marks == [5] and not control.should_training_stop
+    step(second, 4, 170)
+    assert control.should_training_stop
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["minutes"], row["steps"], row["cpu_seconds"]) for row in rows] == [
+        (1, 2, 61),
+        (2, 3, 131),
+        (5, 4, 301),
+    ]
+    assert [(row["arm"], row["seed"], row["evaluation"]) for row in rows] == [("an arm", 7, {"kl": 2.0})] * 3
+    assert [(row["single"], row["pairs"]) for row in rows] == [(pytest.approx(1 / 3), pytest.approx(1 / 3))] * 3
+
+
+def test_a_trainer_that_does_not_obey_is_ended_by_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import follow
+
+    now = [0.0]
+    monkeypatch.setattr(follow.time, "process_time", lambda: now[0])
+    clock = follow.Clock("theirs", [1], tmp_path / "rows.jsonl", [])
+    clock.trainer = Trainer(now)
+    clock.trainer.obeys = False
+    now[0] = 60
+    args = SimpleNamespace(output_dir=str(tmp_path), seed=7, max_steps=9, learning_rate=0.5)
+    with pytest.raises(follow.TimeIsUp):
+        clock.on_step_end(args, SimpleNamespace(global_step=1), SimpleNamespace())
