@@ -193,8 +193,8 @@ class PPOTrainer(TrainerBase):
             ref_logprobs=ref_logprobs,
             values=output.values,
             final_values=output.final_values,
-            scores=scores.final,
-            token_scores=scores.per_token,
+            scores=scores.scores,
+            token_scores=scores.token_scores,
             scores_by_source=scores.by_source,
         )
 
@@ -568,7 +568,7 @@ class PPOTrainer(TrainerBase):
         """
         external = ExternalRows(queries, responses, scores, response_masks, sampling_logprobs, ended)
         rows, row_scores = external.padded(self._run, self.sizes.local_batch_size, self._preparation)
-        with self._run_of_steps.update(self._begin_steps, self._leave_if_stopped, self._finish_run):
+        with self._external_run.update(self._begin_external_run, self._leave_if_stopped, self._finish_run):
             self._run.fire("on_step_begin")
             rollout = self.collect_rollout(Prompts.of_responses(rows), rows, row_scores)
             self._check_and_count_scores(rollout)

@@ -25,7 +25,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional
-from rlhf_ppo.data.prompts import OWN_COLUMNS, num_rows, renders_chats
+from rlhf_ppo.data.prompts import TRAINER_COLUMNS, num_rows, renders_chats
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import configuration_kept
@@ -33,7 +33,7 @@ from rlhf_ppo.ranks import processes
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import preserve_rng
 from rlhf_ppo.ranks.signals import stopped
-from rlhf_ppo.reporting import evaluation as evaluations
+from rlhf_ppo.reporting import sample_tables
 from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
 from rlhf_ppo.reporting.health import health_settings
 from rlhf_ppo.reporting.metrics import MetricWindow
@@ -42,7 +42,7 @@ from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.run import construction, datasets, divergence, evaluator, rollouts, saving, warmup
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import is_unfinished
-from rlhf_ppo.run.external import RunOfSteps
+from rlhf_ppo.run.external import ExternalRun
 from rlhf_ppo.run.inputs import TrainerInputs
 from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import LoopState, PPOTrainerState, Progress, Stateful, count_update
@@ -118,7 +118,7 @@ class TrainerBase(Steps, Trainer):
         self._critic_only, self._guard = warmup.CriticOnly(run), divergence.DivergenceGuard(run)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
         self._window, self._progress = MetricWindow(), Progress()
-        self._run_of_steps = RunOfSteps(run)
+        self._external_run = ExternalRun(run)
         self._latest_prompts: Prompts | None = None
         self._printed = ""  # the latest sample table
         self._signals = construction.add_callbacks(self, run, self.sizes, self.reward_models)
@@ -202,7 +202,7 @@ class TrainerBase(Steps, Trainer):
 
         Each prompt is repeated `args.num_generations` times in adjacent rows.
         """
-        if self._run_of_steps.is_beginning:  # `step` brings its own
+        if self._external_run.is_preparing:  # `step` brings its own
             return
         run, loop = self._run, self._loop
         for epoch in itertools.count(self._progress.epoch):
@@ -245,7 +245,7 @@ class TrainerBase(Steps, Trainer):
     def _make_samples(self) -> None:
         """Make a sample table if it is due."""
         num_tables = self.args.num_sample_generations
-        if num_tables > 0 and evaluations.is_due(self.state.global_step, self.state.max_steps, num_tables):
+        if num_tables > 0 and sample_tables.is_due(self.state.global_step, self.state.max_steps, num_tables):
             self.generate_completions(sampling=True)
 
     def _count_update(self, metrics: dict[str, float], grad_norm: float | Tensor) -> None:
@@ -295,7 +295,7 @@ class TrainerBase(Steps, Trainer):
     def _finish_run(self) -> TrainOutput:
         """Log remaining updates and finish the run; after a signal, leave it."""
         control, loop = self.control, self._loop
-        if self._run_of_steps.is_beginning:  # nothing has run
+        if self._external_run.is_preparing:  # nothing has run
             return TrainOutput(0, 0.0, {})
         if self._has_unlogged_updates():
             # Only a log: the checkpoint is written, so the log of a resumed run stays the same.
@@ -327,7 +327,7 @@ class TrainerBase(Steps, Trainer):
             DivergenceError: A weight is not finite. `output_dir` is released nevertheless.
             RunStopped: A signal arrived after the last update; the run ended with a checkpoint.
         """
-        self._run_of_steps.close(self._save_and_finish)
+        self._external_run.close(self._save_and_finish)
 
     def __enter__(self) -> Self:
         """Return the trainer; the end of the block calls `close`."""
@@ -336,9 +336,9 @@ class TrainerBase(Steps, Trainer):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Call `close`; after an error of one of several processes only release `output_dir`."""
         ends_together = kind is None or self.accelerator.num_processes == 1
-        self._run_of_steps.close(self._save_and_finish if ends_together else None)
+        self._external_run.close(self._save_and_finish if ends_together else None)
 
-    def _begin_steps(self, held: ExitStack) -> None:
+    def _begin_external_run(self, held: ExitStack) -> None:
         held.enter_context(self._signals.listening())
         super().train(held.enter_context(saving.opened(self._run, self.train_dataset, None)))
 
@@ -389,7 +389,7 @@ class TrainerBase(Steps, Trainer):
             return datasets.leaving_signals(load(is_training=is_training))
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = [*OWN_COLUMNS]
+        self._signature_columns = [*TRAINER_COLUMNS]
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """Keep all columns if rewards or environments read them."""
@@ -595,9 +595,9 @@ class TrainerBase(Steps, Trainer):
         with evaluator.apart_from_training(run, self.model_wrapped, self.sampler.engine):
             batches = itertools.islice(self._sample_prompts(), 1 if sampling else None)
             rows = evaluator.rows_of_samples(run, batches, respond, self.score_responses, is_held_out)
-        table = evaluations.table_of(rows, self.scorer.names) if rows else None
+        table = sample_tables.table_of(rows, self.scorer.names) if rows else None
         if table is not None and self.is_world_process_zero():
-            self._printed = evaluations.show_table(table, self, is_held_out, self._printed)
+            self._printed = sample_tables.show_table(table, self, is_held_out, self._printed)
         return table
 
     @torch.no_grad()

@@ -85,7 +85,7 @@ def pytest_collection_finish() -> None:
 
 
 # Tests of whole runs, or slow; `make check` leaves them to `make test`.
-WHOLE_RUNS = {"reporting/test_evaluation.py", "run/test_evaluate.py", "run/test_samples_and_logging.py"}
+WHOLE_RUNS = {"reporting/test_sample_tables.py", "run/test_evaluate.py", "run/test_samples_and_logging.py"}
 # Files of which most tests run commands or several runs from beginning to end.
 LONG_RUNS = {
     "data/test_train_data_forms.py",

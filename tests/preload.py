@@ -15,8 +15,8 @@ import trl.models.utils
 import trl.trainer.reward_trainer
 import trl.trainer.sft_trainer
 
-import rlhf_ppo.cli.commands
 import rlhf_ppo.cli.judge
+import rlhf_ppo.cli.training_commands
 import rlhf_ppo.reporting.report
 import tests.distributed.scenarios
 

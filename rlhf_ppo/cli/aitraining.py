@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
 from rlhf_ppo.cli.errors import USER_ERRORS, user_errors
-from rlhf_ppo.cli.training import (
+from rlhf_ppo.cli.trainers import (
     RewardArguments,
     SFTArguments,
     ppo_trainer,

@@ -14,7 +14,7 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.training import has_reward_model, lora_config
+from rlhf_ppo.cli.trainers import has_reward_model, lora_config
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import AtLeastOne, Interval, option
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory

@@ -21,7 +21,7 @@ from trl.data_utils import maybe_apply_chat_template
 
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.training import load_tokenizer
+from rlhf_ppo.cli.trainers import load_tokenizer
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     PromptEncoder,

@@ -21,19 +21,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from rlhf_ppo.cli.arguments import check_single_process, parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.options import JudgeArguments
-from rlhf_ppo.cli.training import load_tokenizer, template_kwargs
+from rlhf_ppo.cli.trainers import load_tokenizer, template_kwargs
 from rlhf_ppo.data.files import write_json
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import stated_limit
 from rlhf_ppo.models.loading import load_policy, load_pretrained
-from rlhf_ppo.reporting.evaluation import print_table
 from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, win_rate_beside
 from rlhf_ppo.reporting.model_card import show_judgements
 from rlhf_ppo.reporting.run_log import RunSettings
+from rlhf_ppo.reporting.sample_tables import print_table
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
-from rlhf_ppo.reporting.win_rate import Answering, WinRate, given_answers, respond
+from rlhf_ppo.reporting.win_rate import Answering, WinRate, answers_in_column, respond
 from rlhf_ppo.rewards.builtin import prompt_text
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.identity import judge_identities
@@ -251,8 +251,8 @@ def _answers(
 ) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
     answers = {name: _respond(args, rows, tokenizer, name) for name, tokenizer in tokenizers.items()}
-    ours = answers.get("model") or given_answers(list(rows), str(args.model_column))
-    return ours, answers.get("opponent") or given_answers(list(rows), str(args.opponent_column), ours)
+    ours = answers.get("model") or answers_in_column(list(rows), str(args.model_column))
+    return ours, answers.get("opponent") or answers_in_column(list(rows), str(args.opponent_column), ours)
 
 
 def _respond(args: JudgeArguments, rows: Any, tokenizer: PreTrainedTokenizerBase, argument: str) -> list[Answer]:

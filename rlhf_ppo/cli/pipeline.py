@@ -255,8 +255,8 @@ def check_steps(steps: Iterable[Step]) -> None:
         SystemExit: An option is wrong; the message begins with the section.
     """
     from rlhf_ppo.cli.arguments import parse
-    from rlhf_ppo.cli.commands import parse_step
     from rlhf_ppo.cli.options import JudgeArguments
+    from rlhf_ppo.cli.training_commands import parse_step
     from rlhf_ppo.rewards.resolve import resolve_rewards
 
     for kind, step in {step.kind: step for step in steps if step.kind != "report"}.items():

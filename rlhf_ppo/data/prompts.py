@@ -23,7 +23,7 @@ from rlhf_ppo.terminal import visible_logger
 logger = visible_logger(__name__)
 
 PROMPT_COLUMNS = ("input_ids", "prompt", "text")
-OWN_COLUMNS = ("input_ids", "attention_mask", "prompt", "tools", "chat_template_kwargs", *IMAGE_COLUMNS)
+TRAINER_COLUMNS = ("input_ids", "attention_mask", "prompt", "tools", "chat_template_kwargs", *IMAGE_COLUMNS)
 """Columns that the trainer reads."""
 
 MARK = "answer-5f0c2d"

@@ -195,7 +195,7 @@ def _check_separate_weights(policy: nn.Module, ref_model: nn.Module) -> None:
         )
 
 
-def set_up_sharing(
+def set_up_prefix_sharing(
     args: PPOConfig,
     policy: nn.Module,
     value_model: nn.Module,

@@ -98,7 +98,7 @@ class Judgement:
         )
 
 
-def found_judgements(output_dir: str | Path) -> list[Judgement]:
+def read_judgements(output_dir: str | Path) -> list[Judgement]:
     """Read the win rates in a run's directory and in its `judged/`.
 
     Args:

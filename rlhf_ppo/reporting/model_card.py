@@ -15,7 +15,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.models.capabilities import reads_images
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
-from rlhf_ppo.reporting.judgements import Judgement, found_judgements
+from rlhf_ppo.reporting.judgements import Judgement, read_judgements
 from rlhf_ppo.reporting.run_log import Log, installed_versions, training_log
 from rlhf_ppo.rewards.identity import reward_identities
 from rlhf_ppo.rewards.resolve import RewardSpec
@@ -123,7 +123,7 @@ def _sections(args: PPOConfig, rewards: Sequence[str], log: Log, output_dir: Pat
     if (output_dir / CURVES).exists():
         sections["Curves"] = f"![Curves of the training]({CURVES})"
     text = "".join(f"\n## {title}\n\n{body}\n" for title, body in sections.items())
-    return text + _judged(found_judgements(output_dir))
+    return text + _judged(read_judgements(output_dir))
 
 
 def with_local_names(card: str, name: str, base: str | None, dataset: str | None) -> str:
@@ -147,7 +147,7 @@ def show_judgements(output_dir: str | Path) -> Path | None:
     Returns:
         The card's path; None if there is no card, or nothing has changed.
     """
-    path, judgements = Path(output_dir, CARD), found_judgements(output_dir)
+    path, judgements = Path(output_dir, CARD), read_judgements(output_dir)
     if not judgements or not path.is_file():
         return None
     card = path.read_text(encoding="utf-8")

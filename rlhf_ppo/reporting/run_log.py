@@ -21,7 +21,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
-from rlhf_ppo.reporting.judgements import JUDGED_RATE, found_judgements
+from rlhf_ppo.reporting.judgements import JUDGED_RATE, read_judgements
 
 Log = Sequence[Mapping[str, Any]]
 """A log history: a mapping of metric to value for each log of Trainer."""
@@ -272,7 +272,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
 def _judged(root: Path, log: Log) -> Iterator[dict[str, float]]:
     """Yield the judgements of a run's policy as entries of its log."""
     where = {name: max(entry.get(name, 0) for entry in log) for name in ("step", "episode")}
-    for judgement in found_judgements(root):
+    for judgement in read_judgements(root):
         low, high = judgement.interval
         rates = {JUDGED_RATE: judgement.win_rate, f"{JUDGED_RATE}_low": low, f"{JUDGED_RATE}_high": high}
         yield where | rates

@@ -17,9 +17,9 @@ from rlhf_ppo.reporting.judgements import (
     Judgement,
     RewardAccuracy,
     SeedWinRates,
-    found_judgements,
     percent,
     read_accuracy,
+    read_judgements,
 )
 from rlhf_ppo.reporting.run_log import RecordedRun, read_runs
 from rlhf_ppo.terminal import visible
@@ -135,7 +135,7 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
 
 
 def _newest_judgement(run: RecordedRun) -> Judgement | None:
-    judgements = found_judgements(run.directory)
+    judgements = read_judgements(run.directory)
     starts = (run.settings.arguments.get("sft_model_path"), run.settings.made_of.get("policy"))
     against_start = [judgement for judgement in judgements if judgement.opponent in starts]
     return (against_start or judgements or [None])[-1]

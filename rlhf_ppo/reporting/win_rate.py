@@ -251,7 +251,7 @@ def respond(
     return answers
 
 
-def given_answers(
+def answers_in_column(
     rows: Sequence[Mapping[str, Any]], column: str, ours: Sequence[Answer | None] = ()
 ) -> list[Answer | None]:
     """Return a data set's responses as answers.

@@ -194,27 +194,27 @@ class Scores:
     """Scores of a batch of responses.
 
     Attributes:
-        final: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 if it has only token
+        scores: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 if it has only token
             rewards, NaN if no source scored it whose weight is not 0.
-        per_token: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response mask.
+        token_scores: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response mask.
         by_source: Each source's scores before weighting, float32 `(B,)`, NaN where it gave none; for a source that
             rewards tokens, their sum.
     """
 
-    final: Tensor
-    per_token: Tensor
+    scores: Tensor
+    token_scores: Tensor
     by_source: dict[str, Tensor]
 
     @property
     def total(self) -> Tensor:
         """Total score of each response, float32 `(B,)`; NaN if no source scored it."""
-        return self.final + self.per_token.sum(dim=1)
+        return self.scores + self.token_scores.sum(dim=1)
 
 
 class Scorer:
     """Computes the weighted sum of reward sources, over the sources `i` that scored response `b`.
 
-        final_b = sum_i w_i s_ib        per_token_bt = sum_i w_i r_ibt
+        score_b = sum_i w_i s_ib        token_score_bt = sum_i w_i r_ibt
 
     Sources with the weight 0 are only logged.
 
@@ -258,7 +258,7 @@ class Scorer:
     def weighted_sum(self, results: Mapping[str, Tensor], batch: ScoringBatch) -> Scores:
         """Return the weighted sum of what the sources gave."""
         mask = batch.responses.response_mask.bool()
-        final, per_token = torch.zeros(len(batch), device=mask.device), torch.zeros(mask.shape, device=mask.device)
+        summed, token_scores = (torch.zeros(shape, device=mask.device) for shape in ((len(batch),), mask.shape))
         by_source: dict[str, Tensor] = {}
         first = mask.to(torch.uint8).argmax(dim=1, keepdim=True)
         for name, scores in results.items():
@@ -266,19 +266,19 @@ class Scorer:
             if tuple(scores.shape) == (len(batch),):
                 by_source[name] = scores
                 if weight != 0:  # 0 times an infinite score is NaN
-                    final = final + weight * torch.where(scores.isnan(), 0.0, scores)
+                    summed = summed + weight * torch.where(scores.isnan(), 0.0, scores)
             elif scores.shape == mask.shape:
                 unscored = scores.gather(1, first).squeeze(1).isnan()
                 scores = torch.where(mask & ~unscored[:, None], scores, 0.0)
                 by_source[name] = scores.sum(dim=1).masked_fill(unscored, math.nan)
                 if weight != 0:
-                    per_token = per_token + weight * scores
+                    token_scores = token_scores + weight * scores
             else:
                 raise WrongRewardError(
                     f"reward {name!r} has shape {tuple(scores.shape)}, expected ({len(batch)},), or "
                     f"{tuple(mask.shape)} for rewards per token"
                 )
-        usable = (final.abs() <= MAX_SCORE) & (per_token.abs() <= MAX_SCORE).all(dim=1)
+        usable = (summed.abs() <= MAX_SCORE) & (token_scores.abs() <= MAX_SCORE).all(dim=1)
         if not usable.all():
             raise WrongRewardError(
                 f"the weighted sum of the rewards of row {int(usable.int().argmin())} is beyond {MAX_SCORE:g}: return "
@@ -286,7 +286,7 @@ class Scorer:
             )
         weighed = [scores for name, scores in by_source.items() if self.weights[name] != 0]
         unscored = torch.stack([scores.isnan() for scores in weighed or by_source.values()]).all(dim=0)
-        return Scores(final.masked_fill(unscored, math.nan), per_token, by_source)
+        return Scores(summed.masked_fill(unscored, math.nan), token_scores, by_source)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def assemble_models(
     args, peft_config, value_peft_config = inputs.args, inputs.peft_config, inputs.value_peft_config
     check_keeps_models_whole(args)
     needs_critic = inputs.value_model is None and not args.share_base_model
-    rewards, copied = _prepare_rewards(loaded_rewards, needs_critic, accelerator)
+    rewards, copied = _load_rewards_and_critic(loaded_rewards, needs_critic, accelerator)
     set_seed(args.seed)  # for new adapters and heads; Trainer's constructor sets it later
     policy, reference_model, critic = _load_models(inputs, rewards)
     if args.share_base_model:
@@ -104,7 +104,7 @@ def assemble_models(
         if critic is not None:
             loading.check_value_model(critic)
         critic = adapters.value_model_over(policy, critic, value_peft_config)
-        _share_with_rewards(policy, rewards)
+        _share_base_with_rewards(policy, rewards)
     else:
         critic = _separate_critic(policy, critic, copied, value_peft_config)
         policy = _with_adapter(args, policy, peft_config, needs_reference and reference_model is None)
@@ -116,14 +116,14 @@ def assemble_models(
             policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
         )
     _set_up_language_models(args, policy, reference)
-    references.set_up_sharing(args, policy, critic, reference, [reward.model for reward in rewards])
+    references.set_up_prefix_sharing(args, policy, critic, reference, [reward.model for reward in rewards])
     loading.prepare_trainable(policy, critic)
     rates = {"vf_coef": args.vf_coef, "critic_learning_rate": args.critic_learning_rate}
     check_critic_alone(args.critic_warmup_steps, rates, policy, critic)
     return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
 
 
-def _prepare_rewards(
+def _load_rewards_and_critic(
     loaded: Iterable[LoadedRewardModel], needs_critic: bool, accelerator: Accelerator | None
 ) -> tuple[list[LoadedRewardModel], nn.Module | None]:
     """Check each reward model, and shard it with `accelerator`, before the next one is loaded.
@@ -229,7 +229,7 @@ def _with_adapter(
     return policy
 
 
-def _share_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel]) -> None:
+def _share_base_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardModel]) -> None:
     for reward in rewards:
         if is_peft_model(reward.model) and (difference := adapters.share_base(reward.model, policy)) is not None:
             logger.warning(

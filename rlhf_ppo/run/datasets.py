@@ -27,8 +27,8 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes, settings_of
 from rlhf_ppo.data.images import ImageChats, shows_images
 from rlhf_ppo.data.prompts import (
-    OWN_COLUMNS,
     PROMPT_COLUMNS,
+    TRAINER_COLUMNS,
     ImageCollator,
     NoPrompts,
     PromptCollator,
@@ -449,7 +449,7 @@ class PromptPreparation:
         if self.columns_are_read and num_rows(dataset):
             check_columns(columns_of(dataset, name), name)
         if isinstance(dataset, Dataset) and args.remove_unused_columns and not self.columns_are_read:
-            used = {*PROMPT_COLUMNS, *OWN_COLUMNS, args.length_column_name}
+            used = {*PROMPT_COLUMNS, *TRAINER_COLUMNS, args.length_column_name}
             prompt_column(dataset.column_names, name)
             dataset = dataset.select_columns([column for column in dataset.column_names if column in used])
         rows: Any = prepare_prompts(dataset, self._encode(name), args.max_prompt_length, args.dataset_num_proc)

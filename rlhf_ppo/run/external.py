@@ -81,14 +81,14 @@ def _scores(scores: Sequence[float] | Sequence[Tensor] | Tensor, rows: Responses
     """Return the scores of padded responses, from one score of each or from rewards of its tokens."""
     num_rows, device = len(rows), rows.response_mask.device
     if _are_of_tokens(scores):
-        per_token = _of_tokens("scores", scores, rows)
-        has_none = (per_token.isnan() | ~rows.response_mask.cpu()).all(dim=1)
+        token_scores = _of_tokens("scores", scores, rows)
+        has_none = (token_scores.isnan() | ~rows.response_mask.cpu()).all(dim=1)
         values = torch.zeros(num_rows).masked_fill(has_none, math.nan).to(device)
-        per_token = per_token.masked_fill(has_none[:, None], 0.0).to(device)
-        return Scores(values, per_token, {ExternalScores.name: values + per_token.sum(dim=1)})
+        token_scores = token_scores.masked_fill(has_none[:, None], 0.0).to(device)
+        return Scores(values, token_scores, {ExternalScores.name: values + token_scores.sum(dim=1)})
     values = torch.tensor([float(score) for score in scores], dtype=torch.float32, device=device)
-    per_token = torch.zeros_like(rows.response_mask, dtype=torch.float32)
-    return Scores(values, per_token, {ExternalScores.name: values})
+    token_scores = torch.zeros_like(rows.response_mask, dtype=torch.float32)
+    return Scores(values, token_scores, {ExternalScores.name: values})
 
 
 def padded_responses(
@@ -171,7 +171,7 @@ def _are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
     return all(isinstance(row, Tensor) and row.dim() == 1 for row in scores) and any(len(row) > 1 for row in scores)
 
 
-class RunOfSteps:
+class ExternalRun:
     """The run that spans the calls of `PPOTrainer.step`."""
 
     def __init__(self, run: RunState) -> None:
@@ -179,7 +179,7 @@ class RunOfSteps:
         self._held: ExitStack | None = None  # while it is open, such as the lock of its directory
 
     @property
-    def is_beginning(self) -> bool:
+    def is_preparing(self) -> bool:
         """Whether Trainer's `train` only prepares the run, in the first call."""
         return self._held is not None and not self._has_begun
 

@@ -16,7 +16,7 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.cli import commands, main
+from rlhf_ppo.cli import main, training_commands
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import load_reward_model
@@ -41,10 +41,10 @@ QUICK = (
 def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(places, capsys, caplog, recwarn):
     heads = []
     for command, data, auto, figures in (
-        (commands.sft, "texts.jsonl", AutoModelForCausalLM, r"loss +\d\.\d{3} \| right tokens +\d+%"),
+        (training_commands.sft, "texts.jsonl", AutoModelForCausalLM, r"loss +\d\.\d{3} \| right tokens +\d+%"),
         *[
             (
-                *(commands.reward, "pairs.jsonl", AutoModelForSequenceClassification),
+                *(training_commands.reward, "pairs.jsonl", AutoModelForSequenceClassification),
                 r"loss +\d\.\d{3} \| right pairs +\d+% \| margin +-?\d\.\d{3}",
             )
         ]
@@ -58,7 +58,7 @@ def test_sft_and_reward_print_a_line_for_each_log_and_save_what_they_trained(pla
         assert len(lines) == 2 and all(re.search(rf"/2 \| {figures} \| .* left$", line) for line in lines), printed
         assert "{" not in printed and "The model is in out." in printed
         saved = auto.from_pretrained("out")
-        heads.append(saved.score.weight if command is commands.reward else None)
+        heads.append(saved.score.weight if command is training_commands.reward else None)
         assert trainer.state.global_step == 2 and trainer.state.log_history[-1].keys() >= {"train_loss"}
         card = Path("out/README.md").read_text()
         assert "# Model Card for out\n" in card and 'model="path/to/out"' in card and "using [TRL]" in card
@@ -77,7 +77,7 @@ PPO = [
 
 
 def test_train_scores_with_functions_beside_a_model(places):
-    trainer = commands.train([*PPO, "--reward_funcs", "length", "default", "--reward_model_path", "scorer"])
+    trainer = training_commands.train([*PPO, "--reward_funcs", "length", "default", "--reward_model_path", "scorer"])
 
     assert list(trainer.scorer.names) == ["reward_model", "length", "default"] and trainer.state.global_step == 2
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 2
@@ -89,7 +89,7 @@ def test_texts_of_exactly_max_length_tokens_are_whole_if_they_end_as_others_do(p
     write_rows("texts.jsonl", [{"text": text} for text in texts])
     write_rows("chats.jsonl", [{"messages": [{"role": "user", "content": text}]} for text in texts])
     options = ["--model_name_or_path", "base", "--dry_run"]
-    commands.sft([*options, "--dataset_name", "texts.jsonl", "--max_length", "6"])
+    training_commands.sft([*options, "--dataset_name", "texts.jsonl", "--max_length", "6"])
     assert "cut 1 of 5 texts to max_length=6 tokens" in caplog.text
     caplog.clear()
     template = "{% for m in messages %}<|im_start|>{{ m.content }} w3 w2{% endfor %}"
@@ -97,12 +97,14 @@ def test_texts_of_exactly_max_length_tokens_are_whole_if_they_end_as_others_do(p
     tokenizer.chat_template = template
     tokenizer.save_pretrained("base")
     length = len(tokenizer.apply_chat_template([{"role": "user", "content": texts[2]}])["input_ids"])
-    commands.sft([*options, "--dataset_name", "chats.jsonl", "--max_length", str(length)])
+    training_commands.sft([*options, "--dataset_name", "chats.jsonl", "--max_length", str(length)])
     assert f"cut 1 of 5 texts to max_length={length} tokens" in caplog.text
 
 
 def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_says_where(places, capsys):
-    commands.train([*PPO, "--reward_funcs", "length", "--num_sample_generations", "2", "--logging_steps", "10"])
+    training_commands.train(
+        [*PPO, "--reward_funcs", "length", "--num_sample_generations", "2", "--logging_steps", "10"]
+    )
 
     *printed, last = capsys.readouterr().out.strip().splitlines()
     said = "its curves: `rlhf-ppo plot out`; its report: `rlhf-ppo report out`; its samples: out/_samples."
@@ -120,9 +122,9 @@ def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_s
 
 @pytest.mark.filterwarnings("error:Accessing the data pointer")
 def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
-    commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *LORA])
+    training_commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *LORA])
     options = [*LORA, "--reward_model_path", "out", "--share_base_model", "--output_dir", "ppo"]
-    trainer = commands.train([*PPO, *options])
+    trainer = training_commands.train([*PPO, *options])
 
     models = (trainer.policy_model, trainer.value_model, trainer.reward_model)
     held = {id(value): value.numel() for model in models for value in model.parameters()}
@@ -137,9 +139,9 @@ def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_r
         with torch.no_grad():
             return model.eval()(torch.arange(3, 15)[None]).logits
 
-    commands.sft([*TEXTS, *QUICK, "--output_dir", "sft", *LORA])
+    training_commands.sft([*TEXTS, *QUICK, "--output_dir", "sft", *LORA])
     start = logits(AutoPeftModelForCausalLM.from_pretrained("sft"))
-    trainer = commands.train(
+    trainer = training_commands.train(
         [*PPO, "--sft_model_path", "sft", "--reward_model_path", "scorer", *LORA, "--lora_r", "3"]
     )
 
@@ -150,24 +152,24 @@ def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_r
     assert not torch.equal(trained, start) and trainer.policy_model.active_peft_config.r == 2
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained("out")), trained)
 
-    whole = commands.sft([*TEXTS, *QUICK]).model
+    whole = training_commands.sft([*TEXTS, *QUICK]).model
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("out")), logits(whole))
     assert not Path("out/ppo_settings.json").exists()
     pairs = ["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl"]
-    scorer = commands.reward([*pairs, *QUICK, *LORA]).model
+    scorer = training_commands.reward([*pairs, *QUICK, *LORA]).model
     assert torch.equal(logits(load_reward_model("out", "reward_model", merges_adapter=False)), logits(scorer))
     assert not Path("out/model.safetensors").exists()
     with pytest.raises(SystemExit, match="2"):
-        commands.reward([*pairs, *QUICK, *LORA, "--output_dir", "base"])
+        training_commands.reward([*pairs, *QUICK, *LORA, "--output_dir", "base"])
     assert "saving there would replace 'base', the base of the trained adapter" in capsys.readouterr().err
 
 
 def test_the_reward_model_continues_the_adapter_of_sft_and_all_share_one_base(places):
-    commands.sft([*TEXTS, *QUICK, *LORA, "--output_dir", "sft"])
+    training_commands.sft([*TEXTS, *QUICK, *LORA, "--output_dir", "sft"])
     still = ["--dataset_name", "pairs.jsonl", *QUICK, *LORA, "--learning_rate", "0"]
-    commands.reward(["--model_name_or_path", "sft", *still, "--output_dir", "reward"])
+    training_commands.reward(["--model_name_or_path", "sft", *still, "--output_dir", "reward"])
     start = ["--sft_model_path", "sft", "--reward_model_path", "reward", "--share_base_model"]
-    trainer = commands.train([*PPO, *start, *LORA, "--output_dir", "ppo"])
+    trainer = training_commands.train([*PPO, *start, *LORA, "--output_dir", "ppo"])
 
     ids = torch.tensor([[4, 5, 6]])
     sft: Any = AutoPeftModelForCausalLM.from_pretrained("sft")
@@ -183,7 +185,7 @@ def test_the_reward_model_continues_the_adapter_of_sft_and_all_share_one_base(pl
 
 
 def test_merge_adapter_saves_the_model_that_the_adapter_gives(places):
-    trainer = commands.train([*PPO, "--reward_funcs", "length", *LORA, "--merge_adapter"])
+    trainer = training_commands.train([*PPO, "--reward_funcs", "length", *LORA, "--merge_adapter"])
     ids = torch.tensor([[4, 5, 6]])
     merged = AutoModelForCausalLM.from_pretrained("out")
     assert not Path("out/adapter_config.json").exists()
@@ -192,7 +194,7 @@ def test_merge_adapter_saves_the_model_that_the_adapter_gives(places):
 
 def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_path(places):
     lora = ["--use_peft", "--lora_target_modules", "q_proj"]
-    trainer = commands.train([*PPO, "--reward_funcs", "length", *lora, "--value_model_path", "policy"])
+    trainer = training_commands.train([*PPO, "--reward_funcs", "length", *lora, "--value_model_path", "policy"])
     assert isinstance(trainer.value_model, ValueHead)
     adapted = {
         name.split(".lora_")[0].rpartition(".")[2]
@@ -212,7 +214,7 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
     write_rows("more.jsonl", rows)
     options = ["--model_name_or_path", "base", "--dataset_name", "more.jsonl", "--max_length", "16", *QUICK]
     options += ["--per_device_eval_batch_size", "4"]
-    trainer = commands.reward(options)
+    trainer = training_commands.reward(options)
     found = read_accuracy("out")
     assert found is not None and found.num_pairs == 9 and len(trainer.train_dataset) == 81
     model = AutoModelForSequenceClassification.from_pretrained("out")
@@ -227,7 +229,7 @@ def test_a_reward_model_is_measured_on_pairs_that_it_has_not_seen(places, capsys
     assert "The reward model is tested on too few pairs: give more pairs, of which a tenth is held out." in caplog.text
     write_rows("few.jsonl", rows[:9] + rows[90:])
     options[3] = "few.jsonl"
-    commands.reward(options)
+    training_commands.reward(options)
     assert read_accuracy("out") is None
 
 

@@ -17,7 +17,7 @@ from datasets import Dataset
 from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.reporting.win_rate import given_answers
+from rlhf_ppo.reporting.win_rate import answers_in_column
 from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids
 from tests.agents.chat import chat_tokenizer
 from tests.conftest import scoring_batch, tiny_policy, tiny_scorer
@@ -89,7 +89,7 @@ def test_a_row_is_the_same_prompt_at_every_stage(
             of_row = {column: [values[number]] for column, values in prompts.columns.items()}
             batch = scoring_batch(whole, torch.ones_like(whole).bool(), mask, of_row, torch.tensor([True]))
             assert reward_model_ids(answers_of(batch, tokenizer)[0], None) == expected
-            (judged,) = given_answers([rows[number] | ANSWERS], key)
+            (judged,) = answers_in_column([rows[number] | ANSWERS], key)
             assert judged is not None and reward_model_ids(judged, tokenizer) == expected
 
 

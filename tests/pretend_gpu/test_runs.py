@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli.training import SFTArguments, sft_trainer
+from rlhf_ppo.cli.trainers import SFTArguments, sft_trainer
 from rlhf_ppo.reporting.win_rate import Answering, respond
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy

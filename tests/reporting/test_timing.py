@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_ppo.cli.training import running
+from rlhf_ppo.cli.trainers import running
 from rlhf_ppo.reporting.metrics import PhaseTimer, note_on_memory
 from tests.runs import QUICK, MakeTrainer
 

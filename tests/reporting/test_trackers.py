@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.data.images import data_url
-from rlhf_ppo.reporting.evaluation import report_table
+from rlhf_ppo.reporting.sample_tables import report_table
 from tests.conftest import QUIET, count_w4, make_tokenizer, prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 from tests.vision import picture

@@ -35,8 +35,8 @@ def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
     a, b = Fixed("a", [1.0, NAN, NAN]), Fixed("b", [[1.0, 2.0], [4.0, 99.0], [NAN, NAN]])
     c = Fixed("c", [[0.5, 0.25], [NAN, NAN], [NAN, NAN]])
     scores = Scorer([a, b, c], {"c": 2.0, "b": -1.0, "a": 10.0})(batch)
-    assert scores.per_token.tolist() == [[-1 + 1.0, -2 + 0.5], [-4.0, 0.0], [0.0, 0.0]]
-    assert scores.final.tolist() == pytest.approx([10.0, 0.0, NAN], nan_ok=True)
+    assert scores.token_scores.tolist() == [[-1 + 1.0, -2 + 0.5], [-4.0, 0.0], [0.0, 0.0]]
+    assert scores.scores.tolist() == pytest.approx([10.0, 0.0, NAN], nan_ok=True)
     assert scores.by_source["b"].tolist() == pytest.approx([3.0, 4.0, NAN], nan_ok=True)
     assert scores.by_source["c"].tolist() == pytest.approx([0.75, NAN, NAN], nan_ok=True)
     assert scores.total.tolist() == pytest.approx([8.5, -4.0, NAN], nan_ok=True)
@@ -46,7 +46,7 @@ def test_rewards_of_tokens_that_the_policy_did_not_write_are_not_paid() -> None:
     """Whatever stands there: NaN at a response's first token says nothing if a tool wrote that."""
     batch = make_batch(mask=[[0, 1, 1], [1, 0, 1], [0, 1, 0]])
     scores = Scorer([Fixed("a", [[NAN, 1.0, 2.0], [3.0, 999.0, 4.0], [5.0, NAN, 6.0]])])(batch)
-    assert scores.per_token.tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
+    assert scores.token_scores.tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 4.0], [0.0, 0.0, 0.0]]
     assert scores.total.tolist() == pytest.approx([3.0, 7.0, NAN], nan_ok=True)
     assert batch.response_ids() == [[3, 3, 3]] * 3
 

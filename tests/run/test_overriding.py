@@ -46,7 +46,7 @@ def test_score_responses(make_trained):
             scores = super().score_responses(responses, *given)
             brevity = -responses.response_mask.sum(dim=1).float()
             by_source = {**scores.by_source, "brevity": brevity}
-            return dataclasses.replace(scores, final=scores.final + brevity, by_source=by_source)
+            return dataclasses.replace(scores, scores=scores.scores + brevity, by_source=by_source)
 
     trainer = make_trained(Brief, eval_dataset=prompt_rows(3), **QUICK)
 

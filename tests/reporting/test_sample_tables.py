@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from rlhf_ppo.reporting.evaluation import is_due, print_table, table_of
+from rlhf_ppo.reporting.sample_tables import is_due, print_table, table_of
 
 NAN = float("nan")
 QUERIES = ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"]

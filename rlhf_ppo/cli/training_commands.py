@@ -8,7 +8,7 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, check_columns, parse, train_and_eval_rows
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.training import (
+from rlhf_ppo.cli.trainers import (
     PAIRS,
     RewardArguments,
     SFTArguments,
