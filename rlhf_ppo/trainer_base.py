@@ -189,8 +189,7 @@ class TrainerBase(Steps, Trainer):
         self._note_run()
         run.stateful.start(checkpoint)
         batches = datasets.Passes(loader, args, self.sizes).batches
-        follows = follows_metric(self.lr_scheduler)
-        self._loop = LoopState(batches, checkpoint, per_epoch, self.state.episode, schedule_follows_metric=follows)
+        self._loop = LoopState(batches, checkpoint, per_epoch, self.state.episode)
         run.fire("on_train_begin")
         if args.eval_on_start and checkpoint is None:
             self._evaluate(None, None, skip_scheduler=True)
@@ -252,7 +251,7 @@ class TrainerBase(Steps, Trainer):
         """Count an update, step the schedule, and keep the metrics for the next log."""
         loop, num_tokens = self._loop, self._rollout_metrics.num_response_tokens
         loop.grad_norm, loop.learning_rate = grad_norm, self._get_learning_rate()
-        if not loop.schedule_follows_metric:
+        if not follows_metric(self.lr_scheduler):
             self.lr_scheduler.step()
         self._window.add(metrics | count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens))
 
@@ -572,7 +571,7 @@ class TrainerBase(Steps, Trainer):
         run = self._run
         with evaluator.apart_from_training(run, self.model_wrapped, self.sampler.engine):
             self.callback_handler.eval_dataloader = dataloader  # pyright: ignore[reportAttributeAccessIssue]
-            columns = evaluator.evaluate(run, dataloader, self.collect_rollout, self._guard, self.kl_controller.coef)
+            columns = evaluator.evaluate(run, dataloader, self.collect_rollout, self._guard)
         metrics = rollouts.metrics_of_evaluation(run, columns, metric_key_prefix, self._score_unit)
         return EvalLoopOutput(None, None, metrics, len(columns["scores"]))  # pyright: ignore[reportArgumentType]
 

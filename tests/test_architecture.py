@@ -28,7 +28,7 @@ MAX_CODE_LINES = 450  # in a file, without docstrings, comments and blank lines
 LONGER = {"rlhf_ppo/config/ppo_config.py": 520}  # the options are one dataclass
 MAX_FUNCTION_LINES = 60  # with the docstring, without the signature
 DERIVED = {field.name for field in dataclasses.fields(Sizes)} - {"total_episodes"}
-OTHER_ARGUMENTS = {"rlhf_ppo/cli/judge.py"}  # whose batch_size is an option of that command
+OTHER_ARGUMENTS = {"rlhf_ppo/cli/answers.py"}  # whose batch_size is an option of that command
 
 
 def room_of(path: Path) -> str:

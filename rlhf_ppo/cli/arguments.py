@@ -114,21 +114,6 @@ def group_help(parser: PPOArgumentParser) -> None:
         untitled[:] = [action for action in untitled if action.dest not in names]
 
 
-def check_single_process(task: str) -> None:
-    """Check that the command runs in one process: each of several would do all of the work.
-
-    Args:
-        task: What the command does, such as "responses are judged".
-
-    Raises:
-        ValueError: There are several.
-    """
-    # Launchers set both variables; accelerate's own count is 1 on CPUs.
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
-    if processes > 1:
-        raise ValueError(f"num_processes={processes}: {task} in a single process; start only one")
-
-
 # ---- Models and data sets ----
 
 

@@ -1,6 +1,5 @@
 """`rlhf-ppo estimate`: memory of `rlhf-ppo train` by purpose, by arithmetic on the models' configurations."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -83,9 +82,9 @@ def estimate_memory(script_args: EstimateArguments, args: PPOConfig, model_args:
     stage, devices = script_args.zero_stage, script_args.num_devices
     trained = [weight for model in (policy, value_model) for weight in model.parameters() if weight.requires_grad]
     bits = 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None
-    stored = sum(_bytes(weight) for weight in trained)
+    stored = sum(weight.nbytes for weight in trained)
     fixed = [weight for model in (policy, *frozen) for weight in model.parameters() if not weight.requires_grad]
-    held = sum(_bytes(weight) if bits is None else weight.numel() * bits // 8 for weight in fixed)
+    held = sum(weight.nbytes if bits is None else weight.numel() * bits // 8 for weight in fixed)
     num_trained = sum(weight.numel() for weight in trained)
     config, width = text_config(policy), 2 if args.bf16 or args.fp16 else 4
     length = (args.max_prompt_length or script_args.prompt_length) + args.response_length
@@ -144,7 +143,3 @@ def empty_models(
     for model in frozen:
         model.requires_grad_(False)
     return policy, value_model, frozen
-
-
-def _bytes(weight: torch.Tensor) -> int:
-    return math.prod(weight.shape) * weight.itemsize

@@ -18,12 +18,12 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_ppo.cli.arguments import check_single_process, parse
+from rlhf_ppo.cli.answers import answers_in_column, prompt_encoder, respond
+from rlhf_ppo.cli.arguments import parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.options import JudgeArguments
-from rlhf_ppo.cli.trainers import load_tokenizer, template_kwargs
+from rlhf_ppo.cli.trainers import load_tokenizer
 from rlhf_ppo.data.files import write_json
-from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import stated_limit
@@ -33,7 +33,7 @@ from rlhf_ppo.reporting.model_card import show_judgements
 from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.reporting.sample_tables import print_table
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
-from rlhf_ppo.reporting.win_rate import Answering, WinRate, answers_in_column, respond
+from rlhf_ppo.reporting.win_rate import WinRate
 from rlhf_ppo.rewards.builtin import prompt_text
 from rlhf_ppo.rewards.functions import finished
 from rlhf_ppo.rewards.identity import judge_identities
@@ -68,12 +68,20 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
     """
     (args,) = parse((JudgeArguments,), prog, argv)
     with user_errors(prog):
-        check_single_process("responses are judged")
+        check_single_process()
         if not args.dry_run:
             return judge_responses(args)
         make_judge(args)
     print_text(f"Dry run: no problems found; the verdicts would be in {args.output_dir}.")
     return None
+
+
+def check_single_process() -> None:
+    """Raise a `ValueError` if there are several processes, each of which would do all of the work."""
+    # Launchers set both variables; accelerate's own count is 1 on CPUs.
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if processes > 1:
+        raise ValueError(f"num_processes={processes}: responses are judged in a single process; start only one")
 
 
 def judge_responses(args: JudgeArguments) -> WinRate:
@@ -224,7 +232,7 @@ def fitting_rows(
     for name, tokenizer in tokenizers.items():
         path = getattr(args, name)
         longest = _longest_prompt(args, name, tokenizer, judge)
-        encode = PromptEncoder(tokenizer, args.dataset_name, len(tokenizer), template_kwargs=_template_kwargs(args))
+        encode = prompt_encoder(args, tokenizer)
         kept = [index for index, row in enumerate(rows) if len(encode(row, index)["input_ids"]) <= longest]
         told = f"{len(rows) - len(kept)} of {len(rows)} prompts, longer than {longest} tokens"
         if not kept:
@@ -261,20 +269,7 @@ def _respond(args: JudgeArguments, rows: Any, tokenizer: PreTrainedTokenizerBase
     model: Any = load_policy(loaded, argument)
     config, recorded = model.generation_config, RunSettings.load(str(args.model or args.opponent)).arguments
     config.stop_strings = config.stop_strings or recorded.get("stop_strings")
-    how = Answering(
-        args.max_new_tokens,
-        args.temperature,
-        args.top_p,
-        args.batch_size,
-        args.generation_engine,
-        args.seed,
-        _template_kwargs(args),
-    )
-    return respond(model.to(PartialState().device), tokenizer, list(rows), args.dataset_name, how)
-
-
-def _template_kwargs(args: JudgeArguments) -> dict[str, Any] | None:
-    return template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs)
+    return respond(model.to(PartialState().device), tokenizer, list(rows), args)
 
 
 def compare(

@@ -364,7 +364,7 @@ def _run(
             kept.parent.mkdir(exist_ok=True)
             os.rename(step.output_dir, kept)
             say(f"{step.name} starts over, because {' and '.join(inputs)} ran again; its earlier files are in {kept}")
-        elif _has_checkpoint(step):
+        elif last_complete_checkpoint(step.output_dir) is not None:
             words += ["--resume_from_checkpoint", "true"]
     entry = record[step.name] = {"options": step.recorded_options(), "inputs": inputs, "finished": None}
     write_json(pipeline.output_dir / RECORD, record)
@@ -375,10 +375,6 @@ def _run(
         entry["finished"] = datetime.now(UTC).isoformat()
         write_json(pipeline.output_dir / RECORD, record)
     return code
-
-
-def _has_checkpoint(step: Step) -> bool:
-    return last_complete_checkpoint(step.output_dir) is not None
 
 
 def _shown(step: Step, words: Sequence[str]) -> str:

@@ -65,7 +65,6 @@ from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.model_card import CARD, if_on_hub, model_origin, with_local_names
 from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, where_results_are
-from rlhf_ppo.rewards.resolve import resolve_environments, resolve_tools
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
 from rlhf_ppo.run.divergence import DivergenceError
@@ -223,35 +222,6 @@ def ppo_trainer(
         peft_config=peft_config,
         ptx_dataset=texts,
         **more,
-    )
-
-
-def scored_ppo_trainer(
-    script_args: PPOScriptArguments,
-    args: PPOConfig,
-    model_args: ModelConfig,
-    train_dataset: Rows,
-    eval_dataset: Rows | None,
-) -> PPOTrainer:
-    """Make the trainer with the reward model, value model, reward functions and tools that the options name.
-
-    Args:
-        script_args: Gives `reward_funcs`, `value_model_path`, `tools` and `environment`.
-        args: Gives `reward_model_path`.
-        model_args: How models are loaded, and the policy's adapter.
-        train_dataset: The prompts.
-        eval_dataset: The prompts for evaluation, or None.
-    """
-    return ppo_trainer(
-        script_args,
-        args,
-        model_args,
-        train_dataset,
-        eval_dataset,
-        reward_funcs=script_args.reward_funcs,
-        tools=resolve_tools(script_args.tools),
-        environment_factory=resolve_environments(script_args.environment),
-        **load_scorers(script_args, args, model_args),
     )
 
 

@@ -13,10 +13,11 @@ from rlhf_ppo.cli.trainers import (
     RewardArguments,
     SFTArguments,
     check_lora,
+    load_scorers,
     measure_accuracy,
     measured_reward_trainer,
+    ppo_trainer,
     running,
-    scored_ppo_trainer,
     sft_trainer,
     text_columns,
     train_and_save,
@@ -104,7 +105,16 @@ def _train(command: str, argv: Sequence[str] | None) -> Any:
     with user_errors(program):
         if command == "train":
             find_start(args.output_dir, args.resume_from_checkpoint, args.overwrite_output_dir)  # before models load
-            trainer = scored_ppo_trainer(script_args, args, model_args, *rows)
+            trainer = ppo_trainer(
+                script_args,
+                args,
+                model_args,
+                *rows,
+                reward_funcs=script_args.reward_funcs,
+                tools=resolve_tools(script_args.tools),
+                environment_factory=resolve_environments(script_args.environment),
+                **load_scorers(script_args, args, model_args),
+            )
         else:
             make = sft_trainer if command == "sft" else measured_reward_trainer
             trainer = make(args, model_args, *rows)

@@ -111,14 +111,8 @@ class RngStream:
 
     def seed(self, *words: int) -> None:
         """Start the stream from these numbers, such as the run's seed and the process index."""
-        seed = derive_seed(self.label, *words)
-        self._states: dict[str, Any] = {
-            "python": random.Random(seed).getstate(),
-            "numpy": np.random.RandomState(seed).get_state(),
-            "cpu": torch.Generator().manual_seed(seed).get_state(),
-        }
-        if torch.cuda.is_available():
-            self._states["cuda"] = torch.Generator("cuda").manual_seed(seed).get_state()
+        with isolated_rng(derive_seed(self.label, *words), device_specific=False):
+            self._states = _rng_states()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -32,14 +32,13 @@ LATEST = frozenset({"episode", "eps", "lr"})
 _HASH_BASE = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 
 
-def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef: float) -> dict[str, Tensor]:
+def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None) -> dict[str, Tensor]:
     """Sum each response's token values over the tokens that the policy wrote.
 
     Args:
         rollout: `B` responses.
         scores: Scores after the missing-EOS penalty, float32 `(B,)`.
-        kl: KL estimate per token, nats, `(B, T)`, 0 outside the mask; None without a reference, which has no penalty.
-        kl_coef: Reward per nat.
+        kl: KL estimate per token, nats, `(B, T)`, 0 outside the mask; None without a reference.
 
     Returns:
         Float32 `(B,)` tensors by name; `rewards/<name>` for each reward source.
@@ -48,7 +47,6 @@ def episode_columns(rollout: Rollout, scores: Tensor, kl: Tensor | None, kl_coef
         "scores": scores,
         **({} if kl is None else {"kl": kl.sum(dim=1)}),
         "entropy": -zero_outside(rollout.logprobs, rollout.response_mask).sum(dim=1),
-        "non_score_reward": torch.zeros_like(scores) if kl is None else (-kl_coef * kl).sum(dim=1),
         "length": rollout.response_mask.sum(dim=1).float(),
         "ended": rollout.ended.float(),
         **{f"rewards/{name}": values for name, values in rollout.scores_by_source.items()},
@@ -69,29 +67,29 @@ def rollout_columns(
             is part of `non_score_reward`.
 
     Returns:
-        The columns of `episode_columns`; with a `score_unit` also `raw_scores`, the scores in the reward's unit.
+        The columns of `episode_columns`, and `non_score_reward`; with a `score_unit` also `raw_scores`, the scores in
+        the reward's unit.
     """
     scores, token_scores = shape_scores(rollout, args, score_unit)
     raw = {} if score_unit is None else {"raw_scores": rollout.scores + token_score_sums(rollout)}
     kl = rollout.kl(args.kl_estimator)
-    columns = episode_columns(rollout, scores + token_scores.sum(dim=1), kl, kl_coef) | raw
-    _, usual = token_rewards(kl, scores, rollout.response_mask, kl_coef, token_scores)
-    columns["non_score_reward"] = columns["non_score_reward"] + (rewards - usual).nansum(dim=1)
-    return columns
+    penalty, usual = token_rewards(kl, scores, rollout.response_mask, kl_coef, token_scores)
+    non_score_reward = penalty.sum(dim=1) + (rewards - usual).nansum(dim=1)
+    columns = episode_columns(rollout, scores + token_scores.sum(dim=1), kl)
+    return columns | {"non_score_reward": non_score_reward} | raw
 
 
-def evaluation_columns(rollout: Rollout, args: PPOConfig, kl_coef: float) -> dict[str, Tensor]:
+def evaluation_columns(rollout: Rollout, args: PPOConfig) -> dict[str, Tensor]:
     """Return the metrics of each episode of an evaluation, whose scores are not shaped yet.
 
     Args:
         rollout: `B` scored responses.
         args: Gives the KL estimator.
-        kl_coef: Reward per nat.
 
     Returns:
         The columns of `episode_columns`, with `scores` without token rewards; `token_scores` are the sums of those.
     """
-    columns = episode_columns(rollout, rollout.scores, rollout.kl(args.kl_estimator), kl_coef)
+    columns = episode_columns(rollout, rollout.scores, rollout.kl(args.kl_estimator))
     return columns | {"token_scores": token_score_sums(rollout)}
 
 
@@ -124,12 +122,12 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
         Metrics by their logged keys, without those of scores if no episode has one.
     """
     means = {name: float(values.mean()) for name, values in columns.items() if not name.startswith("rewards/")}
-    score = columns["scores"].nanmean()
+    score, non_score = columns["scores"].nanmean(), means.get("non_score_reward", 0.0)  # an evaluation has none
     metrics = {
         **({"objective/kl": means["kl"]} if "kl" in means else {}),
         "objective/entropy": means["entropy"],
-        "objective/non_score_reward": means["non_score_reward"],
-        "objective/rlhf_reward": float(score) + means["non_score_reward"],
+        "objective/non_score_reward": non_score,
+        "objective/rlhf_reward": float(score) + non_score,
         "objective/scores": float(score),
         "val/num_eos_tokens": float(columns["ended"].sum()),
         "response/length_mean": means["length"],

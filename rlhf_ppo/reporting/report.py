@@ -37,7 +37,7 @@ from rlhf_ppo.reporting.run_log import (
     read_audit,
     read_runs,
 )
-from rlhf_ppo.reporting.verdict import verdict_of
+from rlhf_ppo.reporting.verdict import Verdict, verdict_of
 from rlhf_ppo.terminal import is_secret, redacted, visible
 
 SCRIPTS = (
@@ -166,7 +166,7 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
             for label, group in groups.items()
         ],
         "verdicts": [
-            headline(verdict_of(group).as_json(), {figure["key"]: figure["groups"][number] for figure in figures})
+            headline(verdict_of(group), {figure["key"]: figure["groups"][number] for figure in figures})
             for number, group in enumerate(groups.values())
         ],
         "figures": figures,
@@ -474,16 +474,16 @@ def _half_interval(values: Sequence[float]) -> float | None:
     return float(student_quantile(freedom) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def headline(verdict: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a verdict; if no judge compared the policy, its sentence is a summary of the log.
+def headline(verdict: Verdict, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a verdict as JSON values; if no judge compared the policy, its sentence is a summary of the log.
 
     Args:
-        verdict: The result of `Verdict.as_json`.
+        verdict: The verdict.
         figures: The result of `first_and_last` for each metric.
     """
-    shown = dict(verdict)
-    if verdict["outcome"] == "not judged":
-        shown["reasons"] = ["No judge compared this policy with the model it started from.", *verdict["reasons"]]
+    shown = dataclasses.asdict(verdict)
+    if verdict.outcome == "not judged":
+        shown["reasons"] = ["No judge compared this policy with the model it started from.", *verdict.reasons]
         shown["sentence"] = _of_log(figures)
     return shown
 

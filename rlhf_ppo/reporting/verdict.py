@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 from rlhf_ppo.data.files import write_json
 from rlhf_ppo.reporting.judgements import (
@@ -25,7 +25,7 @@ from rlhf_ppo.reporting.run_log import RecordedRun, read_runs
 from rlhf_ppo.terminal import visible
 
 VERDICT = "verdict.json"
-"""The file with `Verdict.as_json()`, beside the judge's tables and in the directory of a pipeline."""
+"""The file with a `Verdict`, beside the judge's tables and in the directory of a pipeline."""
 
 Outcome = Literal["better", "worse", "undecided", "not judged"]
 
@@ -68,13 +68,9 @@ class Verdict:
         if self.reasons:
             yield f"{'But' if self.outcome == 'better' else 'Why'}: {' '.join(self.reasons)}"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON values."""
-        return asdict(self)
-
     def save(self, folder: Path) -> None:
         """Write `verdict.json` into a directory."""
-        write_json(folder / VERDICT, self.as_json())
+        write_json(folder / VERDICT, asdict(self))
 
 
 def recorded_runs(directories: Sequence[str | Path]) -> list[RecordedRun]:

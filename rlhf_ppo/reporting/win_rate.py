@@ -1,31 +1,17 @@
-"""Win rates outside of training: a model's responses to prompts, and statistics of a judge's verdicts on them."""
+"""Win rates: statistics of a judge's verdicts on a model's responses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import EngineName
-from rlhf_ppo.data.prompts import PromptEncoder, eos_id
-from rlhf_ppo.data.rollout import Prompts, check_lengths
-from rlhf_ppo.generation.engine_factory import make_engine
-from rlhf_ppo.generation.sampler import sample_with
-from rlhf_ppo.generation.sampling import StopStrings, ended, join_responses
-from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
 from rlhf_ppo.reporting.judgements import FEW, wilson_interval
-from rlhf_ppo.rewards.builtin import response_texts
-from rlhf_ppo.rewards.reward_model import Answer, settings_of_row
-from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
 
 
 @dataclass(frozen=True)
@@ -165,127 +151,3 @@ def length_controlled_rate(outcomes: Sequence[float], differences: Sequence[int]
 
     optimizer.step(loss)  # pyright: ignore[reportArgumentType]
     return float(torch.sigmoid(weights[0]).detach())
-
-
-# Responses
-
-
-@dataclass(frozen=True)
-class Answering:
-    """Settings of the generation.
-
-    Attributes:
-        max_new_tokens: Longest response, tokens.
-        temperature: Sampling temperature; 0: greedy.
-        top_p: Probability mass of nucleus sampling.
-        batch_size: Prompts in one batch.
-        engine: One of `PPOConfig.generation_engine`.
-        seed: Seed of the sampling.
-        chat_template_kwargs: Further arguments of the chat template.
-    """
-
-    max_new_tokens: int
-    temperature: float = 0.7
-    top_p: float = 1.0
-    batch_size: int = 32
-    engine: EngineName = "transformers"
-    seed: int = 0
-    chat_template_kwargs: Mapping[str, Any] | None = None
-
-
-@torch.no_grad()
-def respond(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Mapping[str, object]],
-    dataset: str,
-    how: Answering,
-) -> list[Answer]:
-    """Generate one response to each prompt.
-
-    Args:
-        model: A causal language model on its device.
-        tokenizer: Its tokenizer.
-        rows: The data set's rows, with `prompt` or `input_ids`.
-        dataset: Name of the data set in errors.
-        how: Settings of the generation.
-
-    Raises:
-        RuntimeError: The engine returned incomplete responses.
-        ValueError: A prompt cannot be read or is too long, or the engine cannot run here.
-    """
-    encode = PromptEncoder(tokenizer, dataset, len(tokenizer), template_kwargs=how.chat_template_kwargs)
-    encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
-    ends = end_tokens(model, tokenizer)
-    args = PPOConfig(
-        generation_engine=how.engine,
-        response_length=how.max_new_tokens,
-        temperature=how.temperature or 1.0,
-        top_p=how.top_p,
-        local_rollout_forward_batch_size=how.batch_size,
-        report_to="none",
-        seed=how.seed,
-        bf16=model.dtype == torch.bfloat16,
-        use_cpu=model.device.type == "cpu",
-    )
-    strings = model.generation_config.stop_strings
-    strings = StopStrings(tokenizer, tuple([strings] if isinstance(strings, str) else strings)) if strings else None
-    engine = make_engine(args, model, Accelerator(), tokenizer, strings)
-    longest = max(len(row["input_ids"]) for row in encoded)
-    limit = getattr(engine, "longest_sequence", None)  # of vLLM, which would cut responses
-    fix = "lower max_new_tokens, leave out prompts, or take another engine"
-    check_lengths(longest, how.max_new_tokens, limit, "max_new_tokens", fix)
-    config = (sampling_config if how.temperature else greedy_config)(args, ends)
-    set_seed(how.seed)
-    answers: list[Answer] = []
-    for start in range(0, len(encoded), how.batch_size):
-        batch = encoded[start : start + how.batch_size]
-        padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
-        prompts = Prompts.from_collated(padded, model.device)
-        sampled = sample_with(engine, model, prompts, config, strings).ids
-        joined = join_responses(prompts, sampled, ends, 0, strings)
-        drawn = zip(
-            batch, selected(joined.response_ids, joined.response_mask), ended(joined, ends, strings), strict=True
-        )
-        answers += [_answer(*answer, silent_ids(tokenizer, ends), tokenizer) for answer in drawn]
-    return answers
-
-
-def answers_in_column(
-    rows: Sequence[Mapping[str, Any]], column: str, ours: Sequence[Answer | None] = ()
-) -> list[Answer | None]:
-    """Return a data set's responses as answers.
-
-    Args:
-        rows: Rows, with their prompts.
-        column: The column of the responses: texts, lists of messages, or None.
-        ours: The model's answers to the same prompts, whose prompt tokens are used; empty: texts only.
-    """
-    answers: list[Answer | None] = []
-    for row, one in zip(rows, ours or [None] * len(rows), strict=True):
-        known: dict[str, Any] = {} if one is None else {"prompt_ids": one.prompt_ids, "tokenizer": one.tokenizer}
-        texts = [] if row[column] is None else response_texts([row[column]])
-        answers += [Answer(row.get("prompt"), text, settings=settings_of_row(row), **known) for text in texts] or [
-            None
-        ]
-    return answers
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's EOS, and those of the generation configuration."""
-    configured = model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return list(dict.fromkeys(token for token in (eos_id(tokenizer), *several) if token is not None))
-
-
-def _answer(
-    row: Mapping[str, Any],
-    response: list[int],
-    ended: object,
-    silent: Collection[int],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Answer:
-    """Make an answer of sampled tokens, cut after the token or text that ended them."""
-    (text,) = spoken_texts(tokenizer, [response], silent, clean_up_tokenization_spaces=False)
-    known = {"silent": silent, "settings": settings_of_row(row)}
-    return Answer(row.get("prompt"), text, bool(ended), row["input_ids"], response, tokenizer, **known)

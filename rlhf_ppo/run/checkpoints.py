@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,12 +95,6 @@ def _position(checkpoint: str, checkpoints: list[str]) -> int:
     paths = [os.path.realpath(path) for path in checkpoints]
     path = os.path.realpath(checkpoint)
     return paths.index(path) + 1 if path in paths else 0
-
-
-def delete_checkpoints(output_dir: str) -> None:
-    """Delete all checkpoints in a directory."""
-    for checkpoint in list_checkpoints(output_dir):
-        shutil.rmtree(checkpoint)
 
 
 class InUseError(RuntimeError, ValueError):

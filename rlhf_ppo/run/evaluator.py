@@ -65,7 +65,6 @@ def evaluate(
     batches: Iterable[Mapping[str, object]],
     collect: Callable[[Prompts], Rollout],
     guard: DivergenceGuard,
-    coef: float,
 ) -> dict[str, Tensor]:
     """Collect a rollout for every batch of held-out prompts.
 
@@ -74,7 +73,6 @@ def evaluate(
         batches: Collated batches of this rank.
         collect: Samples, scores and evaluates.
         guard: Checks the rollouts.
-        coef: Coefficient of the KL penalty.
 
     Returns:
         By name, one value per episode of all ranks; see `evaluation_columns`.
@@ -84,7 +82,7 @@ def evaluate(
     for batch in batches:
         rollout = collect(Prompts.from_collated(batch, run.args.device))
         guard.check_rollout(rollout)
-        parts.append(gather_columns(evaluation_columns(rollout, run.args, coef), gather))
+        parts.append(gather_columns(evaluation_columns(rollout, run.args), gather))
         run.fire("on_prediction_step")
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     warn_of_unscored(columns["scores"])

@@ -306,7 +306,6 @@ class LoopState:
         checkpoint: The checkpoint that the run resumes from, until the end of its pass.
         updates_per_epoch: Updates of a pass.
         num_episodes_before: Episodes of the earlier run.
-        schedule_follows_metric: Whether the schedule steps after evaluations instead of after updates.
         grad_norm: Gradient norm of the latest update.
         learning_rate: Learning rate of the latest update.
         start: Start time, for Trainer's summary.
@@ -317,7 +316,6 @@ class LoopState:
     checkpoint: str | None
     updates_per_epoch: int
     num_episodes_before: int
-    schedule_follows_metric: bool
     grad_norm: float | Tensor | None = None
     learning_rate: float | None = None
     start: float = field(default_factory=time.time)

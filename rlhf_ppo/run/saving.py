@@ -336,7 +336,8 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                     differing = [name for name in before if before[name] != now[name]]
                     _check_same_model([f"{name}: {before[name]}, now {now[name]}" for name in differing])
                 elif args.overwrite_output_dir:
-                    directories.delete_checkpoints(directory)
+                    for checkpoint in directories.list_checkpoints(directory):
+                        shutil.rmtree(checkpoint)
         run.last_checkpoint = broadcast_object_list([start])[0]
         run.logged.forget()  # what a failed update has left
         yield run.last_checkpoint

@@ -14,10 +14,10 @@ import torch
 import trl
 from datasets import Dataset
 
+from rlhf_ppo.cli.answers import answers_in_column
 from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.reporting.win_rate import answers_in_column
 from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids
 from tests.agents.chat import chat_tokenizer
 from tests.conftest import scoring_batch, tiny_policy, tiny_scorer

@@ -10,8 +10,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl.trainer.model_config import ModelConfig
 
+from rlhf_ppo.cli.answers import respond
+from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.trainers import SFTArguments, sft_trainer
-from rlhf_ppo.reporting.win_rate import Answering, respond
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy
 from tests.distributed.scenarios import prefers_larger_words
@@ -51,8 +52,10 @@ def test_a_run_that_died_and_was_resumed_ends_bit_for_bit_like_one_that_did_not(
 
 def test_answers_are_those_of_the_cpu() -> None:
     """The likeliest tokens, as `rlhf-ppo judge` and `answer` generate them."""
-    rows, how = prompt_rows(5), Answering(max_new_tokens=8, temperature=0.0, batch_size=3)
-    ours, theirs = (respond(tiny_policy().to(place), make_tokenizer(), rows, "rows", how) for place in ("cuda", "cpu"))
+    named: Any = {"dataset_name": "rows", "model": "", "opponent_column": "", "judge": "length"}
+    args = JudgeArguments(**named, max_new_tokens=8, temperature=0.0, batch_size=3)
+    places = ("cuda", "cpu")
+    ours, theirs = (respond(tiny_policy().to(place), make_tokenizer(), prompt_rows(5), args) for place in places)
     assert [one.response_ids for one in ours] == [one.response_ids for one in theirs] and len(ours) == 5
 
 

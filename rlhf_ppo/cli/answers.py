@@ -1,0 +1,125 @@
+"""Answers to prompts for `rlhf-ppo judge`: sampled from a model, or read from a column of the data set."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.trainers import template_kwargs
+from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.data.prompts import PromptEncoder, eos_id
+from rlhf_ppo.data.rollout import Prompts, check_lengths
+from rlhf_ppo.generation.engine_factory import make_engine
+from rlhf_ppo.generation.sampler import sample_with
+from rlhf_ppo.generation.sampling import StopStrings, ended, join_responses
+from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
+from rlhf_ppo.rewards.builtin import response_texts
+from rlhf_ppo.rewards.reward_model import Answer, settings_of_row
+from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
+
+
+def prompt_encoder(args: JudgeArguments, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
+    """Return the encoder of the prompts; the chat template gets the further arguments of the run."""
+    settings = template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs)
+    return PromptEncoder(tokenizer, args.dataset_name, len(tokenizer), template_kwargs=settings)
+
+
+@torch.no_grad()
+def respond(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, object]],
+    args: JudgeArguments,
+) -> list[Answer]:
+    """Generate one response to each prompt.
+
+    Args:
+        model: A causal language model on its device.
+        tokenizer: Its tokenizer.
+        rows: The data set's rows, with `prompt` or `input_ids`.
+        args: Settings of the generation, and the name of the data set.
+
+    Raises:
+        RuntimeError: The engine returned incomplete responses.
+        ValueError: A prompt cannot be read or is too long, or the engine cannot run here.
+    """
+    encode = prompt_encoder(args, tokenizer)
+    encoded = [{**row, **encode(row, index)} for index, row in enumerate(rows)]
+    ends = end_tokens(model, tokenizer)
+    config = PPOConfig(
+        generation_engine=args.generation_engine,
+        response_length=args.max_new_tokens,
+        temperature=args.temperature or 1.0,
+        top_p=args.top_p,
+        local_rollout_forward_batch_size=args.batch_size,
+        report_to="none",
+        seed=args.seed,
+        bf16=model.dtype == torch.bfloat16,
+        use_cpu=model.device.type == "cpu",
+    )
+    strings = model.generation_config.stop_strings
+    strings = StopStrings(tokenizer, tuple([strings] if isinstance(strings, str) else strings)) if strings else None
+    engine = make_engine(config, model, Accelerator(), tokenizer, strings)
+    longest = max(len(row["input_ids"]) for row in encoded)
+    limit = getattr(engine, "longest_sequence", None)  # of vLLM, which would cut responses
+    fix = "lower max_new_tokens, leave out prompts, or take another engine"
+    check_lengths(longest, args.max_new_tokens, limit, "max_new_tokens", fix)
+    how = (sampling_config if args.temperature else greedy_config)(config, ends)
+    set_seed(args.seed)
+    answers: list[Answer] = []
+    for start in range(0, len(encoded), args.batch_size):
+        batch = encoded[start : start + args.batch_size]
+        padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
+        prompts = Prompts.from_collated(padded, model.device)
+        sampled = sample_with(engine, model, prompts, how, strings).ids
+        joined = join_responses(prompts, sampled, ends, 0, strings)
+        drawn = zip(
+            batch, selected(joined.response_ids, joined.response_mask), ended(joined, ends, strings), strict=True
+        )
+        answers += [_answer(*answer, silent_ids(tokenizer, ends), tokenizer) for answer in drawn]
+    return answers
+
+
+def answers_in_column(
+    rows: Sequence[Mapping[str, Any]], column: str, ours: Sequence[Answer | None] = ()
+) -> list[Answer | None]:
+    """Return a data set's responses as answers.
+
+    Args:
+        rows: Rows, with their prompts.
+        column: The column of the responses: texts, lists of messages, or None.
+        ours: The model's answers to the same prompts, whose prompt tokens are used; empty: texts only.
+    """
+    answers: list[Answer | None] = []
+    for row, one in zip(rows, ours or [None] * len(rows), strict=True):
+        known: dict[str, Any] = {} if one is None else {"prompt_ids": one.prompt_ids, "tokenizer": one.tokenizer}
+        texts = [] if row[column] is None else response_texts([row[column]])
+        answers += [Answer(row.get("prompt"), text, settings=settings_of_row(row), **known) for text in texts] or [
+            None
+        ]
+    return answers
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that end a response: the tokenizer's EOS, and those of the generation configuration."""
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys(token for token in (eos_id(tokenizer), *several) if token is not None))
+
+
+def _answer(
+    row: Mapping[str, Any],
+    response: list[int],
+    ended: object,
+    silent: Collection[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Answer:
+    """Make an answer of sampled tokens, cut after the token or text that ended them."""
+    (text,) = spoken_texts(tokenizer, [response], silent, clean_up_tokenization_spaces=False)
+    known = {"silent": silent, "settings": settings_of_row(row)}
+    return Answer(row.get("prompt"), text, bool(ended), row["input_ids"], response, tokenizer, **known)
