@@ -378,6 +378,12 @@ class TrainerBase(Steps, Trainer):
             size, sampler = datasets.num_prompts(self.sizes, self.args), self._get_train_sampler
             return self._get_dataloader(self.train_dataset, "Training", size, sampler, is_training=True)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return a loader of held-out prompts; with persistent workers, Trainer keeps one of each named data set."""
+        if eval_dataset is None or isinstance(eval_dataset, str):
+            return super().get_eval_dataloader(eval_dataset)
+        return self.get_test_dataloader(eval_dataset)
+
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
     ) -> DataLoader:
@@ -627,9 +633,7 @@ class TrainerBase(Steps, Trainer):
             sets = self._preparation.held_out(eval_dataset)
         check_audit(self.args, sets, num_prefixes, num_continuations, self._play is not None)
         with evaluator.apart_from_training(self._run, self.model_wrapped, self.sampler.engine):
-            batches = evaluator.held_out_prompts(
-                sets, lambda name: self.get_eval_dataloader(sets if name is None else sets[name]), self.args.device
-            )
+            batches = evaluator.held_out_prompts(sets, self.get_eval_dataloader, self.args.device)
             auditor = CriticAuditor(self, self._respond, self._run, self.sampler, num_prefixes, num_continuations)
             result = auditor.audit(batches)
         if self.is_in_train:

@@ -105,11 +105,11 @@ def answers_in_column(
     return answers
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end a response: the tokenizer's EOS, and those of the generation configuration."""
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop: int | None = None) -> list[int]:
+    """Return the tokens that end a response: EOS, those of the generation configuration, and a run's stop token."""
     configured = model.generation_config.eos_token_id
     several = configured if isinstance(configured, list) else [configured]
-    return list(dict.fromkeys(token for token in (eos_id(tokenizer), *several) if token is not None))
+    return list(dict.fromkeys(token for token in (eos_id(tokenizer), *several, stop) if token is not None))
 
 
 def _answer(

@@ -174,9 +174,7 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, colu
     rows = choose_split(splits, "train" if "train" in splits else next(iter(splits)), argument)
     held_out = splits["test"] if "test" in splits and rows is not splits["test"] else None
     if argument == "prompts":
-        num_rows = len(rows)
         rows, held_out = with_prompts(rows, name, column), held_out and with_prompts(held_out, name, column)
-        name += " without empty prompts" if len(rows) < num_rows else ""  # errors name rows by their number
     elif argument != "texts":
         rows, held_out = separate_prompts(rows), held_out and separate_prompts(held_out)
     if argument in COLUMNS:
@@ -214,7 +212,8 @@ def with_prompts(rows: Any, name: str, column: str | None) -> Any:
         rows = rows.remove_columns(column).add_column(column, prompts)
     filled = [index for index, prompt in enumerate(prompts) if prompt and str(prompt).strip()]
     if 0 < len(filled) < len(rows):
-        print_text(f"{name}: dropped {len(rows) - len(filled)} of {len(rows)} rows without a prompt.")
+        dropped = f"dropped {len(rows) - len(filled)} of {len(rows)} rows without a prompt"
+        print_text(f"{name}: {dropped}; the others are numbered anew.")
         rows = rows.select(filled)
     return rows
 

@@ -18,7 +18,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_ppo.cli.answers import answers_in_column, prompt_encoder, respond
+from rlhf_ppo.cli.answers import answers_in_column, end_tokens, prompt_encoder, respond
 from rlhf_ppo.cli.arguments import parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.options import JudgeArguments
@@ -269,6 +269,7 @@ def _respond(args: JudgeArguments, rows: Any, tokenizer: PreTrainedTokenizerBase
     model: Any = load_policy(loaded, argument)
     config, recorded = model.generation_config, RunSettings.load(str(args.model or args.opponent)).arguments
     config.stop_strings = config.stop_strings or recorded.get("stop_strings")
+    config.eos_token_id = end_tokens(model, tokenizer, recorded.get("stop_token_id"))
     return respond(model.to(PartialState().device), tokenizer, list(rows), args)
 
 

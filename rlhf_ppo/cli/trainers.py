@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -46,6 +46,7 @@ from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.prompts import num_rows
 from rlhf_ppo.data.sources import Rows, choose_split, hold_out_pairs, load_splits
+from rlhf_ppo.generation.sampling import SpecialTokens
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory, load_adapter
 from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import (
@@ -68,6 +69,7 @@ from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, where_results
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
 from rlhf_ppo.run.divergence import DivergenceError
+from rlhf_ppo.run.saving import stopping_as_trained
 from rlhf_ppo.terminal import (
     RedactsSecrets,
     print_text,
@@ -578,7 +580,8 @@ def train_and_save(
     trainer.accelerator.wait_for_everyone()
     merges = merge and os.path.isfile(os.path.join(args.output_dir, "adapter_config.json"))
     if merges and trainer.accelerator.is_main_process:
-        merge_adapter(args.output_dir, getattr(args, "trust_remote_code", False))
+        tokens = trainer.tokens if is_policy else None
+        merge_adapter(args.output_dir, tokens, getattr(args, "trust_remote_code", False))
         if args.push_to_hub:
             api, skipped = HfApi(token=args.hub_token), ["_*", "checkpoint-*"]
             api.upload_folder(repo_id=str(trainer.hub_model_id), folder_path=args.output_dir, ignore_patterns=skipped)
@@ -592,11 +595,12 @@ def train_and_save(
         print_text(where if is_policy else f"The model is in {args.output_dir}.")
 
 
-def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
+def merge_adapter(directory: str, tokens: SpecialTokens | None, trust_remote_code: bool = False) -> None:
     """Replace the adapter in a directory by its base with the adapter merged, in the base's precision.
 
     Args:
         directory: Output of `save_model`.
+        tokens: The tokens and texts that end a policy's responses; None for other models.
         trust_remote_code: Whether to run code of the base's repository.
     """
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
@@ -609,6 +613,7 @@ def merge_adapter(directory: str, trust_remote_code: bool = False) -> None:
         adapted = AutoPeftModelForCausalLM.from_pretrained(directory, **trust)
     merged: Any = adapted.merge_and_unload()
     drop_ignored_generation_settings(merged)
-    merged.save_pretrained(directory)
+    with nullcontext() if tokens is None else stopping_as_trained(merged, tokens):
+        merged.save_pretrained(directory)
     for name in ("adapter_config.json", "adapter_model.safetensors"):  # last: without them a failed save would lose it
         os.remove(os.path.join(directory, name))

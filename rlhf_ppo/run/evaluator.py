@@ -120,18 +120,17 @@ def rows_of_samples(
 
 
 def held_out_prompts(
-    eval_dataset: object, loader_of: Callable[[str | None], Iterable[Mapping[str, Any]]], device: torch.device
+    eval_dataset: object, loader_of: Callable[[Any], Iterable[Mapping[str, Any]]], device: torch.device
 ) -> Iterator[Prompts]:
     """Yield all held-out prompts of this rank in batches.
 
     Args:
         eval_dataset: The evaluation set, or a dict of them.
-        loader_of: Takes the name of a set, or None for the only one; returns collated batches.
+        loader_of: Takes a set; returns collated batches.
         device: Device of the prompts.
     """
-    names = list(eval_dataset) if isinstance(eval_dataset, dict) else [None]
-    for name in names:
-        for batch in loader_of(name):
+    for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+        for batch in loader_of(dataset):
             yield Prompts.from_collated(batch, device)
 
 

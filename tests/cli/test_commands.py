@@ -185,11 +185,14 @@ def test_the_reward_model_continues_the_adapter_of_sft_and_all_share_one_base(pl
 
 
 def test_merge_adapter_saves_the_model_that_the_adapter_gives(places):
-    trainer = training_commands.train([*PPO, "--reward_funcs", "length", *LORA, "--merge_adapter"])
+    """It ends responses where training did."""
+    stops = ["--stop_token_id", "9", "--stop_strings", "w3"]
+    trainer = training_commands.train([*PPO, "--reward_funcs", "length", *LORA, "--merge_adapter", *stops])
     ids = torch.tensor([[4, 5, 6]])
     merged = AutoModelForCausalLM.from_pretrained("out")
     assert not Path("out/adapter_config.json").exists()
     assert torch.allclose(merged(ids).logits, trainer.policy_model.eval()(ids).logits, atol=1e-5)
+    assert (merged.generation_config.eos_token_id, merged.generation_config.stop_strings) == (9, ["w3"])
 
 
 def test_the_name_of_a_single_module_is_a_name_and_no_pattern_and_policy_is_no_path(places):

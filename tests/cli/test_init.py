@@ -217,8 +217,8 @@ def test_rows_without_a_prompt_are_dropped_and_errors_name_the_row_among_the_oth
     with pytest.raises(SystemExit, match="2"):
         init("--model base --prompts prompts.jsonl --reward_funcs length".split())
     printed = capsys.readouterr()
-    assert printed.out == "prompts.jsonl: dropped 3 of 7 rows without a prompt.\n"
-    assert "row 2 of prompts.jsonl without empty prompts ends in the EOS token" in printed.err
+    assert printed.out == "prompts.jsonl: dropped 3 of 7 rows without a prompt; the others are numbered anew.\n"
+    assert "row 2 of prompts.jsonl ends in the EOS token" in printed.err
 
 
 QUESTION = "\n\nHuman: w4 w5\n\nAssistant:"

@@ -63,6 +63,17 @@ def test_both_models_stop_at_the_stop_strings_of_the_run(places):
     assert {len(str(answer).split()) for answer in answers} == {1}
 
 
+def test_the_opponent_stops_at_the_stop_token_of_the_run_too(places):
+    compared = ["--model", "one", "--opponent", "two", "--judge", "length", *SHORT]
+    evaluate(compared)
+    words = str(pd.read_parquet("judged/judged.parquet")["opponent"][0]).split()
+    stop = make_tokenizer().convert_tokens_to_ids(words[1])
+    Path("one/ppo_settings.json").write_text(json.dumps({"arguments": {"stop_token_id": stop}}))
+    evaluate(compared)
+    stopped = str(pd.read_parquet("judged/judged-2.parquet")["opponent"][0]).split()
+    assert stopped == words[: words.index(words[1]) + 1] != words
+
+
 def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, capsys, monkeypatch):
     monkeypatch.setattr(module, "respond", lambda *_: pytest.fail("it has answered"))
     with pytest.raises(SystemExit, match="2"):

@@ -37,6 +37,17 @@ def test_every_row_counts_once_also_in_a_part_of_a_batch(batch_size: int, make_t
     assert trainer.args.dataloader_drop_last is True  # training still leaves out a part of a batch
 
 
+def test_each_data_set_of_a_call_has_its_own_rows_also_with_persistent_workers(make_trainer: MakeTrainer) -> None:
+    """Trainer keeps one loader for all data sets that calls pass; of the audit's five prompts each counts once."""
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = make_trainer(**QUICK, eval_dataset=FIVE_ROWS, reward_funcs=numbers, value_model=None, **workers)
+    sets = {"first": FIVE_ROWS.select([0, 1]), "second": FIVE_ROWS.select([2, 3, 4])}
+    assert trainer.evaluate()["eval_score"] == pytest.approx(2.0)
+    metrics = trainer.evaluate(sets)
+    assert (metrics["eval_first_score"], metrics["eval_second_score"]) == pytest.approx((0.5, 3.0))
+    assert trainer.audit_critic(sets, num_prefixes=2, num_continuations=4).num_prompts == 5
+
+
 def by_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
     """Reward: something for each token."""
     return [[token % 5 / 10 for token in ids] for ids in completion_ids]
