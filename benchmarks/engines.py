@@ -35,8 +35,8 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.data.prompts import PromptCollator
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.sampler import sample_with
-from rlhf_ppo.generation.transformers_engine import TransformersEngine, sampling_config
+from rlhf_ppo.generation.sampling import sample_with, sampling_config
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 HERE = Path(__file__).parents[1]

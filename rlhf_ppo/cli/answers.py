@@ -15,9 +15,14 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import PromptEncoder, eos_id
 from rlhf_ppo.data.rollout import Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
-from rlhf_ppo.generation.sampler import sample_with
-from rlhf_ppo.generation.sampling import StopStrings, ended, join_responses
-from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
+from rlhf_ppo.generation.sampling import (
+    StopStrings,
+    ended,
+    greedy_config,
+    join_responses,
+    sample_with,
+    sampling_config,
+)
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.reward_model import Answer, settings_of_row
 from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts

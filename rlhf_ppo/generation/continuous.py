@@ -17,16 +17,11 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
-from rlhf_ppo.generation.sampling import (
-    NonFiniteLogitsError,
-    default_generation_config,
-    float32_head_apart,
-    length_and_filling,
-)
-from rlhf_ppo.models.heads import Float32Linear
+from rlhf_ppo.generation.protocol import NonFiniteLogitsError, Sampled, prompt_rows, stack_rows
+from rlhf_ppo.generation.sampling import length_and_filling
+from rlhf_ppo.models.heads import Float32Linear, float32_head_apart
 from rlhf_ppo.models.packing import unpacked
-from rlhf_ppo.models.unwrapping import in_eval_mode, text_config, transformers_model
+from rlhf_ppo.models.unwrapping import default_generation_config, in_eval_mode, text_config, transformers_model
 from rlhf_ppo.ranks.random_streams import preserve_rng
 
 if TYPE_CHECKING:

@@ -31,6 +31,10 @@ class Sampled(NamedTuple):
     lengths: Tensor | None = None
 
 
+class NonFiniteLogitsError(RuntimeError):
+    """A model's logits are NaN, infinite, or minus infinity for every token."""
+
+
 class Generates(Protocol):
     """A model with transformers' `generate`."""
 

@@ -1,139 +1,92 @@
-"""Sampling of tokens, and the end of responses.
-
-Top-p, inverse-CDF sampling, logits that are not finite, the head's dtype, and the model's own generation config; stop
-tokens and stop strings, truncation after them, and joining responses to their prompts.
-"""
+"""Sampling of responses: the call of the engine, its settings, where responses end, and checks of what it returns."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.prompts import eos_id, pad_id
-from rlhf_ppo.data.rollout import HostMasks, Prompts, Responses, check_masks, sent
-from rlhf_ppo.models.heads import Float32Linear
-from rlhf_ppo.models.unwrapping import advice_by_type, autocast_dtype, transformers_model
-from rlhf_ppo.ranks.processes import get_logger
+from rlhf_ppo.data.rollout import HostMasks, PositionLimit, Prompts, Responses, check_lengths, check_masks, sent
+from rlhf_ppo.generation.protocol import GenerationEngine, NonFiniteLogitsError, Sampled
+from rlhf_ppo.models.policy_and_value import PolicyAndValue
+from rlhf_ppo.models.unwrapping import advice_by_type, gathered, transformers_model
+from rlhf_ppo.ranks.processes import get_logger, zero_stage
 
 logger = get_logger(__name__)
 
-# ---- Inverse-CDF sampling ----
 
-
-class InverseCDFSampling(LogitsProcessor):
-    r"""Draw each row's token and mask all others, so that greedy decoding takes it.
-
-    `y = min {v : F_v > u F_V}` with `F_v = sum_{w <= v} p_w` in float64 and one `u ~ U[0, 1)` a row (inverse transform
-    sampling; Devroye 1986, III.2): a token of probability 0 is never drawn.
-    """
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Draw from `softmax(scores)`, `(B, V)`."""
-        cumulative = scores.softmax(dim=-1).double().cumsum_(dim=-1)
-        total = cumulative[:, -1:]
-        drawn = torch.rand_like(total) * total
-        tokens = torch.searchsorted(cumulative, torch.minimum(drawn, total.nextafter(total * 0)), right=True)
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
-
-
-def sampling_processors(
-    config: GenerationConfig, device: torch.device
-) -> tuple[GenerationConfig, LogitsProcessorList]:
-    """Return the configuration and processors with which `generate` samples.
-
-    On a CPU a processor draws the token, and `generate` is greedy. On an accelerator, which draws fast, `generate`
-    draws.
+class Sampler:
+    """Samples responses of the policy, or of another model.
 
     Args:
-        config: The sampling distribution: `do_sample`, `temperature`, `top_k`, `top_p` and `min_p`.
-        device: The device of the logits.
-    """
-    if not config.do_sample:
-        return config, LogitsProcessorList()
-    if device.type == "cpu":
-        greedy = changed(config, do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
-        return greedy, LogitsProcessorList([*_warpers(config), InverseCDFSampling()])
-    return config, LogitsProcessorList()
-
-
-def changed(config: GenerationConfig, **changes: Any) -> GenerationConfig:
-    """Return a copy of a configuration with other values."""
-    result = copy.deepcopy(config)
-    result.update(**changes)
-    return result
-
-
-def _warpers(config: GenerationConfig) -> Iterator[LogitsProcessor]:
-    """Make the processors that `generate` applies when it samples, in its order."""
-    if config.temperature not in (None, 1.0):
-        yield TemperatureLogitsWarper(config.temperature)
-    if config.top_k:
-        yield TopKLogitsWarper(config.top_k)
-    if config.top_p is not None and config.top_p < 1.0:
-        yield TopPLogitsWarper(config.top_p)
-    if config.min_p is not None:
-        yield MinPLogitsWarper(config.min_p)
-
-
-# ---- Non-finite logits ----
-
-
-class NonFiniteLogitsError(RuntimeError):
-    """A model's logits are NaN, infinite, or minus infinity for every token."""
-
-
-class FiniteLogitsCheck(LogitsProcessor):
-    """Check that each row's largest logit is finite; the first processor.
-
-    On a CPU it raises the error at once. On an accelerator, where the host would wait for each token and drawing from
-    NaN would end the process, a bad row gets logits of 0, and `check` raises the error after generation.
+        engine: Generates the tokens.
+        args: The arguments.
+        accelerator: Prepared the models.
+        tokens: Padding and stop tokens.
+        never_sampled: Ids that not all models embed, or None.
+        longest_sequence: Longest prompt plus response that models and engine support; None without a limit.
+        when: Returns the position of the run, for errors.
     """
 
-    def __init__(self) -> None:
-        self._failed: Tensor | None = None
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        args: PPOConfig,
+        accelerator: Accelerator,
+        tokens: SpecialTokens,
+        never_sampled: list[int] | None,
+        longest_sequence: PositionLimit | None,
+        when: Callable[[], str],
+    ) -> None:
+        self.engine, self.args, self.accelerator, self.tokens = engine, args, accelerator, tokens
+        self.never_sampled, self.longest_sequence, self.when = never_sampled, longest_sequence, when
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Check logits `(B, V)`."""
-        failed = ~scores.amax(dim=-1).isfinite()  # the largest of a row is NaN if any is
-        self._failed = failed.any() if self._failed is None else self._failed | failed.any()
-        if scores.device.type == "cpu":
-            self.check()
-            return scores
-        return scores.masked_fill_(failed[:, None], 0.0)
+    def settings(self, greedy: bool = False) -> GenerationConfig:
+        """Return the sampling settings of training, or those of sample tables."""
+        return (greedy_config if greedy else sampling_config)(self.args, self.tokens.stops, self.never_sampled)
 
-    def check(self) -> None:
-        """Raise a `NonFiniteLogitsError` if any row failed."""
-        if self._failed is not None and bool(self._failed):
-            raise NonFiniteLogitsError("its logits are NaN or infinite")
+    def sample(self, model: nn.Module, prompts: Prompts, config: GenerationConfig | None = None) -> Responses:
+        """Sample a response to each prompt, and truncate it after the stop token or stop string.
 
-    def check_beside(self, flags: Tensor) -> Tensor:
-        """Like `check`; also copy other flags, bool `(B,)`, to the host, with one wait for the device."""
-        if self._failed is None:
-            return flags.cpu()
-        both = torch.cat((flags, self._failed[None])).cpu()
-        self._failed = both[-1]
-        self.check()
-        return both[:-1]
+        Args:
+            model: The prepared `PolicyAndValue`, or the placed `FrozenPolicy` of the reference.
+            prompts: `B` prompts.
+            config: Sampling settings; None takes those of training.
+        """
+        settings, tokens = config or self.settings(), self.tokens
+        check_lengths(prompts.input_ids.shape[1], length_and_filling(settings)[0], self.longest_sequence)
+        with self.policy_of(model) as policy:
+            sampled = sample_with(self.engine, policy, prompts, settings, tokens.stop_strings)
+        return join_responses(prompts, sampled.ids, tokens.stops, tokens.pad, tokens.stop_strings, sampled.logprobs)
+
+    @contextmanager
+    def policy_of(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Yield the language model in the form that the engine reads, under autocast.
+
+        An error of one rank is not exchanged: the other ranks may wait for it in a pass of a sharded model.
+
+        Args:
+            model: As for `sample`.
+        """
+        plain: Any = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        role = "policy" if isinstance(plain, PolicyAndValue) else "reference"
+        whole = whole_policy(model, self.accelerator, self.args.ds3_gather_for_generation)
+        with nullcontext(plain.policy) if self.engine.reads_sharded else whole as policy:
+            naming = naming_the_model(policy, role, self.when())
+            with naming, self.accelerator.autocast():
+                yield policy
 
 
 @contextmanager
@@ -160,83 +113,116 @@ def naming_the_model(model: torch.nn.Module, role: str, when: str) -> Iterator[N
         ) from error
 
 
-# ---- The head's dtype ----
-
-
 @contextmanager
-def frozen_head_cast(policy: nn.Module) -> Iterator[None]:
-    """Store a frozen head in the type that autocast casts it to; products stay the same to the bit.
+def whole_policy(model: nn.Module, accelerator: Accelerator, gathers: bool) -> Iterator[nn.Module]:
+    """Yield the policy in a form that `generate` can run.
 
-    Autocast caches its casts of trained weights, and casts frozen weights again for each token; the head is the
-    largest.
+    Under ZeRO-3 the policy's parameters, not the value model's, are gathered once. Under FSDP2 a layer stays unsharded
+    after its first use.
 
     Args:
-        policy: A causal language model, or a `PeftModel` around one.
+        model: The prepared `PolicyAndValue`, or the placed `FrozenPolicy`.
+        accelerator: Prepared it.
+        gathers: With ZeRO-3, False gathers each layer at each token instead.
     """
-    head = transformers_model(policy).get_output_embeddings()
-    layer: Any = getattr(head, "base_layer", head)
-    dtype = None
-    if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not layer.weight.requires_grad:
-        dtype = autocast_dtype(layer.weight.device.type)
-    with _weights_stored([layer] if dtype is not None else [], dtype or torch.float32):
-        yield
+    plain: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
+    is_prepared = not isinstance(model, PolicyAndValue)
+    # After a step all small parameters may be gathered; hooks would reshard them, at a different time on each rank.
+    if zero_stage(accelerator) == 3 and gathers and is_prepared:
+        with _gathered(model, plain.policy):
+            yield plain.policy
+    elif isinstance(model, FSDPModule):
+        with _unsharded(model, accelerator.state):
+            yield plain.policy
+    else:
+        yield plain.policy
 
 
 @contextmanager
-def float32_head_apart(policy: nn.Module) -> Iterator[None]:
-    """Give a head that multiplies in float32 its own float32 weights, separate from a tied embedding.
+def _gathered(model: Any, policy: nn.Module) -> Iterator[None]:
+    from trl.models.utils import add_hooks, remove_hooks
 
-    `Float32Linear` would convert 16-bit weights for each token.
-
-    Args:
-        policy: A causal language model, or a `PeftModel` around one.
-    """
-    head = transformers_model(policy).get_output_embeddings()
-    layers = [] if head is None else [layer for layer in head.modules() if isinstance(layer, Float32Linear)]
-    with _weights_stored(layers, torch.float32):
-        yield
+    with gathered(policy.parameters()):
+        remove_hooks(model)
+        try:
+            yield
+        finally:
+            add_hooks(model)
 
 
 @contextmanager
-def _weights_stored(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator[None]:
-    """Store the weights of unsharded layers in another type inside a context, separate from tied weights."""
-    before = [
-        (layer, layer.weight)
-        for layer in layers
-        if type(layer.weight) is nn.Parameter and not hasattr(layer.weight, "ds_id")
-    ]
-    for layer, weight in before:
-        layer.weight = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+def _unsharded(model: Any, state: Any) -> Iterator[None]:
+    """Keep blocks gathered after their first use.
+
+    Afterwards they are resharded after each pass as configured. Parameters outside of blocks, the first shard, are
+    gathered for the whole context.
+    """
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    register_fsdp_forward_method(model, "on_policy")
+    model.on_policy(lambda policy: None)  # the first forward method that runs tells FSDP2 the root
+    model.unshard()
+    for shard in shards[1:]:
+        shard.set_reshard_after_forward(False, recurse=False)
     try:
         yield
     finally:
-        for layer, weight in before:
-            layer.weight = weight
+        for shard in shards[1:]:
+            shard.set_reshard_after_forward(state.fsdp_plugin.reshard_after_forward, recurse=False)
+        for shard in shards:
+            shard.reshard()
 
 
-# ---- The model's own generation config ----
+# ---- Settings ----
 
 
-@contextmanager
-def default_generation_config(policy: nn.Module) -> Iterator[Any]:
-    """Replace the model's generation_config, from which `generate` fills unset fields, by transformers' default.
+def greedy_config(args: PPOConfig, stop_token_id: StopIds, never_sampled: list[int] | None = None) -> GenerationConfig:
+    """Build the configuration of sample tables: the most likely token at each step."""
+    stops = [stop_token_id] if isinstance(stop_token_id, int) else list(stop_token_id or ())
+    return GenerationConfig(
+        max_new_tokens=args.response_length,
+        do_sample=False,
+        use_cache=True,
+        suppress_tokens=never_sampled,
+        eos_token_id=stops or None,
+        # `generate` embeds this id in finished rows; the model may not embed an added "[PAD]".
+        pad_token_id=stops[0] if stops else 0,
+    )
 
-    With a stored repetition penalty or list of EOS tokens, `generate` would sample from a distribution that the
-    log-probabilities do not describe.
+
+def sampling_config(
+    args: PPOConfig, stop_token_id: StopIds, never_sampled: list[int] | None = None
+) -> GenerationConfig:
+    """Build the sampling distribution of the rollout from the arguments alone.
 
     Args:
-        policy: A causal language model, or a `PeftModel` around one.
+        args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
+        stop_token_id: Ends a row, or several; generation ends when every row has ended.
+        never_sampled: Ids at the end of the vocabulary that other models cannot embed; None allows all. The
+            log-probabilities ignore it, as they ignore `top_k`.
 
-    Yields:
-        The transformers model to call `generate` on.
+    Returns:
+        A configuration that sets all fields that the model's own generation_config could fill in.
     """
-    model = transformers_model(policy)
-    models_config = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield model
-    finally:
-        model.generation_config = models_config
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return changed(greedy_config(args, stop_token_id, never_sampled), do_sample=True, **sampling)
+
+
+def changed(config: GenerationConfig, **changes: Any) -> GenerationConfig:
+    """Return a copy of a configuration with other values."""
+    result = copy.deepcopy(config)
+    result.update(**changes)
+    return result
+
+
+def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
+    """Return `max_new_tokens` and `pad_token_id`."""
+    return cast(int, config.max_new_tokens), cast(int, config.pad_token_id)
+
+
+def stop_tokens(config: GenerationConfig) -> list[int]:
+    """Return the tokens that end a row: `eos_token_id`, which may be a number, a list or None."""
+    eos: Any = config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 # ---- Where responses end ----
@@ -298,29 +284,6 @@ class StopStrings:
         ends = [self.end(ids) for ids in responses.tolist()]
         lengths = sent(torch.tensor([width if end is None else end for end in ends]), responses.device)
         return torch.arange(width, device=responses.device) < lengths[:, None]
-
-
-class StopsAtStrings(StoppingCriteria):
-    """End each row of `generate` at the token of `StopStrings.end`.
-
-    transformers' own `StopStringCriteria` also ends rows at strings that begin in the prompt.
-
-    Args:
-        stop_strings: The stop strings.
-        prompt_length: Number of columns of the prompts, which are ignored.
-    """
-
-    def __init__(self, stop_strings: StopStrings, prompt_length: int) -> None:
-        self.stop_strings, self.prompt_length = stop_strings, prompt_length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
-        """Return which rows' last tokens complete a stop string, bool `(B,)`."""
-        responses = input_ids[:, self.prompt_length :].tolist()
-        completed = [self.stop_strings.is_completed(ids) for ids in responses]
-        return sent(torch.tensor(completed, dtype=torch.bool), input_ids.device)
-
-
-# ---- Truncation and joining ----
 
 
 StopIds = int | Sequence[int] | None
@@ -514,12 +477,96 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
     return SpecialTokens(filling, stops, ends, strings)
 
 
-def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
-    """Return `max_new_tokens` and `pad_token_id`."""
-    return cast(int, config.max_new_tokens), cast(int, config.pad_token_id)
+# ---- Checks of responses ----
 
 
-def stop_tokens(config: GenerationConfig) -> list[int]:
-    """Return the tokens that end a row: `eos_token_id`, which may be a number, a list or None."""
-    eos: Any = config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+def sample_with(
+    engine: GenerationEngine,
+    policy: nn.Module,
+    prompts: Prompts,
+    config: GenerationConfig,
+    stop_strings: StopStrings | None = None,
+) -> Sampled:
+    """Sample responses with an engine, and check every token that the policy will learn from.
+
+    Args:
+        engine: The engine.
+        policy: The language model in the form that the engine reads.
+        prompts: `B` left-padded prompts.
+        config: The sampling distribution, the stop token (or several) and the length limit.
+        stop_strings: Texts that also end a row, or None.
+
+    Raises:
+        RuntimeError: A row ends before the limit without a stop token or string, holds a suppressed id, or lacks the
+            log-probability of a token.
+        ValueError: The engine's result has another type or shape.
+    """
+    answer = _of_right_shape(engine, engine.sample(policy, prompts, config), config, len(prompts))
+    ids = answer.ids
+    width, (most, _) = ids.shape[1], length_and_filling(config)
+    lengths = torch.full_like(ids[:, 0], width) if answer.lengths is None else answer.lengths.to(ids.device)
+    stops = sent(torch.tensor(stop_tokens(config), dtype=ids.dtype), ids.device)
+    sampled = torch.arange(width, device=ids.device) < lengths[:, None]
+    is_stop = torch.isin(ids, stops) & sampled
+    is_real = sampled & (is_stop.cumsum(dim=1) - is_stop.long() == 0)
+    is_cut = ~is_stop.any(dim=1) & (lengths < most)
+    suppressed = sent(torch.tensor(config.suppress_tokens or [], dtype=ids.dtype), ids.device)
+    is_forbidden = is_real & ((ids < 0) | torch.isin(ids, suppressed))
+    values = torch.zeros_like(ids) if answer.logprobs is None else answer.logprobs
+    is_unknown = is_real & ~values.isfinite()
+    if bool(is_cut.any() | is_forbidden.any() | is_unknown.any()):  # one wait for the device
+        _refuse_cut_rows(engine, answer, is_cut, lengths, prompts, most, stop_strings)
+        _refuse_tokens(engine, answer, is_forbidden, is_unknown)
+    return answer
+
+
+def _of_right_shape(engine: GenerationEngine, answer: Sampled, config: GenerationConfig, num_rows: int) -> Sampled:
+    answer = Sampled(*answer)
+    ids, logprobs, _ = answer
+    most, _ = length_and_filling(config)
+    expected = (num_rows, min(ids.shape[-1], most))
+    if ids.dtype != torch.long or ids.shape != expected or (logprobs is not None and logprobs.shape != expected):
+        raise ValueError(
+            f"{called(engine)} gave ids {ids.dtype} {tuple(ids.shape)} and log-probabilities of "
+            f"{None if logprobs is None else tuple(logprobs.shape)}; sample() must return Sampled(ids, logprobs) of "
+            f"({num_rows}, T) with T <= {most}, ids torch.int64"
+        )
+    return answer
+
+
+def called(engine: GenerationEngine) -> str:
+    """Return an engine's name in error messages: its argument and value."""
+    return getattr(engine, "called", f"engine={type(engine).__name__}")
+
+
+def _refuse_cut_rows(
+    engine: GenerationEngine,
+    answer: Sampled,
+    is_cut: Tensor,
+    lengths: Tensor,
+    prompts: Prompts,
+    most: int,
+    stop_strings: StopStrings | None,
+) -> None:
+    for row in is_cut.nonzero().flatten().tolist():
+        length, prompt = int(lengths[row]), int(prompts.attention_mask[row].sum())
+        if stop_strings is not None and stop_strings.is_in(answer.ids[row, :length].tolist()):
+            continue
+        fix = getattr(engine, "cut_rows_advice", "give a row's stop token, or that many tokens")
+        raise RuntimeError(
+            f"{called(engine)} cut the response to row {row} of the batch: {length} tokens after a prompt of "
+            f"{prompt}, where {most} were asked for, and no stop token at its end; {fix}"
+        )
+
+
+def _refuse_tokens(engine: GenerationEngine, answer: Sampled, is_forbidden: Tensor, is_unknown: Tensor) -> None:
+    for row, place in is_unknown.nonzero().tolist():
+        raise RuntimeError(
+            f"{called(engine)} gave no finite log-probability for token {place} of row {row} of the batch: it must "
+            "give one for each token, or logprobs=None; if it does, the policy's logits are NaN or infinite"
+        )
+    for row, place in is_forbidden.nonzero().tolist():
+        raise RuntimeError(
+            f"{called(engine)} sampled the id {int(answer.ids[row, place])} in row {row} of the batch, which not all "
+            "models have; it must respect suppress_tokens of the GenerationConfig"
+        )

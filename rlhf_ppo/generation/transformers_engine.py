@@ -7,7 +7,7 @@ prompt alone, beside longer prompts, and after finished rows have left the batch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,31 +18,25 @@ from torch import Tensor, nn
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
-from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import IMAGES_COLUMN, RowImages, model_inputs, with_spare
 from rlhf_ppo.data.rollout import Prompts, pad_right, padding_columns, sent, split_until
-from rlhf_ppo.generation.protocol import ROW_COLUMN, Generates, Sampled
-from rlhf_ppo.generation.sampling import (
-    FiniteLogitsCheck,
-    StopIds,
-    StopsAtStrings,
-    StopStrings,
-    changed,
-    default_generation_config,
-    float32_head_apart,
-    frozen_head_cast,
-    length_and_filling,
-    sampling_processors,
-    stop_tokens,
-)
+from rlhf_ppo.generation.protocol import ROW_COLUMN, Generates, NonFiniteLogitsError, Sampled
+from rlhf_ppo.generation.sampling import StopStrings, changed, length_and_filling, stop_tokens
+from rlhf_ppo.models.heads import float32_head_apart, frozen_head_cast
 from rlhf_ppo.models.packing import deviation, looked_at
 from rlhf_ppo.models.unwrapping import (
     CACHE,
+    default_generation_config,
     gathers_in_passes,
     in_eval_mode,
     rounding,
@@ -82,38 +76,6 @@ class TransformersEngine:
 
     def policy_changed(self) -> None:
         """Do nothing: the policy itself generates."""
-
-
-def greedy_config(args: PPOConfig, stop_token_id: StopIds, never_sampled: list[int] | None = None) -> GenerationConfig:
-    """Build the configuration of sample tables: the most likely token at each step."""
-    stops = [stop_token_id] if isinstance(stop_token_id, int) else list(stop_token_id or ())
-    return GenerationConfig(
-        max_new_tokens=args.response_length,
-        do_sample=False,
-        use_cache=True,
-        suppress_tokens=never_sampled,
-        eos_token_id=stops or None,
-        # `generate` embeds this id in finished rows; the model may not embed an added "[PAD]".
-        pad_token_id=stops[0] if stops else 0,
-    )
-
-
-def sampling_config(
-    args: PPOConfig, stop_token_id: StopIds, never_sampled: list[int] | None = None
-) -> GenerationConfig:
-    """Build the sampling distribution of the rollout from the arguments alone.
-
-    Args:
-        args: Gives `response_length`, `temperature`, `top_k`, `top_p` and `min_p`.
-        stop_token_id: Ends a row, or several; generation ends when every row has ended.
-        never_sampled: Ids at the end of the vocabulary that other models cannot embed; None allows all. The
-            log-probabilities ignore it, as they ignore `top_k`.
-
-    Returns:
-        A configuration that sets all fields that the model's own generation_config could fill in.
-    """
-    sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    return changed(greedy_config(args, stop_token_id, never_sampled), do_sample=True, **sampling)
 
 
 def continues(policy: nn.Module) -> bool:
@@ -273,6 +235,111 @@ def call_sizes(lengths: Sequence[int], max_new_tokens: int, max_rows: int, equal
         sizes[-1] += 1
         used += width
     return sizes
+
+
+# ---- Drawing a token ----
+
+
+class InverseCDFSampling(LogitsProcessor):
+    r"""Draw each row's token and mask all others, so that greedy decoding takes it.
+
+    `y = min {v : F_v > u F_V}` with `F_v = sum_{w <= v} p_w` in float64 and one `u ~ U[0, 1)` a row (inverse transform
+    sampling; Devroye 1986, III.2): a token of probability 0 is never drawn.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Draw from `softmax(scores)`, `(B, V)`."""
+        cumulative = scores.softmax(dim=-1).double().cumsum_(dim=-1)
+        total = cumulative[:, -1:]
+        drawn = torch.rand_like(total) * total
+        tokens = torch.searchsorted(cumulative, torch.minimum(drawn, total.nextafter(total * 0)), right=True)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+
+def sampling_processors(
+    config: GenerationConfig, device: torch.device
+) -> tuple[GenerationConfig, LogitsProcessorList]:
+    """Return the configuration and processors with which `generate` samples.
+
+    On a CPU a processor draws the token, and `generate` is greedy. On an accelerator, which draws fast, `generate`
+    draws.
+
+    Args:
+        config: The sampling distribution: `do_sample`, `temperature`, `top_k`, `top_p` and `min_p`.
+        device: The device of the logits.
+    """
+    if not config.do_sample:
+        return config, LogitsProcessorList()
+    if device.type == "cpu":
+        greedy = changed(config, do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
+        return greedy, LogitsProcessorList([*_warpers(config), InverseCDFSampling()])
+    return config, LogitsProcessorList()
+
+
+def _warpers(config: GenerationConfig) -> Iterator[LogitsProcessor]:
+    """Make the processors that `generate` applies when it samples, in its order."""
+    if config.temperature not in (None, 1.0):
+        yield TemperatureLogitsWarper(config.temperature)
+    if config.top_k:
+        yield TopKLogitsWarper(config.top_k)
+    if config.top_p is not None and config.top_p < 1.0:
+        yield TopPLogitsWarper(config.top_p)
+    if config.min_p is not None:
+        yield MinPLogitsWarper(config.min_p)
+
+
+class FiniteLogitsCheck(LogitsProcessor):
+    """Check that each row's largest logit is finite; the first processor.
+
+    On a CPU it raises the error at once. On an accelerator, where the host would wait for each token and drawing from
+    NaN would end the process, a bad row gets logits of 0, and `check` raises the error after generation.
+    """
+
+    def __init__(self) -> None:
+        self._failed: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Check logits `(B, V)`."""
+        failed = ~scores.amax(dim=-1).isfinite()  # the largest of a row is NaN if any is
+        self._failed = failed.any() if self._failed is None else self._failed | failed.any()
+        if scores.device.type == "cpu":
+            self.check()
+            return scores
+        return scores.masked_fill_(failed[:, None], 0.0)
+
+    def check(self) -> None:
+        """Raise a `NonFiniteLogitsError` if any row failed."""
+        if self._failed is not None and bool(self._failed):
+            raise NonFiniteLogitsError("its logits are NaN or infinite")
+
+    def check_beside(self, flags: Tensor) -> Tensor:
+        """Like `check`; also copy other flags, bool `(B,)`, to the host, with one wait for the device."""
+        if self._failed is None:
+            return flags.cpu()
+        both = torch.cat((flags, self._failed[None])).cpu()
+        self._failed = both[-1]
+        self.check()
+        return both[:-1]
+
+
+class StopsAtStrings(StoppingCriteria):
+    """End each row of `generate` at the token of `StopStrings.end`.
+
+    transformers' own `StopStringCriteria` also ends rows at strings that begin in the prompt.
+
+    Args:
+        stop_strings: The stop strings.
+        prompt_length: Number of columns of the prompts, which are ignored.
+    """
+
+    def __init__(self, stop_strings: StopStrings, prompt_length: int) -> None:
+        self.stop_strings, self.prompt_length = stop_strings, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
+        """Return which rows' last tokens complete a stop string, bool `(B,)`."""
+        responses = input_ids[:, self.prompt_length :].tolist()
+        completed = [self.stop_strings.is_completed(ids) for ids in responses]
+        return sent(torch.tensor(completed, dtype=torch.bool), input_ids.device)
 
 
 # ---- Batch compaction ----

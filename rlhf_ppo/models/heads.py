@@ -18,6 +18,7 @@ from rlhf_ppo.data.images import RowImages, model_inputs
 from rlhf_ppo.data.rollout import PackedIndices
 from rlhf_ppo.models.packing import hidden_states
 from rlhf_ppo.models.unwrapping import (
+    autocast_dtype,
     autocast_if_stored_in_16_bits,
     backbone,
     in_eval_mode,
@@ -295,3 +296,57 @@ def multiply_in_float32(head: nn.Module) -> None:
 def is_in_float32(head: nn.Module) -> bool:
     """Return whether a head, which may have adapters, multiplies in float32."""
     return any(type(layer) is Float32Linear for layer in head.modules())
+
+
+# ---- A head's type while the policy generates ----
+
+
+@contextmanager
+def frozen_head_cast(policy: nn.Module) -> Iterator[None]:
+    """Store a frozen head in the type that autocast casts it to; products stay the same to the bit.
+
+    Autocast caches its casts of trained weights, and casts frozen weights again for each token; the head is the
+    largest.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+    """
+    head = transformers_model(policy).get_output_embeddings()
+    layer: Any = getattr(head, "base_layer", head)
+    dtype = None
+    if type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and not layer.weight.requires_grad:
+        dtype = autocast_dtype(layer.weight.device.type)
+    with _weights_stored([layer] if dtype is not None else [], dtype or torch.float32):
+        yield
+
+
+@contextmanager
+def float32_head_apart(policy: nn.Module) -> Iterator[None]:
+    """Give a head that multiplies in float32 its own float32 weights, separate from a tied embedding.
+
+    `Float32Linear` would convert 16-bit weights for each token.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+    """
+    head = transformers_model(policy).get_output_embeddings()
+    layers = [] if head is None else [layer for layer in head.modules() if isinstance(layer, Float32Linear)]
+    with _weights_stored(layers, torch.float32):
+        yield
+
+
+@contextmanager
+def _weights_stored(layers: Sequence[nn.Linear], dtype: torch.dtype) -> Iterator[None]:
+    """Store the weights of unsharded layers in another type inside a context, separate from tied weights."""
+    before = [
+        (layer, layer.weight)
+        for layer in layers
+        if type(layer.weight) is nn.Parameter and not hasattr(layer.weight, "ds_id")
+    ]
+    for layer, weight in before:
+        layer.weight = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+    try:
+        yield
+    finally:
+        for layer, weight in before:
+            layer.weight = weight

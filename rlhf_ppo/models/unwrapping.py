@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import ModelOutput
 
@@ -26,7 +26,7 @@ from rlhf_ppo.ranks.processes import get_logger, mixed_precision_dtype
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftModel
-    from transformers import PreTrainedConfig, TrainingArguments
+    from transformers import TrainingArguments
     from typing_extensions import TypeIs
 
 logger = get_logger(__name__)
@@ -205,6 +205,28 @@ def drop_ignored_generation_settings(model: nn.Module) -> None:
                 f"The model is saved without {', '.join(names)} of its generation_config, which generate() ignores "
                 "and transformers refuses to save; to keep a setting for sampling, also set do_sample=True."
             )
+
+
+@contextmanager
+def default_generation_config(policy: nn.Module) -> Iterator[Any]:
+    """Replace the model's generation_config, from which `generate` fills unset fields, by transformers' default.
+
+    With a stored repetition penalty or list of EOS tokens, `generate` would sample from a distribution that the
+    log-probabilities do not describe.
+
+    Args:
+        policy: A causal language model, or a `PeftModel` around one.
+
+    Yields:
+        The transformers model to call `generate` on.
+    """
+    model = transformers_model(policy)
+    models_config = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield model
+    finally:
+        model.generation_config = models_config
 
 
 # ---- Probes and precision ----

@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
-from rlhf_ppo.generation.sampler import Sampler
-from rlhf_ppo.generation.sampling import join_responses
+from rlhf_ppo.generation.sampling import Sampler, join_responses
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, CriticAudit, audit
 from rlhf_ppo.run.learning import monte_carlo_returns
 from rlhf_ppo.run.run_state import RunState

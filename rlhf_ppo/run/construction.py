@@ -20,8 +20,7 @@ from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import NoPrompts, num_rows
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
-from rlhf_ppo.generation.sampler import Sampler
-from rlhf_ppo.generation.sampling import SpecialTokens, special_tokens
+from rlhf_ppo.generation.sampling import Sampler, SpecialTokens, special_tokens
 from rlhf_ppo.models import capabilities, loading
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import asks_for_reference

@@ -26,8 +26,7 @@ from rlhf_ppo.generation.episodes import (
     stop_ids,
 )
 from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows
-from rlhf_ppo.generation.sampler import Sampler, sample_with
-from rlhf_ppo.generation.sampling import changed
+from rlhf_ppo.generation.sampling import Sampler, changed, sample_with
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.models.unwrapping import gathers_in_passes
 from rlhf_ppo.ranks.processes import num_processes, raise_on_all_ranks

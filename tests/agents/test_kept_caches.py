@@ -10,7 +10,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.generation.sampling import FiniteLogitsCheck
+from rlhf_ppo.generation.transformers_engine import FiniteLogitsCheck
 from tests.agents.chat import ppo_config
 from tests.agents.games import LONGEST, WORDS, Talk, player, sharp, tokenizer_of_words
 from tests.runs import record_rollouts

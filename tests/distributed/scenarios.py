@@ -20,8 +20,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation import transformers_engine
-from rlhf_ppo.generation.sampler import whole_policy
-from rlhf_ppo.generation.sampling import join_responses
+from rlhf_ppo.generation.sampling import join_responses, whole_policy
 from rlhf_ppo.models import policy_and_value
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests import conftest

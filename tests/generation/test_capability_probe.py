@@ -10,7 +10,8 @@ import transformers
 from packaging.version import Version
 
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
+from rlhf_ppo.generation.sampling import greedy_config
+from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models.packing import hidden_states, looked_at
 from rlhf_ppo.models.policy_and_value import logits
 from tests.models.architectures import tiny_model

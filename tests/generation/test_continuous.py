@@ -15,7 +15,8 @@ from transformers import GenerationConfig
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
+from rlhf_ppo.generation.sampling import greedy_config, sampling_config
+from rlhf_ppo.generation.transformers_engine import sample_responses
 from tests import oracles
 from tests.conftest import tiny_policy
 from tests.generation.test_transformers_engine import filtered, prompts, scripted_policy

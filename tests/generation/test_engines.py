@@ -15,7 +15,7 @@ from rlhf_ppo.config.checks import EngineName
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine_factory import make_engine
 from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.generation.sampler import called
+from rlhf_ppo.generation.sampling import called
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.policy_and_value import response_logprobs
 from tests.conftest import make_tokenizer, needs_continuous, prompt_rows, tiny_policy

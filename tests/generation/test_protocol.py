@@ -13,8 +13,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.losses import PolicyLoss
 from rlhf_ppo.data.rollout import Experience
 from rlhf_ppo.generation.protocol import Sampled, stack_rows
-from rlhf_ppo.generation.sampler import sample_with
-from rlhf_ppo.generation.sampling import StopStrings
+from rlhf_ppo.generation.sampling import StopStrings, sample_with
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_transformers_engine import prompts
 from tests.runs import QUICK, MakeTrainer

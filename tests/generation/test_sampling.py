@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation import transformers_engine
-from rlhf_ppo.generation.sampling import FiniteLogitsCheck, InverseCDFSampling, NonFiniteLogitsError
-from rlhf_ppo.generation.transformers_engine import sample_responses
+from rlhf_ppo.generation.protocol import NonFiniteLogitsError
+from rlhf_ppo.generation.transformers_engine import FiniteLogitsCheck, InverseCDFSampling, sample_responses
 from tests.conftest import needs_continuous, tiny_policy
 from tests.generation.test_dropping import greedy
 from tests.runs import QUICK, At, MakeTrainer

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_ppo.generation.sampling import StopsAtStrings, StopStrings, ended, join_responses
-from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses
+from rlhf_ppo.generation.sampling import StopStrings, ended, greedy_config, join_responses
+from rlhf_ppo.generation.transformers_engine import StopsAtStrings, sample_responses
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
 from tests.runs import QUICK, MakeArgs, train_and_record

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.generation.transformers_engine import greedy_config, sample_responses, sampling_config
+from rlhf_ppo.generation.sampling import greedy_config, sampling_config
+from rlhf_ppo.generation.transformers_engine import sample_responses
 from rlhf_ppo.models.packing import looked_at
 from tests import oracles
 from tests.conftest import tiny_policy

@@ -19,7 +19,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from rlhf_ppo.config import ppo_config as engine_arguments
-from rlhf_ppo.generation.transformers_engine import greedy_config, sampling_config
+from rlhf_ppo.generation.sampling import greedy_config, sampling_config
 from rlhf_ppo.generation.vllm import VLLMEngine, start_vllm
 from tests.conftest import make_tokenizer, needs_vllm_of_trl, tiny_policy
 from tests.generation.test_transformers_engine import prompts

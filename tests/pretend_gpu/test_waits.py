@@ -12,10 +12,10 @@ from tests.gpu.conftest import MakeTrainer, device, make_device_trainer  # noqa:
 
 EXPECTED = {
     "generate": {
-        "generation/sampling.py:check_beside": 3,
-        "generation/sampler.py:checked": 1,
         "generation/sampling.py:join_responses": 1,
+        "generation/sampling.py:sample_with": 1,
         "generation/transformers_engine.py:_repeats": 1,
+        "generation/transformers_engine.py:check_beside": 3,
     },
     "score": {"rewards/scorer.py:_rows": 1, "rewards/scorer.py:weighted_sum": 1},
     "learn": {"trainer.py:optimizer_step": 2, "run/divergence.py:check_step": 2},

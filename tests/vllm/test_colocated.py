@@ -11,8 +11,7 @@ import torch
 from peft import LoraConfig
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.generation.sampler import sample_with
-from rlhf_ppo.generation.transformers_engine import sampling_config
+from rlhf_ppo.generation.sampling import sample_with, sampling_config
 from tests.conftest import prompt_rows
 from tests.vllm.episodes import check_episodes
 from tests.vllm.training import (
@@ -97,7 +96,7 @@ def test_a_prompt_that_just_fits_has_its_whole_response(trained: PPOTrainer) -> 
 
 def test_what_vllm_cuts_all_the_same_is_an_error(trained: PPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past every other check: a limit of vLLM's that nobody knows of."""
-    monkeypatch.setattr("rlhf_ppo.generation.sampler.check_lengths", lambda *given: None)
+    monkeypatch.setattr("rlhf_ppo.generation.sampling.check_lengths", lambda *given: None)
     monkeypatch.setattr("rlhf_ppo.run.datasets.check_lengths", lambda *given: None)
     rows = [{"input_ids": [4 + row] * 60} for row in range(6)]
     with pytest.raises(RuntimeError, match=r"'vllm' cut the response to row \d .*: 4 tokens after a prompt of 60, wh"):

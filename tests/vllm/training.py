@@ -15,9 +15,8 @@ from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.data.prompts import PromptCollator
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.protocol import Sampled
-from rlhf_ppo.generation.sampler import sample_with
-from rlhf_ppo.generation.sampling import response_mask
-from rlhf_ppo.generation.transformers_engine import TransformersEngine, greedy_config, sampling_config
+from rlhf_ppo.generation.sampling import greedy_config, response_mask, sample_with, sampling_config
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests.conftest import QUIET, make_tokenizer, prompt_rows
 from tests.gpu.conftest import small_config, small_policy
 
