@@ -24,8 +24,7 @@ from rlhf_ppo.generation.sampling import (
     sampling_config,
 )
 from rlhf_ppo.rewards.builtin import response_texts
-from rlhf_ppo.rewards.reward_model import Answer, settings_of_row
-from rlhf_ppo.rewards.scorer import selected, silent_ids, spoken_texts
+from rlhf_ppo.rewards.scorer import Answer, selected, settings_of_row, silent_ids, spoken_texts
 
 
 def prompt_encoder(args: JudgeArguments, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:

@@ -49,7 +49,7 @@ from rlhf_ppo.rewards.judges import (
     as_judge,
 )
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.rewards.scorer import Answer
 from rlhf_ppo.terminal import print_text, redacted
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from rlhf_ppo.data.prompts import Messages, text_of_content
 from rlhf_ppo.rewards.limited import limited, matches
-from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.rewards.scorer import Answer
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)

@@ -30,7 +30,6 @@ from rlhf_ppo.environments.tools import Kind
 from rlhf_ppo.environments.waiting import run_on_event_loop
 from rlhf_ppo.ranks.processes import any_rank
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
-from rlhf_ppo.rewards.reward_model import answers_of
 from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, WrongRewardError, check_scores
 from rlhf_ppo.terminal import escape_error
 
@@ -142,7 +141,7 @@ class RewardFunction:
             ValueError: A column of the data set has the name of another argument.
         """
         check_columns(batch.prompts.columns)
-        answers = answers_of(batch, self.tokenizer)
+        answers = batch.answers(self.tokenizer)
         prompts = batch.prompts.columns.get("prompt")
         if prompts is None:
             prompts = batch.prompt_texts(self.tokenizer)

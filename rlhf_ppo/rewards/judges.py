@@ -42,8 +42,8 @@ from rlhf_ppo.rewards.functions import (
     takes_any_argument,
     unwrapped,
 )
-from rlhf_ppo.rewards.reward_model import Answer, RewardModel, shares_tokens, tokenizer_beside
-from rlhf_ppo.rewards.scorer import check_scores
+from rlhf_ppo.rewards.reward_model import RewardModel, shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards.scorer import Answer, check_scores
 from rlhf_ppo.terminal import redact_url, visible_logger
 
 logger = visible_logger(__name__)

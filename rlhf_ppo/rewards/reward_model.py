@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks, without_placeholders
 from rlhf_ppo.data.prompts import (
     MARK,
@@ -25,7 +24,6 @@ from rlhf_ppo.data.prompts import (
     as_the_template_reads,
     eos_id,
     is_conversation,
-    template_settings,
     text_of_content,
 )
 from rlhf_ppo.data.rollout import PositionLimit, pad_right
@@ -33,122 +31,12 @@ from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
 from rlhf_ppo.models.unwrapping import transformers_model
-from rlhf_ppo.rewards.scorer import MAX_SCORE, ScoringBatch, WrongRewardError, silent_ids, spoken_texts
+from rlhf_ppo.rewards.scorer import MAX_SCORE, Answer, ScoringBatch, WrongRewardError
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
 
-TokenizerFor = Callable[["Answer"], PreTrainedTokenizerBase | None]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A response to a prompt: in tokens, from a policy, or as text, from a data set.
-
-    Attributes:
-        prompt: The data set's prompt, a text or a conversation; None if only its ids are known.
-        response: The response's text, decoded apart from the prompt, without its `silent_ids`.
-        ended: Whether it ended with a stop token or stop string; True for an answer from a data set.
-        prompt_ids: The prompt in the policy's tokens; None for an answer from a data set.
-        response_ids: The whole response in the policy's tokens, including the stop token and the tokens of tools and
-            environments; None for an answer from a data set.
-        tokenizer: The policy's tokenizer; None for an answer from a data set.
-        written: Whether the policy wrote each of `response_ids`; None: all.
-        messages: The turns and answers of an episode; None for a single response.
-        silent: Tokens that the response's text leaves out.
-        settings: The row's own arguments of the chat template, with its tools, or None.
-    """
-
-    prompt: Any
-    response: str
-    ended: bool = True
-    prompt_ids: Sequence[int] | None = None
-    response_ids: Sequence[int] | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    written: Sequence[bool] | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
-    silent: Collection[int] = ()
-    settings: Mapping[str, Any] | None = None
-
-    @property
-    def asked(self) -> Any:
-        """The prompt, a text or a conversation."""
-        return self._decode(self.prompt_ids or (), skip_special_tokens=True) if self.prompt is None else self.prompt
-
-    @property
-    def prefilled(self) -> str:
-        """The beginning of the response that stands in the prompt: a turn's, or what the template opens it with."""
-        if self._text_before or self.tokenizer is None or not is_conversation(self.prompt):
-            return self._text_before
-        user, answer = {"role": "user", "content": "dummy"}, {"role": "assistant", "content": MARK}
-        try:
-            text = _rendered([user, answer, user], self.tokenizer)
-        except Exception:  # the template needs other messages
-            return ""
-        header = text.partition(MARK)[0].partition("dummy")[2].partition("<think>")[0]
-        _, has_header, beginning = self._decode(self.prompt_ids or ()).rpartition(header or MARK)
-        return beginning if has_header else ""
-
-    @property
-    def continuation(self) -> str:
-        """The response as the prompt's continuation: some tokenizers drop the space before a text's first word."""
-        if self.prompt_ids is None or self.response_ids is None:
-            return self.response
-        before, whole = self._decode(self.prompt_ids), self._decode([*self.prompt_ids, *self.response_ids])
-        text = whole[len(before) :] if whole.startswith(before) else self._decode(self.response_ids)
-        # Some also move a text's last space before the next word.
-        lacks_space = self._text_before.endswith(" ") and not before.endswith(" ")
-        return text.removeprefix(" ") if lacks_space else text
-
-    @property
-    def completion(self) -> str:
-        """The response as a reward function reads it: what follows a text or a begun turn, else a whole message."""
-        return self.continuation if self._text_before or not is_conversation(self.prompt) else self.response
-
-    @property
-    def text(self) -> str:
-        """A text prompt followed by its response."""
-        return self.asked + self.continuation
-
-    @property
-    def _text_before(self) -> str:
-        """The text before the response, if it is known as text."""
-        if is_conversation(self.prompt):
-            return text_of_content(self.prompt[-1]["content"]) if self.prompt[-1].get("role") == "assistant" else ""
-        return self.prompt if isinstance(self.prompt, str) else ""
-
-    def _decode(self, ids: Sequence[int], **options: bool) -> str:
-        assert self.tokenizer is not None  # the policy's, which comes with ids
-        return spoken_texts(self.tokenizer, [ids], self.silent, clean_up_tokenization_spaces=False, **options)[0]
-
-
-def answers_of(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
-    """Return a batch's rows as answers, one list for all sources.
-
-    Args:
-        batch: `B` prompts and truncated responses.
-        tokenizer: The policy's tokenizer.
-    """
-    return batch.once("answers", tokenizer, lambda: _answers(batch, tokenizer))
-
-
-def settings_of_row(row: Mapping[str, object]) -> dict[str, Any] | None:
-    """Return an answer's `settings`; None for a text, which no template reads."""
-    return template_settings(row) if is_conversation(row.get("prompt")) else None
-
-
-def _answers(batch: ScoringBatch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
-    prompt_ids, response_ids = batch.prompt_ids(), batch.response_ids()
-    names = ("prompt", "tools", "chat_template_kwargs")
-    columns = {name: batch.prompts.columns.get(name) or [None] * len(batch) for name in names}
-    settings = [settings_of_row(dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-    silent = silent_ids(tokenizer, batch.stops)
-    texts = spoken_texts(tokenizer, response_ids, silent, clean_up_tokenization_spaces=False)
-    records = batch.prompts.columns.get(EPISODE_COLUMN)
-    messages = [None] * len(batch) if records is None else [record.messages for record in records]
-    rows = zip(columns["prompt"], texts, batch.has_ended, prompt_ids, response_ids, strict=True)
-    of_rows = zip(rows, batch.written, messages, settings, strict=True)
-    return [Answer(*row, tokenizer, written, episode, silent, how) for row, written, episode, how in of_rows]
+TokenizerFor = Callable[[Answer], PreTrainedTokenizerBase | None]
 
 
 @dataclass(frozen=True)
@@ -296,7 +184,7 @@ class RewardModel:
         if policy_tokenizer is None or (tokenizer is None and is_text):  # as `reward_model_ids`, for the whole batch
             return self._scores(batch.responses.query_responses, batch.responses.attention_mask.bool())
         with self.together():
-            answers = answers_of(batch, policy_tokenizer)
+            answers = batch.answers(policy_tokenizer)
             of_chats = self.template if tokenizer is None else tokenizer
             rows = self._padded(answers, lambda one: of_chats if is_conversation(one.prompt) else tokenizer)
         return self._scores_of(rows, batch.responses.query_responses.device)

@@ -1,4 +1,4 @@
-"""Scores of responses: the batch that reward sources read, their weighted sum, their validation and their shaping."""
+"""Scores of responses: the batch and the answers that reward sources read, their weighted sum, and its shaping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
 from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
 from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
-from rlhf_ppo.data.prompts import is_special
+from rlhf_ppo.data.conversation import EPISODE_COLUMN
+from rlhf_ppo.data.prompts import MARK, is_conversation, is_special, template_settings, text_of_content
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 
 if TYPE_CHECKING:
@@ -89,6 +90,23 @@ class ScoringBatch:
         prompts = self._rows[0]
         return self.once("prompts", tokenizer, lambda: tokenizer.batch_decode(prompts, skip_special_tokens=True))
 
+    def answers(self, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
+        """Return the rows as answers, made once for all sources; `tokenizer` is the policy's."""
+        return self.once("answers", tokenizer, lambda: self._answers(tokenizer))
+
+    def _answers(self, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
+        prompt_ids, response_ids = self.prompt_ids(), self.response_ids()
+        names = ("prompt", "tools", "chat_template_kwargs")
+        columns = {name: self.prompts.columns.get(name) or [None] * len(self) for name in names}
+        settings = [settings_of_row(dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        silent = silent_ids(tokenizer, self.stops)
+        texts = spoken_texts(tokenizer, response_ids, silent, clean_up_tokenization_spaces=False)
+        records = self.prompts.columns.get(EPISODE_COLUMN)
+        messages = [None] * len(self) if records is None else [record.messages for record in records]
+        rows = zip(columns["prompt"], texts, self.has_ended, prompt_ids, response_ids, strict=True)
+        of_rows = zip(rows, self.written, messages, settings, strict=True)
+        return [Answer(*row, tokenizer, written, episode, silent, how) for row, written, episode, how in of_rows]
+
     @property
     def written(self) -> list[list[bool]]:
         """For each response, whether the policy wrote each of its real tokens."""
@@ -126,6 +144,92 @@ class ScoringBatch:
         return self._computed[key]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A response to a prompt: in tokens, from a policy, or as text, from a data set.
+
+    Attributes:
+        prompt: The data set's prompt, a text or a conversation; None if only its ids are known.
+        response: The response's text, decoded apart from the prompt, without its `silent_ids`.
+        ended: Whether it ended with a stop token or stop string; True for an answer from a data set.
+        prompt_ids: The prompt in the policy's tokens; None for an answer from a data set.
+        response_ids: The whole response in the policy's tokens, including the stop token and the tokens of tools and
+            environments; None for an answer from a data set.
+        tokenizer: The policy's tokenizer; None for an answer from a data set.
+        written: Whether the policy wrote each of `response_ids`; None: all.
+        messages: The turns and answers of an episode; None for a single response.
+        silent: Tokens that the response's text leaves out.
+        settings: The row's own arguments of the chat template, with its tools, or None.
+    """
+
+    prompt: Any
+    response: str
+    ended: bool = True
+    prompt_ids: Sequence[int] | None = None
+    response_ids: Sequence[int] | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    written: Sequence[bool] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    silent: Collection[int] = ()
+    settings: Mapping[str, Any] | None = None
+
+    @property
+    def asked(self) -> Any:
+        """The prompt, a text or a conversation."""
+        return self._decode(self.prompt_ids or (), skip_special_tokens=True) if self.prompt is None else self.prompt
+
+    @property
+    def prefilled(self) -> str:
+        """The beginning of the response that stands in the prompt: a turn's, or what the template opens it with."""
+        if self._text_before or self.tokenizer is None or not is_conversation(self.prompt):
+            return self._text_before
+        user, answer = {"role": "user", "content": "dummy"}, {"role": "assistant", "content": MARK}
+        try:
+            text = str(self.tokenizer.apply_chat_template([user, answer, user], tokenize=False))
+        except Exception:  # the template needs other messages
+            return ""
+        header = text.partition(MARK)[0].partition("dummy")[2].partition("<think>")[0]
+        _, has_header, beginning = self._decode(self.prompt_ids or ()).rpartition(header or MARK)
+        return beginning if has_header else ""
+
+    @property
+    def continuation(self) -> str:
+        """The response as the prompt's continuation: some tokenizers drop the space before a text's first word."""
+        if self.prompt_ids is None or self.response_ids is None:
+            return self.response
+        before, whole = self._decode(self.prompt_ids), self._decode([*self.prompt_ids, *self.response_ids])
+        text = whole[len(before) :] if whole.startswith(before) else self._decode(self.response_ids)
+        # Some also move a text's last space before the next word.
+        lacks_space = self._text_before.endswith(" ") and not before.endswith(" ")
+        return text.removeprefix(" ") if lacks_space else text
+
+    @property
+    def completion(self) -> str:
+        """The response as a reward function reads it: what follows a text or a begun turn, else a whole message."""
+        return self.continuation if self._text_before or not is_conversation(self.prompt) else self.response
+
+    @property
+    def text(self) -> str:
+        """A text prompt followed by its response."""
+        return self.asked + self.continuation
+
+    @property
+    def _text_before(self) -> str:
+        """The text before the response, if it is known as text."""
+        if is_conversation(self.prompt):
+            return text_of_content(self.prompt[-1]["content"]) if self.prompt[-1].get("role") == "assistant" else ""
+        return self.prompt if isinstance(self.prompt, str) else ""
+
+    def _decode(self, ids: Sequence[int], **options: bool) -> str:
+        assert self.tokenizer is not None  # the policy's, which comes with ids
+        return spoken_texts(self.tokenizer, [ids], self.silent, clean_up_tokenization_spaces=False, **options)[0]
+
+
+def settings_of_row(row: Mapping[str, object]) -> dict[str, Any] | None:
+    """Return an answer's `settings`; None for a text, which no template reads."""
+    return template_settings(row) if is_conversation(row.get("prompt")) else None
+
+
 def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
     """Return the special tokens that a response's text leaves out: EOS, PAD and other roles, and stop tokens.
 
@@ -150,6 +254,9 @@ def spoken_texts(
 def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:
     """Return the values of each row of `(B, T)` where a mask is True."""
     return [row[real].tolist() for row, real in zip(values.cpu(), mask.bool().cpu(), strict=True)]
+
+
+# ---- Sources and scores ----
 
 
 class RewardSource(Protocol):

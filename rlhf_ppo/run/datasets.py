@@ -51,8 +51,8 @@ from rlhf_ppo.ranks.processes import get_logger, num_processes
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.ranks.signals import leave_signals_to_parent
 from rlhf_ppo.rewards.functions import check_columns
-from rlhf_ppo.rewards.reward_model import Answer, LoadedRewardModel, settings_of_row, tokenizer_beside
-from rlhf_ppo.rewards.scorer import silent_ids
+from rlhf_ppo.rewards.reward_model import LoadedRewardModel, tokenizer_beside
+from rlhf_ppo.rewards.scorer import Answer, settings_of_row, silent_ids
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.run_state import RunState
 

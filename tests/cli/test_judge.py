@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 
 from rlhf_ppo.cli import judge as module
 from rlhf_ppo.cli.judge import judge as evaluate
-from rlhf_ppo.rewards.reward_model import Answer
+from rlhf_ppo.rewards.scorer import Answer
 from tests.conftest import (
     THINKING,
     make_tokenizer,

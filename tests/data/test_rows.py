@@ -18,7 +18,7 @@ from rlhf_ppo.cli.answers import answers_in_column
 from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.rewards.reward_model import answers_of, reward_model_ids
+from rlhf_ppo.rewards.reward_model import reward_model_ids
 from tests.agents.chat import chat_tokenizer
 from tests.conftest import scoring_batch, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeTrainer
@@ -88,7 +88,7 @@ def test_a_row_is_the_same_prompt_at_every_stage(
             whole, mask = torch.tensor([ids + sampled]), torch.ones(1, len(sampled)).bool()
             of_row = {column: [values[number]] for column, values in prompts.columns.items()}
             batch = scoring_batch(whole, torch.ones_like(whole).bool(), mask, of_row, torch.tensor([True]))
-            assert reward_model_ids(answers_of(batch, tokenizer)[0], None) == expected
+            assert reward_model_ids(batch.answers(tokenizer)[0], None) == expected
             (judged,) = answers_in_column([rows[number] | ANSWERS], key)
             assert judged is not None and reward_model_ids(judged, tokenizer) == expected
 

@@ -20,8 +20,8 @@ from rlhf_ppo.data.prompts import PromptEncoder, turn_end
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 from rlhf_ppo.rewards.judges import RewardModelJudge
-from rlhf_ppo.rewards.reward_model import Answer, answers_of, reward_model_ids, shares_tokens, tokenizer_beside
-from rlhf_ppo.rewards.scorer import Scores, silent_ids
+from rlhf_ppo.rewards.reward_model import reward_model_ids, shares_tokens, tokenizer_beside
+from rlhf_ppo.rewards.scorer import Answer, Scores, silent_ids
 from tests.conftest import make_tokenizer, scoring_batch, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeTrainer
 
@@ -83,7 +83,7 @@ def batch(columns: dict[str, list[Any]], rows: Any = ROWS, ended: list[bool] | N
 
 
 def encoded(columns: dict[str, list[Any]], ended: list[bool] | None = None) -> list[list[int]]:
-    answers = answers_of(batch(columns, ended=ended), make_tokenizer())
+    answers = batch(columns, ended=ended).answers(make_tokenizer())
     return [reward_model_ids(answer, character_tokenizer()) for answer in answers]
 
 
@@ -246,7 +246,7 @@ def test_a_conversation_in_the_policys_tokens_has_the_models_own_template(
     ]
     expected = pytest.approx([alone(model, own(text)["input_ids"]) for text in texts], abs=1e-5)
     assert scored(trainer, columns).total.tolist() == expected
-    assert RewardModelJudge(str(tmp_path)).scores(answers_of(batch(columns), policys), {}) == expected
+    assert RewardModelJudge(str(tmp_path)).scores(batch(columns).answers(policys), {}) == expected
 
 
 # ---- Step 1, step 2 ----
@@ -343,7 +343,7 @@ def test_lengths_are_decided_at_construction_with_the_models_own_template(
         if path.stem.startswith(("llava", "idefics3", "smolvlm")):  # which read blocks alone
             continue
         own.save_pretrained(tmp_path)
-        longest = max(len(reward_model_ids(answer, own)) for answer in answers_of(scored, policys))
+        longest = max(len(reward_model_ids(answer, own)) for answer in scored.answers(policys))
 
         def make(positions: int, **limits: Any) -> PPOTrainer:
             rewards = tiny_scorer(4, vocab_size=300, max_position_embeddings=positions)
@@ -397,7 +397,7 @@ def test_what_the_template_opens_an_answer_with_is_known() -> None:
         (path,) = [path for path in TEMPLATES if path.stem == name]
         tokenizer.chat_template = path.read_text()
         prompt = PromptEncoder(tokenizer, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
-        (answer,) = answers_of(batch({"prompt": [ASKED]}, [(prompt, [9, EOS])]), tokenizer)
+        (answer,) = batch({"prompt": [ASKED]}, [(prompt, [9, EOS])]).answers(tokenizer)
         assert answer.prefilled == opened
     begun = [*ASKED, {"role": "assistant", "content": "<think>"}]
     assert Answer(begun, "x").prefilled == "<think>"
