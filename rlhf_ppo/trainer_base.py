@@ -39,11 +39,12 @@ from rlhf_ppo.reporting.health import health_settings
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
-from rlhf_ppo.run import construction, datasets, divergence, evaluator, rollouts, saving, warmup
+from rlhf_ppo.run import construction, datasets, divergence, evaluator, rollouts, saving
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import is_unfinished
 from rlhf_ppo.run.external import ExternalRun
 from rlhf_ppo.run.inputs import TrainerInputs
+from rlhf_ppo.run.learning import CriticOnly
 from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
 from rlhf_ppo.run.run_state import LoopState, PPOTrainerState, Progress, Stateful, count_update
 from rlhf_ppo.run.steps import Steps
@@ -115,7 +116,7 @@ class TrainerBase(Steps, Trainer):
 
         # Make the parts that need it.
         self._run = run = construction.make_run(self, policy_and_value, loaded)
-        self._critic_only, self._guard = warmup.CriticOnly(run), divergence.DivergenceGuard(run)
+        self._critic_only, self._guard = CriticOnly(run), divergence.DivergenceGuard(run)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
         self._window, self._progress = MetricWindow(), Progress()
         self._external_run = ExternalRun(run)

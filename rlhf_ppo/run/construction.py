@@ -39,12 +39,11 @@ from rlhf_ppo.run.datasets import PromptPreparation, image_chats, load_data, pol
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.external import ExternalScores
 from rlhf_ppo.run.inputs import TrainerInputs
-from rlhf_ppo.run.learning import PolicyLossFunction, resolve_policy_loss
+from rlhf_ppo.run.learning import CriticOnly, PolicyLossFunction, resolve_policy_loss
 from rlhf_ppo.run.placing import early_accelerator, place_frozen, set_up_backend
 from rlhf_ppo.run.ptx import LanguageModeling
 from rlhf_ppo.run.rollouts import Play
 from rlhf_ppo.run.run_state import HoldsState, RunState, StatefulParts
-from rlhf_ppo.run.warmup import CriticOnly
 
 logger = processes.get_logger(__name__)
 

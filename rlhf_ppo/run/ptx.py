@@ -19,9 +19,8 @@ from rlhf_ppo.ranks.processes import get_logger
 from rlhf_ppo.ranks.random_streams import derive_seed
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.run.external import padded_responses
-from rlhf_ppo.run.learning import accumulate, backward
+from rlhf_ppo.run.learning import CriticOnly, accumulate, backward
 from rlhf_ppo.run.run_state import RunState
-from rlhf_ppo.run.warmup import CriticOnly
 
 logger = get_logger(__name__)
 
