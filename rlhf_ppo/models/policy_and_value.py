@@ -1,4 +1,4 @@
-"""Forward passes of policy and value model: log-probabilities, entropies and values of response tokens.
+"""Forward passes of policy, value model and reference: log-probabilities, entropies and values of response tokens.
 
 A backbone runs once; the language-model head is applied to the response's real tokens only, a chunk of tokens at a
 time, so that no `(batch, time, vocabulary)` tensor exists. While training, the logits of all chunks but the last are
@@ -8,8 +8,10 @@ one backward serve both.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
 import torch
@@ -19,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.data.rollout import PackedIndices
+from rlhf_ppo.models.adapters import adds_nothing, trained_weights_kept
+from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
 from rlhf_ppo.models.heads import (
     LINEAR_KINDS,
@@ -39,6 +43,7 @@ from rlhf_ppo.models.unwrapping import (
     set_learning,
     text_config,
     transformers_model,
+    with_adapters,
 )
 
 if TYPE_CHECKING:
@@ -487,3 +492,87 @@ def _allow_missing_frozen(model: nn.Module, incompatible: Any) -> None:
     parameters = model.named_parameters(remove_duplicate=False)  # two models may share a base
     frozen = {name for name, parameter in parameters if not parameter.requires_grad}
     incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in frozen]
+
+
+# ---- The reference ----
+
+
+class FrozenPolicy(Frozen):
+    """A language model whose forward pass gives the log-probabilities of responses.
+
+    Args:
+        policy: The model; it is frozen.
+        temperature: Sampling temperature that divides the logits.
+    """
+
+    def __init__(self, policy: nn.Module, temperature: float) -> None:
+        super().__init__(policy)
+        self.temperature = temperature
+
+    @property
+    def policy(self) -> nn.Module:
+        """The language model, as `PolicyAndValue` calls its own."""
+        return self.model
+
+    def on_policy(self, function: Callable[[nn.Module], T]) -> T:
+        """Call `function` with the language model; FSDP registers this method to run the way it runs `forward`."""
+        return function(self.model)
+
+    def forward(
+        self,
+        query_responses: Tensor,
+        attention_mask: Tensor,
+        response_mask: Tensor,
+        places: PackedIndices | None = None,
+    ) -> ResponseLogprobs:
+        """Evaluate responses, without entropy; shapes as in `response_logprobs`."""
+        batch = query_responses, attention_mask, response_mask
+        return response_logprobs(self.model, *batch, self.temperature, with_entropy=False, places=places)
+
+
+class Reference:
+    """The policy that the KL penalty compares with (Ziegler et al., arXiv 1909.08593, section 2.1).
+
+    Args:
+        model: A separate frozen model, or None if the policy's base weights serve.
+        adapter_name: With `model=None`, the adapter that makes the policy the reference; None switches adapters off.
+    """
+
+    def __init__(self, model: nn.Module | None, adapter_name: str | None = None) -> None:
+        self.model = model
+        self.adapter_name = adapter_name
+
+    @property
+    def separate_policy(self) -> nn.Module | None:
+        """The separate language model; None if the policy's base serves, or a backend holds the model."""
+        return self.model.policy if isinstance(self.model, FrozenPolicy) else None
+
+    @contextmanager
+    def forward(self, model: nn.Module, policy: nn.Module) -> Iterator[Callable[..., tuple[Tensor, ...]]]:
+        """Yield the function that evaluates responses under the reference; shapes as in `response_logprobs`.
+
+        Args:
+            model: The prepared `PolicyAndValue`, which runs with the policy's adapters switched.
+            policy: The unwrapped policy.
+        """
+        with self.generating(model, policy) as module:
+            yield functools.partial(module, only="policy", with_entropy=False) if module is model else module
+
+    def is_policy(self, policy: nn.Module) -> bool:
+        """Return whether both are the same modules with the same weights: a forward pass would repeat the policy's.
+
+        Equal copies still get a forward pass: it shows that a run's KL starts at 0.
+        """
+        return self.model is None and self.adapter_name is None and adds_nothing(policy)
+
+    @contextmanager
+    def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:
+        """Yield the module whose `policy` is the reference, to generate from; the arguments are those of `forward`."""
+        if self.model is None:
+            from trl.trainer.utils import use_adapter  # slow to import
+
+            with trained_weights_kept(policy), use_adapter(with_adapters(policy), self.adapter_name):
+                yield model
+        else:
+            with getattr(self.model, "offload", nullcontext)():
+                yield self.model

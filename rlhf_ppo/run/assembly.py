@@ -15,8 +15,10 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_critic_alone
 from rlhf_ppo.data.rollout import PositionLimit, smallest
 from rlhf_ppo.models import adapters, capabilities, heads, loading
-from rlhf_ppo.models import reference as references
 from rlhf_ppo.models.frozen import FrozenScorer
+from rlhf_ppo.models.packing import share_prefixes
+from rlhf_ppo.models.policy_and_value import Reference
+from rlhf_ppo.models.reference import make_reference
 from rlhf_ppo.models.unwrapping import is_peft_model
 from rlhf_ppo.ranks.processes import get_logger
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel
@@ -42,7 +44,7 @@ class Models:
 
     policy: nn.Module
     value_model: nn.Module
-    reference: references.Reference | None
+    reference: Reference | None
     rewards: Sequence[LoadedRewardModel]
 
     @property
@@ -112,11 +114,15 @@ def assemble_models(
         capabilities.check_consistent(critic, "value_model")
     reference = None
     if needs_reference or reference_model is not None:
-        reference = references.make_reference(
+        reference = make_reference(
             policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
         )
-    _set_up_language_models(args, policy, reference)
-    references.set_up_prefix_sharing(args, policy, critic, reference, [reward.model for reward in rewards])
+    separate_reference = None if reference is None else reference.separate_policy
+    for language_model in filter(None, (policy, separate_reference)):
+        heads.multiply_head_in_float32(language_model, args.lm_head_float32)
+    _warn_of_low_precision(policy, args.learning_rate)
+    shares = False if args.torch_compile else args.share_prefixes  # each prefix tree would recompile a model
+    share_prefixes(shares, policy, critic, separate_reference, *(reward.model for reward in rewards))
     loading.prepare_trainable(policy, critic)
     rates = {"vf_coef": args.vf_coef, "critic_learning_rate": args.critic_learning_rate}
     check_critic_alone(args.critic_warmup_steps, rates, policy, critic)
@@ -187,13 +193,6 @@ def _frozen_rewards(
         )
         for reward in rewards
     ]
-
-
-def _set_up_language_models(args: PPOConfig, policy: nn.Module, reference: references.Reference | None) -> None:
-    own_reference = None if reference is None else reference.separate_policy
-    for language_model in filter(None, (policy, own_reference)):
-        heads.multiply_head_in_float32(language_model, args.lm_head_float32)
-    _warn_of_low_precision(policy, args.learning_rate)
 
 
 def _check_loaded(loaded: Mapping[str, nn.Module | None]) -> None:

@@ -13,8 +13,7 @@ from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.rollout import Experience, PackedIndices, Prompts, Responses, Rollout, forward_in_batches
-from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
-from rlhf_ppo.models.reference import Reference
+from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput, Reference
 from rlhf_ppo.reporting import metrics
 from rlhf_ppo.reporting.completion_files import (
     NUM_KEPT_COMPLETIONS,

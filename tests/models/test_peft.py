@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.models.adapters import EXACT_KINDS, INEXACT_OPTIONS
-from rlhf_ppo.models.reference import Reference
+from rlhf_ppo.models.policy_and_value import Reference
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_logprobs import ragged_batch
 from tests.runs import QUICK, MakeTrainer, die_and_resume, parameters

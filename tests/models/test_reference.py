@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.models.adapters import adds_nothing
-from rlhf_ppo.models.policy_and_value import PolicyAndValue, response_logprobs
-from rlhf_ppo.models.reference import Reference, make_reference
+from rlhf_ppo.models.policy_and_value import PolicyAndValue, Reference, response_logprobs
+from rlhf_ppo.models.reference import make_reference
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
 from tests.runs import MakeTrainer

@@ -10,7 +10,7 @@ import torch
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.algorithm.advantages import AdaptiveKLController
-from rlhf_ppo.models import reference
+from rlhf_ppo.models.policy_and_value import Reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, MakeTrainer, history, parameters, train_and_record
@@ -28,8 +28,8 @@ def test_nothing_is_made_held_or_run_and_the_policy_learns_the_same(
     compared = make_trained(**RUN, ref_model=tiny_policy(), output_dir=str(tmp_path / "compared"))
     assert compared.reference is not None and "objective/kl" in keys(compared)
 
-    monkeypatch.setattr(reference, "make_reference", None)
-    monkeypatch.setattr(reference.Reference, "forward", None)
+    monkeypatch.setattr("rlhf_ppo.run.assembly.make_reference", None)
+    monkeypatch.setattr(Reference, "forward", None)
     trainer = make_trainer(**RUN, output_dir=str(tmp_path / "alone"))
     rollouts = train_and_record(trainer)
 
