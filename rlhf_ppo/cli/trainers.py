@@ -53,7 +53,6 @@ from rlhf_ppo.models.loading import (
     check_start_elsewhere,
     load_classifier,
     load_pretrained,
-    load_value_model,
     remove_saved_models,
     why_not_loaded,
     without_adapters,
@@ -267,13 +266,13 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
                 AutoModelForSequenceClassification, path, argument, num_labels=1, **in_float32
             )
     if value_path is not None and not is_used_as_it_is:
-        value_model = load_value_model(value_path, "value_model_path", **in_float32)
+        value_model = load_classifier(value_path, "value_model_path", **in_float32)
     return {"reward_model": reward_model, "value_model": value_model}
 
 
 def _load_reward_model(path: str, settings: Mapping[str, Any]) -> Any:
     try:
-        return load_classifier(path, "reward_model_path", num_labels=1, **settings)
+        return load_classifier(path, "reward_model_path", **settings)
     except ValueError as error:
         if path != PPOConfig.__dataclass_fields__["reward_model_path"].default:
             raise

@@ -249,7 +249,7 @@ class Prompts:
     on_host: tuple[BoolArray, Tensor] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        check_shape("attention_mask", self.attention_mask, tuple(self.input_ids.shape))
+        check_shapes(self.input_ids.shape, attention_mask=self.attention_mask)
         has_tokens = self.mask.any(axis=1)
         if not has_tokens.all():
             row = int(has_tokens.argmin())
@@ -543,17 +543,11 @@ def pad_right(parts: list[Tensor], width: int | None = None, padding_value: floa
     return torch.cat([functional.pad(part, (0, width - part.shape[1]), value=padding_value) for part in parts])
 
 
-def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    """Raise a `ValueError` if a tensor has another shape."""
-    if tuple(tensor.shape) != expected:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
-
-
 def check_shapes(expected: Sequence[int], **tensors: Tensor | None) -> None:
     """Raise a `ValueError` if a tensor, by name, has another shape; None has any."""
     for name, tensor in tensors.items():
-        if tensor is not None:
-            check_shape(name, tensor, tuple(expected))
+        if tensor is not None and tensor.shape != tuple(expected):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}")
 
 
 def forward_in_batches(

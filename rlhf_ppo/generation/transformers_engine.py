@@ -52,8 +52,10 @@ class TransformersEngine:
     Attributes:
         rows_per_call: Maximum number of prompts of one `generate` call.
         stop_strings: Texts that also end a row, or None.
-        gather: Concatenates a tensor over all ranks.
-        kept: Caches of rows, kept between calls, or None.
+        gather: Concatenates a tensor over all ranks; with sharded layers all ranks make the same number of calls. None
+            in a single process.
+        kept: Caches of rows between calls, by the column `ROW_COLUMN`; those of the first `rows_per_call` are kept
+            again. None keeps none.
     """
 
     rows_per_call: int
@@ -63,12 +65,59 @@ class TransformersEngine:
     reads_sharded: bool = False
     called: str = "generation_engine='transformers'"
 
+    @torch.no_grad()
     def sample(self, policy: nn.Module, prompts: Prompts, config: GenerationConfig) -> Sampled:
-        """Generate a response to each prompt; see `sample_responses`."""
+        """Generate a response to each prompt, in calls with prompts of similar length; see `call_sizes`.
+
+        Args:
+            policy: A causal language model, or a `PeftModel` around one.
+            prompts: `B` left-padded prompts; ids under the mask are ignored.
+            config: The sampling distribution and the length limit.
+
+        Returns:
+            Sampled ids, long `(B, T)` with `T <= max_new_tokens`; padding follows a row's end.
+        """
         kept = self.kept if self.kept is not None and continues(policy) else None
-        return Sampled(
-            sample_responses(policy, prompts, config, self.rows_per_call, self.stop_strings, self.gather, kept)
-        )
+        lengths, device = prompts.mask.sum(axis=1), prompts.input_ids.device
+        names = np.array([] if kept is None else prompts.columns[ROW_COLUMN])
+        images = prompts.columns.get(IMAGES_COLUMN)
+        is_kept = np.zeros(len(lengths), dtype=bool) if kept is None else names < self.rows_per_call
+        longest_first = np.lexsort((-lengths, ~is_kept))
+        in_step = gathers_in_passes(policy)
+        max_new_tokens, filling = length_and_filling(config)
+        max_rows = 1 if _generates_one_by_one(policy) else self.rows_per_call
+        shares = kept is None and _repeats(prompts) and continues(policy)
+        parts = []
+        # Activation checkpointing, active in training mode, forbids the KV cache.
+        with (
+            in_eval_mode(policy),
+            frozen_head_cast(policy),
+            float32_head_apart(policy),
+            default_generation_config(policy) as model,
+        ):
+            equal_lengths = _reads_padding(policy, model)
+            sizes = [
+                size
+                for part in (longest_first[: is_kept.sum()], longest_first[is_kept.sum() :])
+                for size in call_sizes(lengths[part].tolist(), max_new_tokens, max_rows, equal_lengths)
+                if len(part)
+            ]
+            if in_step and self.gather is not None:
+                sizes = split_until(sizes, int(self.gather(torch.tensor([len(sizes)], device=device)).max()))
+            for rows in np.split(longest_first, np.cumsum(sizes)[:-1]):
+                first, indices = padding_columns(prompts.mask[rows]), sent(torch.from_numpy(rows), device)
+                mask = prompts.attention_mask[indices]
+                ids = prompts.input_ids[indices].masked_fill(~mask, 0)
+                caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
+                ids, mask, pictured = ids[:, first:], mask[:, first:].long(), None
+                if images is not None:
+                    pictured, ids, mask = with_spare([images[row] for row in rows], ids, mask, left=True)
+                sampled = generate_compacting(
+                    model, ids, mask, config, self.stop_strings, in_step, caches, shares, pictured
+                )
+                parts.append(sampled[: len(rows)])
+        in_order = sent(torch.from_numpy(longest_first.argsort()), device)
+        return Sampled(pad_right(parts, padding_value=filling)[in_order])
 
     def continuing(self) -> TransformersEngine:
         """Return an engine for the turns of a batch of episodes, which keeps the rows' caches between its calls."""
@@ -135,70 +184,6 @@ def _reads_padding(policy: nn.Module, model: Any) -> bool:
             seen.append(output.logits[1][-1])
         _READS_PADDING[policy] = deviation(*seen) > rounding(seen[0])
     return _READS_PADDING[policy]
-
-
-@torch.no_grad()
-def sample_responses(
-    policy: nn.Module,
-    prompts: Prompts,
-    config: GenerationConfig,
-    rows_per_call: int,
-    stop_strings: StopStrings | None = None,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    kept: KeptRows | None = None,
-) -> Tensor:
-    """Generate a response for each prompt, in calls with prompts of similar length.
-
-    Args:
-        policy: A causal language model, or a `PeftModel` around one.
-        prompts: `B` left-padded prompts; ids under the mask are ignored.
-        config: The sampling distribution and the length limit.
-        rows_per_call: Maximum number of prompts of a call; see `call_sizes`.
-        stop_strings: Texts that also end a row, or None.
-        gather: Concatenates a tensor over all ranks; with sharded layers all ranks make the same number of calls. None
-            in a single process.
-        kept: Kept caches of the rows, by the column `ROW_COLUMN`; those of the first `rows_per_call` are kept again.
-
-    Returns:
-        Sampled ids, long `(B, T)` with `T <= max_new_tokens`; padding follows a row's end.
-    """
-    lengths, device = prompts.mask.sum(axis=1), prompts.input_ids.device
-    names = np.array([] if kept is None else prompts.columns[ROW_COLUMN])
-    images = prompts.columns.get(IMAGES_COLUMN)
-    is_kept = np.zeros(len(lengths), dtype=bool) if kept is None else names < rows_per_call
-    longest_first = np.lexsort((-lengths, ~is_kept))
-    in_step = gathers_in_passes(policy)
-    max_new_tokens, filling = length_and_filling(config)
-    max_rows = 1 if _generates_one_by_one(policy) else rows_per_call
-    shares = kept is None and _repeats(prompts) and continues(policy)
-    parts = []
-    # Activation checkpointing, active in training mode, forbids the KV cache.
-    with (
-        in_eval_mode(policy),
-        frozen_head_cast(policy),
-        float32_head_apart(policy),
-        default_generation_config(policy) as model,
-    ):
-        equal_lengths = _reads_padding(policy, model)
-        sizes = [
-            size
-            for part in (longest_first[: is_kept.sum()], longest_first[is_kept.sum() :])
-            for size in call_sizes(lengths[part].tolist(), max_new_tokens, max_rows, equal_lengths)
-            if len(part)
-        ]
-        if in_step and gather is not None:
-            sizes = split_until(sizes, int(gather(torch.tensor([len(sizes)], device=device)).max()))
-        for rows in np.split(longest_first, np.cumsum(sizes)[:-1]):
-            first, indices = padding_columns(prompts.mask[rows]), sent(torch.from_numpy(rows), device)
-            mask = prompts.attention_mask[indices]
-            ids = prompts.input_ids[indices].masked_fill(~mask, 0)
-            caches = KeptCaches(kept, names[rows].tolist()) if kept is not None and is_kept[rows].all() else None
-            ids, mask, pictured = ids[:, first:], mask[:, first:].long(), None
-            if images is not None:
-                pictured, ids, mask = with_spare([images[row] for row in rows], ids, mask, left=True)
-            sampled = generate_compacting(model, ids, mask, config, stop_strings, in_step, caches, shares, pictured)
-            parts.append(sampled[: len(rows)])
-    return pad_right(parts, padding_value=filling)[sent(torch.from_numpy(longest_first.argsort()), device)]
 
 
 def _repeats(prompts: Prompts) -> bool:

@@ -98,11 +98,6 @@ class Vocabulary:
         return list(range(self.size, self.num_logits)) or None
 
 
-def vocabulary_of(policy: nn.Module) -> Vocabulary:
-    """Return the token ids that a policy embeds."""
-    return Vocabulary(text_config(policy).vocab_size, "the policy", text_config(policy).vocab_size)
-
-
 def shared_vocabulary(
     models: Mapping[str, nn.Module],
     reference: nn.Module | None,
@@ -122,16 +117,16 @@ def shared_vocabulary(
     Raises:
         ValueError: A model cannot read an id of the tokenizer, or the stop token would never be sampled.
     """
-    policy = vocabulary_of(models["model"])
-    sizes = {"the policy": policy.size}
+    of_policy = text_config(models["model"]).vocab_size
+    sizes = {"the policy": of_policy}
     for name, model in {**models, "ref_model": reference}.items():
         if model is not None and name != "model":
             sizes[name] = text_config(model).vocab_size
     largest = max(token_id for token_id in tokenizer.get_vocab().values() if token_id != pad)
-    if pad >= policy.size:
+    if pad >= of_policy:
         logger.info(f"The PAD token {pad} lies outside the policy's vocabulary; it is masked and never embedded.")
     for name, size in sorted(sizes.items()):  # a reward model before the value model that is a copy of it
-        if size <= min(largest, policy.size - 1):
+        if size <= min(largest, of_policy - 1):
             is_reward = name.startswith("reward")
             raise ValueError(
                 f"{name} has {size} token ids, but processing_class makes ids up to {largest}: if you added tokens, "
@@ -145,7 +140,7 @@ def shared_vocabulary(
             "set stop_token_id to a token that all models have"
         )
     image_token = getattr(transformers_model(models["model"]).config, "image_token_id", None)
-    shared = Vocabulary(sizes[limited_by], limited_by, max(policy.size, sizes.get("ref_model", 0)), image_token)
+    shared = Vocabulary(sizes[limited_by], limited_by, max(of_policy, sizes.get("ref_model", 0)), image_token)
     if shared.never_sampled:
         logger.info(
             f"The ids {shared.size} to {shared.num_logits - 1} are never sampled: no text makes them, and "

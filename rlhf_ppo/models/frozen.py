@@ -11,17 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.data.images import RowImages
-from rlhf_ppo.models.heads import (
-    last_token_score,
-    multiply_scores_in_float32,
-    pooled_score,
-    reads_last_token,
-)
+from rlhf_ppo.models.heads import last_token_score, multiply_scores_in_float32, pooled_score, reads_last_token
 from rlhf_ppo.models.packing import pack_rows
-from rlhf_ppo.models.unwrapping import (
-    no_split_modules,
-    transformers_model,
-)
+from rlhf_ppo.models.unwrapping import no_split_modules, transformers_model
 
 
 class Offload:

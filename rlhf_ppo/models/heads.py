@@ -24,7 +24,6 @@ from rlhf_ppo.models.unwrapping import (
     in_eval_mode,
     is_sharded,
     output_layer,
-    probe_ids,
     text_config,
     transformers_model,
 )
@@ -51,24 +50,6 @@ def multiply_scores_in_float32(model: nn.Module) -> None:
         multiply_in_float32(head)
 
 
-def head_of_scorer(model: nn.Module) -> nn.Module:
-    """Return the `scalar_head` of a model; a `ValueError` if it has none."""
-    head = scalar_head(model)
-    if head is None:
-        raise ValueError(f"{type(transformers_model(model)).__name__} has no linear head with one output")
-    return head
-
-
-def check_one_label(model: nn.Module, argument: str) -> None:
-    """Raise a `ValueError` if a model has not exactly one output."""
-    base = transformers_model(model)
-    if base.config.num_labels != 1:
-        raise ValueError(
-            f"{argument} is a {type(base).__name__} with num_labels={base.config.num_labels}, but a {argument} gives "
-            "one number per text: load it with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
-        )
-
-
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
     """Return whether the model's score is its head applied to the last token's hidden state.
@@ -86,7 +67,7 @@ def reads_last_token(model: nn.Module) -> bool:
     by_name = isinstance(getattr(base, "score", None), nn.Module)
     if is_sharded(model):
         return by_name
-    ids = probe_ids(model)
+    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device) % text_config(model).vocab_size
     mask = torch.ones_like(ids, dtype=torch.bool)
     with in_eval_mode(model), _no_id_is_padding(base):
         ours = _last_token_outputs(model, ids, mask)
@@ -192,7 +173,7 @@ def pooled_score(
 
 
 def _apply_head(model: nn.Module, states: Tensor) -> Tensor:
-    head = head_of_scorer(model)
+    head: Any = scalar_head(model)
     if not is_in_float32(head):
         states = states.to(next(head.parameters(), states).dtype)  # a base in 16 bits may be below a head in 32
     with torch.autocast(states.device.type, enabled=False):  # at values near 5 bfloat16's steps are .03

@@ -34,14 +34,9 @@ from rlhf_ppo.models.adapters import (
     merged_in_place,
     trained_but_not_saved,
 )
-from rlhf_ppo.models.heads import (
-    ValueHead,
-    check_one_label,
-    reads_last_token,
-)
+from rlhf_ppo.models.heads import ValueHead, reads_last_token
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.unwrapping import (
-    as_module,
     backbone,
     copy_model,
     copy_weights,
@@ -88,65 +83,24 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
     return loaded
 
 
-def load_value_model(
-    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: object
-) -> nn.Module:
-    """Return the value model itself, or load it from a directory or the hub.
-
-    Args:
-        model: The model, a directory, or a hub name; a new directory or name gets a head of one number.
-        argument: Name of the caller's argument, for error messages.
-        merges_adapter: Merge an adapter in a directory into its base.
-        **kwargs: For `from_pretrained`.
-
-    Raises:
-        ValueError: It cannot be loaded, or has not one label.
-    """
-    model = load_classifier(model, argument, merges_adapter, num_labels=1, **kwargs)
-    check_one_label(model, argument)
-    return model
-
-
-def load_reward_model(
-    model: nn.Module | str | os.PathLike[str],
-    argument: str,
-    merges_adapter: bool = True,
-    trust_remote_code: bool = False,
-) -> nn.Module:
-    """Return a reward model with one label.
-
-    Args:
-        model: The model, a directory, or a hub name.
-        argument: Name of the caller's argument, for error messages.
-        merges_adapter: Merge an adapter in a directory into its base.
-        trust_remote_code: Run code that comes with the model.
-
-    Raises:
-        ValueError: It cannot be loaded, or has several labels.
-    """
-    model = load_classifier(model, argument, merges_adapter, num_labels=1, trust_remote_code=trust_remote_code)
-    check_one_label(model, argument)
-    return model
-
-
 def load_classifier(
     model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: object
 ) -> nn.Module:
-    """Return the sequence-classification model itself, or load it.
+    """Return the reward or value model itself, or load it; it gives one number per text or token.
 
     Args:
-        model: The model, a directory, or a hub name.
+        model: The model, a directory, or a hub name; a value model's head may be new.
         argument: Name of the caller's argument, for error messages.
         merges_adapter: Merge an adapter in a directory into its base.
         **kwargs: For `from_pretrained`.
 
     Raises:
-        ValueError: It cannot be loaded, or has no weights of a head.
+        ValueError: It cannot be loaded, has no weights of a head, or has several labels.
     """
     if isinstance(model, str | os.PathLike):
         is_whole = not _may_start_anew(argument) and not is_adapter_directory(model)
         options = {"output_loading_info": True, **kwargs} if is_whole else kwargs
-        loaded: Any = load_pretrained(AutoModelForSequenceClassification, model, argument, **options)
+        loaded = load_pretrained(AutoModelForSequenceClassification, model, argument, num_labels=1, **options)
         if is_whole:
             loaded, info = loaded
             if missing := ", ".join(sorted(info["missing_keys"])):
@@ -155,7 +109,7 @@ def load_classifier(
                     "would be random; train one with `rlhf-ppo reward`, or save one with "
                     "AutoModelForSequenceClassification"
                 )
-        model = without_adapters(loaded) if merges_adapter else as_module(loaded)
+        model = without_adapters(loaded) if merges_adapter else loaded
     elif not isinstance(model, PreTrainedModel) and not is_peft_model(model):
         if not (hasattr(model, "base_model_prefix") and hasattr(model, "score")):
             raise ValueError(
@@ -164,6 +118,12 @@ def load_classifier(
             )
         model = TRLModel(model)
     fix_outputs(model)
+    base = transformers_model(model)
+    if base.config.num_labels != 1:
+        raise ValueError(
+            f"{argument} is a {type(base).__name__} with num_labels={base.config.num_labels}, but a {argument} gives "
+            "one number per text: load it with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+        )
     return without_adapters(model) if argument == "value_model" and getattr(model, LOADED, False) else model
 
 

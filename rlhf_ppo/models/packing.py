@@ -207,7 +207,7 @@ def packed_sdpa(
     Returns:
         Attended values `(1, N, heads, D)`, and None.
     """
-    if cu_seq_lens_q is None or max_length_q is None:
+    if cu_seq_lens_q is None or max_length_q is None or squeezed_places is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     attend = functools.partial(_attend, module, **kwargs)
     if prefix_tree is not None:
@@ -223,21 +223,12 @@ class PackedRows(NamedTuple):
     Attributes:
         starts: First token of each of `B` rows and end of the last, int32 `(B + 1,)`.
         longest: Tokens of the longest row.
-        squeezed: Indices of the `N` tokens in rows padded to the longest, long `(N,)`; None: computed from `starts`.
+        squeezed: Indices of the `N` tokens in rows padded to the longest, long `(N,)`.
     """
 
     starts: Tensor
     longest: int
-    squeezed: Tensor | None
-
-    def padded_places(self, num_tokens: int) -> Tensor:
-        """Return the indices of `N` tokens in rows padded to the longest, long `(N,)`."""
-        if self.squeezed is not None:
-            return self.squeezed
-        starts = self.starts
-        first_places = torch.arange(len(starts) - 1, device=starts.device) * self.longest - starts[:-1]
-        places = first_places.repeat_interleave(starts.diff(), output_size=num_tokens)
-        return places + torch.arange(num_tokens, device=starts.device)
+    squeezed: Tensor
 
 
 Attend = Callable[[tuple[Tensor, ...]], Tensor]
@@ -262,8 +253,7 @@ def _attend_node_by_node(attend: Attend, states: tuple[Tensor, Tensor, Tensor], 
 
 def _attend_padded(attend: Attend, states: tuple[Tensor, Tensor, Tensor], packed: PackedRows) -> Tensor:
     """Attend in a single call for all rows, padded on the right: causal attention hides the padding."""
-    num_rows, longest = len(packed.starts) - 1, packed.longest
-    places = packed.padded_places(states[0].shape[2])
+    num_rows, longest, places = len(packed.starts) - 1, packed.longest, packed.squeezed
 
     def pad(part: Tensor) -> Tensor:
         tokens = part[0].transpose(0, 1)

@@ -229,13 +229,7 @@ def default_generation_config(policy: nn.Module) -> Iterator[Any]:
         model.generation_config = models_config
 
 
-# ---- Probes and precision ----
-
-
-def probe_ids(model: nn.Module) -> Tensor:
-    """Return a tiny valid input for one-off checks of a model, long `(1, 3)`."""
-    device = next(model.parameters()).device
-    return torch.tensor([[1, 2, 3]], device=device) % text_config(model).vocab_size
+# ---- Precision ----
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from rlhf_ppo.data.prompts import Messages, is_conversation
 from rlhf_ppo.models.capabilities import positions
 from rlhf_ppo.models.frozen import FrozenScorer
-from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.models.loading import load_classifier
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TrlReward, prompt_text, response_texts
 from rlhf_ppo.rewards.endpoint import NoAnswerError, RewardEndpoint, http_client, post_json
 from rlhf_ppo.rewards.functions import (
@@ -126,7 +126,7 @@ class RewardModelJudge(ScoringJudge):
     @functools.cached_property
     def model(self) -> RewardModel:
         """The reward model, loaded at the first access."""
-        model = load_reward_model(self.path, "preference_model", trust_remote_code=self.trust_remote_code)
+        model = load_classifier(self.path, "preference_model", trust_remote_code=self.trust_remote_code)
         scorer = FrozenScorer(model.to(PartialState().device))
         return RewardModel(scorer, self.batch_size, max_positions=positions(model))
 

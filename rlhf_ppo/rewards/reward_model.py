@@ -18,18 +18,11 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, 
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks, without_placeholders
-from rlhf_ppo.data.prompts import (
-    MARK,
-    Messages,
-    as_the_template_reads,
-    eos_id,
-    is_conversation,
-    text_of_content,
-)
+from rlhf_ppo.data.prompts import MARK, Messages, as_the_template_reads, eos_id, is_conversation, text_of_content
 from rlhf_ppo.data.rollout import PositionLimit, pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit
-from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_reward_model, wants_code
+from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, wants_code
 from rlhf_ppo.models.unwrapping import transformers_model
 from rlhf_ppo.rewards.scorer import MAX_SCORE, Answer, ScoringBatch, WrongRewardError
 from rlhf_ppo.terminal import visible_logger
@@ -119,7 +112,7 @@ def load_reward_models(
         raise ValueError(f"reward_processing_classes has {len(tokenizers)} entries for {len(specs)} reward models")
     for number, (spec, reader) in enumerate(zip(specs, tokenizers, strict=True)):
         argument = "reward_model" if len(specs) == 1 else f"reward_model[{number}]"
-        model = load_reward_model(spec, argument, merges_adapter=not args.share_base_model)
+        model = load_classifier(spec, argument, merges_adapter=not args.share_base_model)
         template = None
         if reader is None and (beside := _tokenizer_of(spec, model)) is not None:
             if not shares_tokens(tokenizer, beside):

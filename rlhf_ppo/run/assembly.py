@@ -166,7 +166,7 @@ def _load_models(
         head = heads.ValueHead(policy)
         critic = head if value_model == "policy" else head.load(cast(Any, value_model))
     elif value_model is not None:
-        critic = loading.load_value_model(value_model, "value_model", merges_adapter=not inputs.args.share_base_model)
+        critic = loading.load_classifier(value_model, "value_model", merges_adapter=not inputs.args.share_base_model)
     _check_loaded({"model": policy, "ref_model": reference, "value_model": critic})
     return policy, reference, critic
 

@@ -19,7 +19,7 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import main, training_commands
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter
 from rlhf_ppo.models.heads import ValueHead
-from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.models.loading import load_classifier
 from rlhf_ppo.reporting.judgements import read_accuracy
 from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
 
@@ -157,7 +157,7 @@ def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_r
     assert not Path("out/ppo_settings.json").exists()
     pairs = ["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl"]
     scorer = training_commands.reward([*pairs, *QUICK, *LORA]).model
-    assert torch.equal(logits(load_reward_model("out", "reward_model", merges_adapter=False)), logits(scorer))
+    assert torch.equal(logits(load_classifier("out", "reward_model", merges_adapter=False)), logits(scorer))
     assert not Path("out/model.safetensors").exists()
     with pytest.raises(SystemExit, match="2"):
         training_commands.reward([*pairs, *QUICK, *LORA, "--output_dir", "base"])

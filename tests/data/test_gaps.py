@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_ppo.data.rollout import Experience, Responses, Rollout, check_shape
+from rlhf_ppo.data.rollout import Experience, Responses, Rollout
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.scorer import scaling_scores
 from tests.runs import MakeTrainer, assert_identical
@@ -154,7 +154,7 @@ def test_trimming_keeps_every_token_that_attention_sees() -> None:
         [True, True, True, True, True],
         [True, True, False, False, False],
     ]
-    check_shape("response_mask", trimmed.response_mask, (3, 4))
+    assert trimmed.response_mask.shape == (3, 4)
     assert torch.equal(trimmed.query_responses, batch.query_responses[:, 1:6])
     assert batch.lengths.tolist() == [4, 5, 2] and batch.longest_first() == [1, 0, 2]
     assert [part.response_ids.shape[1] for part in batch.parts(1)] == [3, 4, 1]

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.sampling import changed
-from rlhf_ppo.generation.transformers_engine import continues, sample_responses
+from rlhf_ppo.generation.transformers_engine import TransformersEngine, continues
 from tests.generation.test_dropping import greedy, model_of
 from tests.generation.test_transformers_engine import prompts
 
@@ -30,7 +30,7 @@ def test_a_prompt_of_several_rows_is_read_once(name: str, monkeypatch: pytest.Mo
         torch.manual_seed(0)
         read.clear()
         config = changed(greedy(), do_sample=True)
-        return sample_responses(model, given, config, rows_per_call=12), max(read)
+        return TransformersEngine(rows_per_call=12).sample(model, given, config).ids, max(read)
 
     assert transformers_engine._repeats(given) and not transformers_engine._repeats(given.take([0, 3, 6, 9]))
     assert continues(model)

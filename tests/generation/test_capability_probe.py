@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.sampling import greedy_config
-from rlhf_ppo.generation.transformers_engine import sample_responses
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.packing import hidden_states, looked_at
 from rlhf_ppo.models.policy_and_value import logits
 from tests.models.architectures import tiny_model
@@ -24,7 +24,7 @@ ROWS = [[5, 9, 8], [7, 12, 20, 4, 31, 17, 6, 3], [6, 6, 3], [30, 2], [9, 4, 4, 4
 def respond(model: Any, rows: list[list[int]], make_args: Any) -> torch.Tensor:
     stop = 11
     config = greedy_config(make_args(response_length=9), stop)
-    responses = sample_responses(model, Prompts.of_rows(rows, 0, torch.device("cpu")), config, rows_per_call=8)
+    responses = TransformersEngine(8).sample(model, Prompts.of_rows(rows, 0, torch.device("cpu")), config).ids
     ended = (responses == stop).long().cumsum(dim=1) - (responses == stop).long() > 0
     return torch.nn.functional.pad(responses.masked_fill(ended, stop), (0, 9 - responses.shape[1]), value=stop)
 

@@ -16,7 +16,7 @@ from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.sampling import greedy_config, sampling_config
-from rlhf_ppo.generation.transformers_engine import sample_responses
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests import oracles
 from tests.conftest import tiny_policy
 from tests.generation.test_transformers_engine import filtered, prompts, scripted_policy
@@ -40,7 +40,7 @@ def test_greedy_tokens_are_those_of_generate(make_args: MakeArgs, make_policy: C
     """With rows of many lengths that wait for each other, over pages of the cache, in the order of the prompts."""
     policy = make_policy()
     given, config = prompts(*RAGGED, fill=10**6), greedy_config(make_args(response_length=14), stop_token_id=29)
-    expected = sample_responses(policy, given, config, rows_per_call=64)
+    expected = TransformersEngine(rows_per_call=64).sample(policy, given, config).ids
     assert len({int((row == 29).any()) for row in expected}) == 2, "some rows end early, some do not"
     for max_rows in (2, 64):
         sampled = sample(policy, given, config, max_rows).ids

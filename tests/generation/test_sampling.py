@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.protocol import NonFiniteLogitsError
-from rlhf_ppo.generation.transformers_engine import FiniteLogitsCheck, InverseCDFSampling, sample_responses
+from rlhf_ppo.generation.transformers_engine import FiniteLogitsCheck, InverseCDFSampling, TransformersEngine
 from tests.conftest import needs_continuous, tiny_policy
 from tests.generation.test_dropping import greedy
 from tests.runs import QUICK, At, MakeTrainer
@@ -90,7 +90,7 @@ def test_tokens_are_the_same_and_the_weight_too(
     layer.register_forward_pre_hook(lambda module, _: types.append(module.weight.dtype))
 
     def sampled() -> torch.Tensor:
-        return sample_responses(policy, PROMPTS, greedy(), rows_per_call=2)
+        return TransformersEngine(rows_per_call=2).sample(policy, PROMPTS, greedy()).ids
 
     with torch.autocast("cpu", torch.bfloat16):
         sampled()  # what is found out about a model, once

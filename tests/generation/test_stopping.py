@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_ppo.generation.sampling import StopStrings, ended, greedy_config, join_responses
-from rlhf_ppo.generation.transformers_engine import StopsAtStrings, sample_responses
+from rlhf_ppo.generation.transformers_engine import StopsAtStrings, TransformersEngine
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
 from tests.runs import QUICK, MakeArgs, train_and_record
@@ -138,7 +138,7 @@ def test_a_stop_string_in_the_prompt_ends_nothing(make_args: MakeArgs, prompt: l
     stop = StopStrings(make_tokenizer(), ("w8 w9",))
     config = greedy_config(make_args(response_length=4), stop_token_id=None)
     given_prompts = prompts(prompt, [5, 6])
-    sampled = sample_responses(scripted_policy({11: 12}), given_prompts, config, 64, stop)
+    sampled = TransformersEngine(64, stop).sample(scripted_policy({11: 12}), given_prompts, config).ids
     first = [prompt[-1] + 1 + step for step in range(4)]
     assert sampled[0].tolist() == first
     expected = 2 if prompt == [12, 11] and first[:2] == [11, 12] else 4

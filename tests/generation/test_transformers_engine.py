@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.sampling import greedy_config, sampling_config
-from rlhf_ppo.generation.transformers_engine import sample_responses
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.packing import looked_at
 from tests import oracles
 from tests.conftest import tiny_policy
@@ -49,7 +49,7 @@ def sample(
     policy: nn.Module, given: Prompts, config: GenerationConfig, rows_per_call: int = 64, seed: int = 0
 ) -> Tensor:
     torch.manual_seed(seed)
-    return sample_responses(policy, given, config, rows_per_call)
+    return TransformersEngine(rows_per_call).sample(policy, given, config).ids
 
 
 # ---- When it stops ----

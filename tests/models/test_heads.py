@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
-from rlhf_ppo.generation.transformers_engine import sample_responses
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models import policy_and_value as logprobs_module
 from rlhf_ppo.models.heads import (
     last_token_score,
@@ -188,7 +188,7 @@ def test_tokens_are_sampled_from_logits_in_float32(head: str, engine: str, store
     layer.register_forward_hook(lambda module, given, logits: seen.append((given[0].detach(), logits.detach())))
     with torch.autocast("cpu", torch.bfloat16, enabled=stored == torch.float32):
         if engine == "transformers":
-            sample_responses(policy, prompts, greedy(), rows_per_call=2)
+            TransformersEngine(rows_per_call=2).sample(policy, prompts, greedy())
         else:
             ContinuousEngine(2, torch.bfloat16).sample(policy, prompts, greedy())
     assert all(now is then for now, then in zip(layer.parameters(), before, strict=True))

@@ -187,7 +187,7 @@ def stand_in(*args: Any, **kwargs: Any) -> Any:
     starts = kwargs.get("cu_seq_lens_k")
     if starts is not None:
         CALLS.append((args[4], starts.tolist()))
-        return packed_sdpa(*args, **kwargs)
+        return packed_sdpa(*args, squeezed_places=starts, **kwargs)  # which only a GPU reads
     return packed_sdpa(*args[:4], None, **kwargs)
 
 

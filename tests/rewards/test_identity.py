@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rlhf_ppo.models.loading import load_reward_model
+from rlhf_ppo.models.loading import load_classifier
 from rlhf_ppo.reporting.model_card import names_of_parts
 from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.rewards.identity import function_identities, judge_identities, model_identity
@@ -35,7 +35,7 @@ def test_a_reward_model_is_its_merged_copy_and_its_half_precision_copy_and_no_ot
     other.score.weight.data.mul_(1.01)
 
     identity = model_identity(adapted)
-    assert identity == model_identity(load_reward_model(tmp_path / "adapter", "reward_model"))
+    assert identity == model_identity(load_classifier(tmp_path / "adapter", "reward_model"))
     for name in ("merged", "half", "adapter"):
         make_tokenizer().save_pretrained(tmp_path / name)
         judge = RewardModelJudge(str(tmp_path / name))
