@@ -27,10 +27,11 @@ from rlhf_ppo.ranks.processes import get_logger, zero_stage
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Sampler:
     """Samples responses of the policy, or of another model.
 
-    Args:
+    Attributes:
         engine: Generates the tokens.
         args: The arguments.
         accelerator: Prepared the models.
@@ -40,18 +41,13 @@ class Sampler:
         when: Returns the position of the run, for errors.
     """
 
-    def __init__(
-        self,
-        engine: GenerationEngine,
-        args: PPOConfig,
-        accelerator: Accelerator,
-        tokens: SpecialTokens,
-        never_sampled: list[int] | None,
-        longest_sequence: PositionLimit | None,
-        when: Callable[[], str],
-    ) -> None:
-        self.engine, self.args, self.accelerator, self.tokens = engine, args, accelerator, tokens
-        self.never_sampled, self.longest_sequence, self.when = never_sampled, longest_sequence, when
+    engine: GenerationEngine
+    args: PPOConfig
+    accelerator: Accelerator
+    tokens: SpecialTokens
+    never_sampled: list[int] | None
+    longest_sequence: PositionLimit | None
+    when: Callable[[], str]
 
     def settings(self, greedy: bool = False) -> GenerationConfig:
         """Return the sampling settings of training, or those of sample tables."""

@@ -333,25 +333,21 @@ UNFINISHED_SHARE = 0.75
 """A batch is compacted once at most this share of its rows is unfinished."""
 
 
+@dataclass(eq=False)
 class CompactionCriterion(StoppingCriteria):
     """End `generate` once at most `most_left` rows are unfinished.
 
-    Args:
+    Attributes:
         finished: Rows that have ended by themselves, bool `(B,)`; updated after each token.
         stop_tokens: Tokens that end a row.
         stop_strings: Texts that also end a row, or None.
         most_left: Number of unfinished rows at which `generate` ends.
     """
 
-    def __init__(
-        self,
-        finished: Tensor,
-        stop_tokens: Sequence[int],
-        stop_strings: StopsAtStrings | None,
-        most_left: int,
-    ) -> None:
-        self.finished, self.stop_tokens, self.stop_strings = finished, stop_tokens, stop_strings
-        self.most_left = most_left
+    finished: Tensor
+    stop_tokens: Sequence[int]
+    stop_strings: StopsAtStrings | None
+    most_left: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
         """Return the rows that `generate` need not continue, bool `(B,)`."""

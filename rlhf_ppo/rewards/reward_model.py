@@ -124,10 +124,11 @@ def load_reward_models(
         yield LoadedRewardModel(argument, model, reader, template, processor=processor)
 
 
+@dataclass(eq=False, repr=False)
 class RewardModel:
     """Scores prompt and response with a reward model.
 
-    Args:
+    Attributes:
         scorer: Computes scores `(B,)` from token ids and mask `(B, L)`: a `FrozenScorer` on its device.
         rows_per_pass: Number of rows in one forward pass.
         autocast: Returns the context of the forward passes.
@@ -144,20 +145,14 @@ class RewardModel:
     exchanges_errors = True
     """Its passes may wait for all ranks, so that errors are exchanged before and after them only."""
 
-    def __init__(
-        self,
-        scorer: nn.Module,
-        rows_per_pass: int,
-        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None] | None = None,
-        max_positions: int | None = None,
-        together: Callable[[], AbstractContextManager[object]] = nullcontext,
-        chats: ImageChats | None = None,
-        template: PreTrainedTokenizerBase | None = None,
-    ) -> None:
-        self.scorer, self.rows_per_pass, self.autocast = scorer, rows_per_pass, autocast
-        self.tokenizers, self.max_positions, self.together = tokenizers, max_positions, together
-        self.chats, self.template = chats, template
+    scorer: nn.Module
+    rows_per_pass: int
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None] | None = None
+    max_positions: int | None = None
+    together: Callable[[], AbstractContextManager[object]] = nullcontext
+    chats: ImageChats | None = None
+    template: PreTrainedTokenizerBase | None = None
 
     @torch.no_grad()
     def __call__(self, batch: ScoringBatch) -> Tensor:
