@@ -37,6 +37,7 @@ from rlhf_ppo.models.adapters import (
 from rlhf_ppo.models.heads import ValueHead, reads_last_token
 from rlhf_ppo.models.packing import pack_rows
 from rlhf_ppo.models.unwrapping import (
+    as_module,
     backbone,
     copy_model,
     copy_weights,
@@ -109,7 +110,7 @@ def load_classifier(
                     "would be random; train one with `rlhf-ppo reward`, or save one with "
                     "AutoModelForSequenceClassification"
                 )
-        model = without_adapters(loaded) if merges_adapter else loaded
+        model = without_adapters(loaded) if merges_adapter else as_module(loaded)
     elif not isinstance(model, PreTrainedModel) and not is_peft_model(model):
         if not (hasattr(model, "base_model_prefix") and hasattr(model, "score")):
             raise ValueError(
