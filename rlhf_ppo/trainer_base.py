@@ -190,6 +190,7 @@ class TrainerBase(Steps, Trainer):
         self._note_run()
         run.stateful.start(checkpoint)
         batches = datasets.Passes(loader, args, self.sizes).batches
+        self._schedule_follows_metric = follows_metric(self.lr_scheduler)
         self._loop = LoopState(batches, checkpoint, per_epoch, self.state.episode)
         run.fire("on_train_begin")
         if args.eval_on_start and checkpoint is None:
@@ -252,7 +253,7 @@ class TrainerBase(Steps, Trainer):
         """Count an update, step the schedule, and keep the metrics for the next log."""
         loop, num_tokens = self._loop, self._rollout_metrics.num_response_tokens
         loop.grad_norm, loop.learning_rate = grad_norm, self._get_learning_rate()
-        if not follows_metric(self.lr_scheduler):
+        if not self._schedule_follows_metric:
             self.lr_scheduler.step()
         self._window.add(metrics | count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens))
 
@@ -560,7 +561,7 @@ class TrainerBase(Steps, Trainer):
         """Evaluate during training, and step a schedule that follows a metric."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run.agree_on_control()
-        if follows_metric(self.lr_scheduler) and not skip_scheduler:
+        if self._schedule_follows_metric and not skip_scheduler:
             name = self.args.metric_for_best_model or "score"
             self.lr_scheduler.step(metrics[f"eval_{name.removeprefix('eval_')}"])
         return metrics
