@@ -32,7 +32,7 @@ check test test-one-process test-long test-learning test-distributed test-kills 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-install: $(VENV)/installed ## Make .venv with everything that development needs
+install: $(VENV)/installed ## Make .venv with all that development needs
 
 format: install ## Format the code and apply the safe fixes
 	$(VENV)/bin/ruff format .
@@ -50,7 +50,7 @@ fast: install ## The fast tests alone
 check: install ## Lint, types and the fast tests: a few minutes
 	$(MAKE) --jobs 2 lint fast
 
-test: install ## Lint, types, and every test that needs one process and no long run
+test: install ## Lint, types and every short test of one process
 	$(MAKE) --jobs 2 lint test-one-process
 
 # Pyright takes one core for minutes: it runs beside the tests.
@@ -75,7 +75,7 @@ test-fuzz: install ## 200 random configurations (NUM_CONFIGURATIONS, SEED), each
 	SEED=$(or $(SEED),1) NUM_CONFIGURATIONS=$(or $(NUM_CONFIGURATIONS),200) CONFIGURATION='$(CONFIGURATION)' \
 		$(PYTEST) --dist worksteal --tb=short -k numpys tests/fuzz
 
-test-models: install ## Each causal language model of transformers, tiny, against rows alone: about an hour; resumes where it stopped
+test-models: install ## A tiny model of each causal language model class of transformers, batches against single rows: about an hour; resumes where it stopped
 	$(PYTHON) -m tests.models.sweep --results $(VENV)/sweep.jsonl --families $(FAMILIES)
 
 test-gpu: install ## Every path that needs a GPU, on this machine's GPU: within 10 minutes, with the reason for each skip
@@ -98,7 +98,7 @@ test-pretend-gpu: install ## The GPU path on a device that computes on the CPU a
 test-oldest: $(VENV)-oldest/installed ## The fast tests that depend on libraries, two cases of each, with the oldest allowed versions
 	MAX_CASES=2 $(subst $(VENV),$(VENV)-oldest,$(PYTEST)) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
 
-test-newest: $(VENV)-newest/installed ## The same with the newest libraries of the index, beside the pinned torch
+test-newest: $(VENV)-newest/installed ## The same with the newest libraries on the index and the pinned torch
 	$(VENV)-newest/bin/python -m pip install --quiet --no-compile --upgrade -c constraints-newest.txt transformers trl accelerate peft
 	MAX_CASES=2 $(subst $(VENV),$(VENV)-newest,$(PYTEST)) -m "$(FAST)" $(foreach room,$(WITHOUT_LIBRARIES),--ignore=tests/$(room))
 

@@ -1,4 +1,4 @@
-"""A language model of 28 letters, made here and untrained, learns that vowels and consonants take turns."""
+"""Teach an untrained language model of 28 characters to alternate vowels and consonants."""
 
 from itertools import pairwise
 
