@@ -26,7 +26,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers with the first name that needs them: `rlhf-ppo --help` needs none."""
+    """Import torch and transformers only for a name that needs them: `rlhf-ppo --help` needs neither."""
     if name not in _MODULES:
         message = f"module 'rlhf_ppo' has no attribute {name!r}"
         if name[:1] != "_" and name in (hints := import_module("rlhf_ppo.config.checks").IMPORT_HINTS):

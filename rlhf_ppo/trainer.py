@@ -227,7 +227,7 @@ class PPOTrainer(TrainerBase):
         return self.generate_responses(prompts, config), self._with_baselines(prompts)
 
     def _with_baselines(self, prompts: Prompts) -> Prompts:
-        """Add as columns the responses of the baselines that rewards compare with."""
+        """Add the baselines' responses, with which some rewards compare, as columns."""
         if not self._baselines.kinds:
             return prompts
 
@@ -476,7 +476,7 @@ class PPOTrainer(TrainerBase):
         return total, losses
 
     def policy_loss(self, logprobs: Tensor, experience: Experience) -> PolicyLoss:
-        """Compute the policy loss of each token: PPO's clipped loss, or the function that `policy_loss` gives.
+        """Compute the policy loss of each token: PPO's clipped loss, or your `policy_loss` function.
 
         Args:
             logprobs: Current log-probabilities of the response tokens, nats, `(B, T)`.
@@ -562,7 +562,7 @@ class PPOTrainer(TrainerBase):
         Raises:
             ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
                 a vocabulary, a response has no token of the policy, or a log-probability is above 0 or not finite.
-                Nothing has changed.
+                The trainer is unchanged.
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """

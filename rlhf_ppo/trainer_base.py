@@ -79,7 +79,7 @@ class TrainerBase(Steps, Trainer):
     if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Explain missing attributes that older trainers have; raise the error of a property that lacks one."""
+            """Explain attributes that only older trainers have; repeat the error of a property."""
             if isinstance(inspect.getattr_static(type(self), name, None), property):
                 return object.__getattribute__(self, name)
             hint = f" ({METHOD_HINTS[name]})" if name in METHOD_HINTS else ""
@@ -221,7 +221,7 @@ class TrainerBase(Steps, Trainer):
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
             if num_batches == 0 and not self.control.should_training_stop:
-                logger.warning(f"The data gave no full batch in pass {epoch}; training stops.")
+                logger.warning(f"Pass {epoch} over the data has no full batch; training stops.")
                 self.control.should_training_stop = True
             self._leave_if_stopped()
             loop.checkpoint = None
@@ -365,7 +365,7 @@ class TrainerBase(Steps, Trainer):
         self._run.stateful.register(name, part)
 
     def _clip_gradients(self) -> float | Tensor:
-        """Clip the gradients; return their norm before, infinite where DeepSpeed has skipped an overflow."""
+        """Clip the gradients; return their norm before clipping, infinite where DeepSpeed skipped an overflow."""
         model = self.model_wrapped
         clipped: Any = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         grad_norm: Any = self._get_grad_norm(model, grad_norm=clipped)
@@ -464,7 +464,7 @@ class TrainerBase(Steps, Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy (or its adapter) and the tokenizer for `from_pretrained`, under every launcher.
 
-        Then print one line with the places of policy, curves and samples, if progress is shown.
+        Then print where policy, curves and samples are, if progress is shown.
 
         Args:
             output_dir: The directory; `args.output_dir` when None.
@@ -615,7 +615,7 @@ class TrainerBase(Steps, Trainer):
 
         Samples a response to each prompt, cuts it at `num_prefixes` places, samples `num_continuations` continuations
         of each prefix and of the prompt alone from the policy, and scores them as training does:
-        `(num_prefixes + 1) * num_continuations + 1` responses to each prompt. Random numbers are its own, the same
+        `(num_prefixes + 1) * num_continuations + 1` responses to each prompt. It has its own random numbers, the same
         at every call. See `rlhf_ppo.reporting.critic_audit`.
 
         Args:

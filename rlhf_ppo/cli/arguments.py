@@ -137,8 +137,8 @@ class PPOScriptArguments(DryRunScriptArguments):
     prompt_column: str | None = option(None, "Column of the prompts; by default `input_ids`, `prompt` or `text`.")
     environment: list[str] | None = option(
         None,
-        "An environment of several turns, as file.py:Class or package.module.Class. Several as name=file.py:Class: "
-        "the column `environment` names one for each row.",
+        "A multi-turn environment, as file.py:Class or package.module.Class. For several, write name=file.py:Class; "
+        "each row's column `environment` names one.",
     )
     tools: list[str] | None = option(None, "Functions that the policy may call, as file.py:function.")
     value_model_path: str | None = option(
@@ -148,7 +148,7 @@ class PPOScriptArguments(DryRunScriptArguments):
     )
     ptx_dataset: str | None = option(
         None,
-        "With ptx_coef: additional texts for the policy to learn from, with the columns of SFT; the split train of a "
+        "With ptx_coef: additional texts for the policy to learn from, with SFT's columns: the split `train` of a "
         "file, a directory or a hub name.",
     )
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
@@ -231,7 +231,7 @@ def _unreadable_row(dataset: Dataset, columns: Sequence[str]) -> str | None:
         if len(kinds) > 1 or kinds <= ({"", "text"} if is_chat else {""}):
             shown = ", ".join(f"{name}={value!r:.40}" for name, value in zip(columns, values, strict=True))
             fix = "conversations" if is_chat else "texts, or conversations"
-            return f"has in row {index} {shown}: write {fix} (lists of messages), or drop the row"
+            return f"has {shown} in row {index}: write {fix} (lists of messages), or drop the row"
     return None
 
 

@@ -271,8 +271,8 @@ class DemoResult:
     Attributes:
         reward_accuracy: Share of preference pairs that the reward model orders as the reader did, in [0, 1].
         before: Evaluation metrics of the SFT model, under the keys of `PPOTrainer.evaluate`.
-        after: The same of the PPO policy.
-        verdicts: The judge's, on PPO against SFT.
+        after: The same for the PPO policy.
+        verdicts: The judge's verdicts on PPO against SFT.
     """
 
     reward_accuracy: float

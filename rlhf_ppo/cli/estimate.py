@@ -66,7 +66,7 @@ def estimate(argv: Sequence[str] | None = None) -> dict[str, int]:
     for purpose, num_bytes in num_bytes_by_purpose.items():
         table.add_row(purpose, f"{num_bytes / 1e9:.2f}", PURPOSES[purpose])
     table.add_row(
-        "sum", f"{sum(num_bytes_by_purpose.values()) / 1e9:.2f}", "besides libraries and fragments", style="bold"
+        "sum", f"{sum(num_bytes_by_purpose.values()) / 1e9:.2f}", "without libraries and fragmentation", style="bold"
     )
     Console().print(table)
     return num_bytes_by_purpose

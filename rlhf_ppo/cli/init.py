@@ -51,7 +51,7 @@ COLUMNS = {
     "preferences": [{"chosen", "rejected"}],
     "judge_preferences": [{"chosen", "rejected"}],
 }
-"""Sets of columns, one of which the data of an option must have; the first that they have counts, as in TRL."""
+"""Alternative sets of columns for the data of each option; the first set that the data have is used, as in TRL."""
 
 SAMPLE = 500
 """Rows whose lengths are measured."""
@@ -75,7 +75,7 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
     Args:
         args: The options of `rlhf-ppo init`.
         path: The file.
-        folder: Where the data go that are split off.
+        folder: Where the split-off data go.
 
     Raises:
         SystemExit: The data or the model cannot be read.
@@ -107,14 +107,14 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         why = ""
         if pairs := sections.get("reward"):
             why = (
-                f": the {len(pairs.rows)} pairs are not split, which takes {MIN_PAIRS_TO_SPLIT} with different prompts"
+                f": the {len(pairs.rows)} pairs are not split: that needs {MIN_PAIRS_TO_SPLIT} with different prompts"
             )
         print_text(f"The judge is PPO's own reward{why}. Give --judge_model or --judge_preferences for another judge.")
     if isinstance(prompt, str) and tokenizer.chat_template is not None:
         print_text("The prompts are texts: the model's chat template is not used. Write lists of messages to use it.")
     if is_dialogue(prompt):
-        print_text("The prompts are dialogues of Human and Assistant: stop_strings ends a response at the next Human.")
-    print_text(f"{args.file} is written. Read it, then: rlhf-ppo pipeline {shlex.quote(args.file)}")
+        print_text("The prompts are Human/Assistant dialogues: stop_strings ends a response at the next Human.")
+    print_text(f"{args.file} is written. Read it, then run: rlhf-ppo pipeline {shlex.quote(args.file)}")
 
 
 # ---- Data ----
@@ -129,7 +129,7 @@ class Data:
         rows: The rows; pairs have explicit prompts.
         held_out: The rows of the split `test`, or None.
         prompts: Tokens of the prompts of a sample of rows; 0 without a prompt, and before `fitting`.
-        responses: Tokens of texts or responses of the sample; of a pair, of the longer one.
+        responses: Tokens of texts or responses of the sample; of the longer response of a pair.
         is_split: Whether the rows are split off and `name` is the file to write.
         num_dropped: Number of prompts that were too long.
     """
@@ -208,7 +208,7 @@ def with_prompts(rows: Any, name: str, column: str | None) -> Any:
     whole = rows[column][:]
     prompts = [without_last_answer(prompt) for prompt in whole]
     if num_cut := sum(after is not before for after, before in zip(prompts, whole, strict=True)):
-        print_text(f"{name}: {num_cut} of {len(prompts)} prompts end in an answer, which the policy writes anew.")
+        print_text(f"{name}: {num_cut} of {len(prompts)} prompts end in an answer; the policy writes its own instead.")
         rows = rows.remove_columns(column).add_column(column, prompts)
     filled = [index for index, prompt in enumerate(prompts) if prompt and str(prompt).strip()]
     if 0 < len(filled) < len(rows):
@@ -219,7 +219,7 @@ def with_prompts(rows: Any, name: str, column: str | None) -> Any:
 
 
 def is_dialogue(prompt: Any) -> TypeGuard[str]:
-    """Return whether a prompt is a raw text of Human and Assistant, as in hh-rlhf; the first Human may open it."""
+    """Return whether a prompt is a raw Human/Assistant dialogue, as in hh-rlhf; it may begin with "Human:"."""
     return isinstance(prompt, str) and HH_USER.strip() in prompt and HH_TURN in prompt
 
 
@@ -237,7 +237,7 @@ def without_last_answer(prompt: Any) -> Any:
 
 
 def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> Data:
-    """Drop the prompts that `train` would drop, say how many, and measure the others.
+    """Drop the prompts that `train` would drop, print their number, and measure the others.
 
     Args:
         prompts: The prompts.
@@ -260,7 +260,7 @@ def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> 
 
 
 def num_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return the tokens of texts and conversations by column; a response has what the chat template adds to it."""
+    """Count the tokens of texts and conversations by column; a response includes what the chat template adds to it."""
     texts = Dataset.from_list([maybe_apply_chat_template(row, tokenizer) for row in _answered([*rows])])
     encoded: Any = {name: tokenizer(texts[name][:], add_special_tokens=False) for name in texts.column_names}
     return {name: [len(ids) for ids in column["input_ids"]] for name, column in encoded.items()}

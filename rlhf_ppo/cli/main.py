@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         SystemExit: The command does not exist or fails.
     """
     words = (restore_hidden_words(sys.argv[1:]) if argv is None else argv) or ["--help"]
-    os.environ.setdefault("TQDM_DELAY", "1")  # no bars of steps that take less than a second
+    os.environ.setdefault("TQDM_DELAY", "1")  # no progress bars for steps of less than a second
     warnings.simplefilter("ignore", FutureWarning)  # between libraries
     command, options = words[0], words[1:]
     if command in ("-h", "--help"):
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if command not in COMMANDS:
         fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
-    redact_in_place(sys.argv)  # trackers write it into files; `options` is a copy
+    redact_in_place(sys.argv)  # trackers write sys.argv into files; `options` is a copy
     try:
         getattr(importlib.import_module(COMMANDS[command][0]), command)(options)
     except KeyboardInterrupt:
@@ -120,10 +120,10 @@ INIT_OPTIONS = {
     "texts": "Texts, or prompts with completions, to train it on first.",
     "preferences": "Pairs with `chosen` and `rejected` for the reward model.",
     "reward_funcs": "Instead of preferences: a built-in reward's name, file.py:function or an address.",
-    "prompts": "Prompts for PPO: a file, a directory or a hub name; pairs have prompts too. Required.",
+    "prompts": "Prompts for PPO: a file, a directory or a hub name; pairs contain prompts too. Required.",
     "prompt_column": "Column of the prompts in `prompts`; by default `prompt`, `text` or `messages`.",
     "judge_preferences": "Pairs for a second reward model, which judges; by default 40%% of the preferences.",
-    "judge_model": "Instead of judge_preferences: such as gpt-4o-mini, or a reward model that PPO never saw.",
+    "judge_model": "Instead of judge_preferences: a judge, such as gpt-4o-mini or a reward model that PPO never saw.",
 }
 """Options of `init` and their help texts."""
 
@@ -211,7 +211,7 @@ def plot(argv: Sequence[str] | None = None) -> None:
     """
     parser = CommandParser("rlhf-ppo plot", description="Draw the metrics of one or several runs into a file.")
     parser.add_argument("runs", nargs="*", help="Directory of a run; runs that differ only in the seed are averaged.")
-    parser.add_argument("--separately", action="store_true", help="Draw each run as a line of its own, without means.")
+    parser.add_argument("--separately", action="store_true", help="Draw a line for each run, without means.")
     parser.add_argument(
         "--seeds",
         nargs="+",
@@ -243,7 +243,7 @@ def report(argv: Sequence[str] | None = None) -> None:
         argv: Output directories of runs, and options.
 
     Raises:
-        SystemExit: A run is missing, or a file of it is damaged.
+        SystemExit: A run is missing, or one of its files is damaged.
     """
     parser = CommandParser("rlhf-ppo report", description="Write one HTML file about one or several runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="Directory of a run; seeds of a run are averaged.")
@@ -253,7 +253,7 @@ def report(argv: Sequence[str] | None = None) -> None:
         nargs="+",
         default=[],
         metavar="DIR",
-        help="Output directories of `rlhf-ppo judge`, besides the runs'.",
+        help="Output directories of `rlhf-ppo judge`, in addition to those in the runs.",
     )
     options = parser.parse_args(argv)
     from rlhf_ppo.reporting.report import write_report

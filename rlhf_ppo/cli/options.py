@@ -43,7 +43,7 @@ class JudgeArguments:
         metadata={"help": "Required. Prompts: a file, a directory or a hub name with the column `prompt`."}
     )
     split: str = option("train", "Split of the dataset.")
-    num_prompts: AtLeastOne = option(256, "Number of prompts, from the first.")
+    num_prompts: AtLeastOne = option(256, "Number of prompts to use, from the first on.")
 
     model: str | None = option(None, "Directory or hub name of the model.")
     model_column: str | None = option(None, "Instead of model: the column with its responses.")

@@ -144,13 +144,13 @@ def read_pipeline(path: str | Path) -> Pipeline:
     if not isinstance(content, dict) or not content.get("output_dir"):
         raise ValueError(f"{path} must name an output_dir, and hold sections such as `ppo:`, each with options")
     if unknown := content.keys() - {*COMMANDS, *OTHERS}:
-        raise ValueError(f"{path} has the sections {sorted(unknown)}; there are {[*OTHERS, *COMMANDS]}")
+        raise ValueError(f"{path} has the unknown sections {sorted(unknown)}; use {[*OTHERS, *COMMANDS]}")
     for name in {"common", *COMMANDS} & content.keys():
         options = content[name] = content[name] or {}
         if not isinstance(options, dict) or options.keys() & {"output_dir", *(["seed"] if name == "ppo" else [])}:
             raise ValueError(
-                f"{name}={options!r:.80} must be options, one a line, without output_dir; PPO's seeds are on top, "
-                "such as `seeds: [0, 1, 2]`"
+                f"{name}={options!r:.80} must be options, one per line, without output_dir; PPO's seeds are at the "
+                "top, such as `seeds: [0, 1, 2]`"
             )
     seeds = content.get("seeds", [0])
     seeds = seeds if isinstance(seeds, list) else [seeds]
@@ -282,7 +282,7 @@ def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:
     now = step.recorded_options()
     if changed := [name for name in {**entry["options"], **now} if entry["options"].get(name) != now.get(name)]:
         kept = _free(step.output_dir.with_name(f"{step.output_dir.name}-before"))
-        changes = ", ".join(f"{name}={entry['options'].get(name)!r} is {now.get(name)!r} now" for name in changed)
+        changes = ", ".join(f"{name}={entry['options'].get(name)!r} is now {now.get(name)!r}" for name in changed)
         raise ValueError(
             f"{step.name} was finished with other options: {changes}; restore them, name another output_dir, or run "
             f"it again: `{shlex.join(['mv', str(step.output_dir), str(kept)])}` keeps its result, and steps that read "
@@ -331,7 +331,7 @@ def run_pipeline(
                 say(f"Steps left: {', '.join(other.name for other in pipeline.steps[number:])}")
                 code = _run(step, pipeline, record, start or partial(start_python, signals), say)
             if signals.number is not None or code:
-                say(f"The pipeline has ended in {step.name} with exit code {code}; the same command continues")
+                say(f"The pipeline ended in {step.name} with exit code {code}; run the same command to continue")
                 return 128 + signals.number if signals.number is not None else code
             num_judged += step.kind == "judge"
     runs = recorded_runs([step.output_dir for step in pipeline.steps if step.kind == "ppo"])
@@ -436,7 +436,7 @@ def start_python(signals: Signals, words: Sequence[str]) -> int:
     """
     first = list(words).index("rlhf_ppo") + 1
     hidden, secrets = hide_from_ps(words[first:])
-    # In a group of its own it gets no Ctrl+C from the terminal besides the one that is passed on.
+    # In its own group it gets no Ctrl+C from the terminal, only the one that is passed on.
     command = [sys.executable, *words[:first], *hidden]
     signals.process = subprocess.Popen(command, env={**os.environ, **secrets}, process_group=0)
     signals.pass_on(signals.process)  # one that came before

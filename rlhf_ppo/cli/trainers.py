@@ -143,7 +143,7 @@ def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[s
 
 
 def check_lora(model_args: ModelConfig) -> None:
-    """Raise a `ValueError` for options of LoRA without `use_peft`, with which all weights would train."""
+    """Raise a `ValueError` for options of LoRA without `use_peft`: all weights would train."""
     for name in () if model_args.use_peft else ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
         if (value := getattr(model_args, name)) != ModelConfig.__dataclass_fields__[name].default:
             raise ValueError(f"{name}={value!r} has no effect without use_peft: add --use_peft")
@@ -227,13 +227,13 @@ def ppo_trainer(
 
 
 def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
-    """Return whether a reward model scores: without reward functions and environments, or if its path is given."""
+    """Return whether a reward model scores: if its path is given, or without reward functions and environments."""
     default = PPOConfig.__dataclass_fields__["reward_model_path"].default
     return not (script_args.reward_funcs or script_args.environment) or args.reward_model_path != default
 
 
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
-    """Load the reward model and the value model, which learns in float32; None makes it from the reward model.
+    """Load the reward model and the value model, which learns in float32; None: the trainer makes it.
 
     With `share_base_model`, paths are returned: the trainer puts the adapters over the policy's base. "policy" stays.
 
@@ -253,8 +253,8 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
             reward_model = path
         elif path == args.sft_model_path:
             logger.warning_once(
-                f"{argument}={path!r} is the policy, as in TRL's example: its score head is random unless it has one, "
-                "and so are the scores"
+                f"{argument}={path!r} is the policy, as in TRL's example: unless it has a score head, the head and "
+                "the scores are random"
             )
             reward_model = load_pretrained(
                 AutoModelForSequenceClassification, path, argument, num_labels=1, **settings
@@ -292,7 +292,7 @@ class _SavesWhole(Trainer):
         directory = output_dir or str(self.args.output_dir)
         check_start_elsewhere([as_module(self.model)], directory)
         remove_saved_models(directory)
-        Path(directory, SETTINGS_NAME).unlink(missing_ok=True)  # of a policy that was there
+        Path(directory, SETTINGS_NAME).unlink(missing_ok=True)  # of an earlier policy
         super()._save(output_dir, state_dict)
 
     def create_model_card(
@@ -398,7 +398,7 @@ def _right_pairs(scores: torch.Tensor, labels: object) -> torch.Tensor:
 
 
 def text_columns(args: SFTConfig) -> list[set[str]]:
-    """Return the sets of columns of which SFT's data have one."""
+    """Return the alternative sets of columns for SFT."""
     return [{args.dataset_text_field}, {"messages"}, {"prompt", "completion"}, {"input_ids"}]
 
 
@@ -430,8 +430,8 @@ def _num_cut(ids: ChunkedArray, max_length: int, eos: int) -> int:
 
     Args:
         ids: The tokens of all texts, an Arrow array of lists; newer versions of TRL have cut them to `max_length`.
-        max_length: The largest length. A text of this length is whole if it ends in EOS or, as chat templates end
-            otherwise, in the last two tokens of a shorter text.
+        max_length: The largest length. A text of this length is whole if it ends in EOS or, because some chat
+            templates end otherwise, in the last two tokens of a shorter text.
         eos: The EOS token.
     """
     pc: Any = compute
@@ -520,7 +520,7 @@ class _Begun(TrainerCallback):
 def running(program: str, trainer: Trainer) -> Iterator[None]:
     """Turn external errors of a run into one sentence and exit code 2.
 
-    These are: rejected options, a server without an answer, a full disk, too little memory, numbers that are not
+    These are: rejected options, a server that does not answer, a full disk, too little memory, numbers that are not
     finite, and a wrong result of a reward function. Other errors during training keep their traceback.
 
     Args:

@@ -113,7 +113,9 @@ def _check_entries(entries: Mapping[str, Any], env_type: str, arguments: Mapping
                 f"{list(keys)}{suggestion(key, keys)}"
             )
         if value is not None and arguments.get(key) is not None:
-            raise ValueError(f"{key} is given beside the environment's config and in it: leave one of them out")
+            raise ValueError(
+                f"{key} is given both in the environment's config and apart from it: leave one of them out"
+            )
 
 
 def _component(name: str, spec: RewardSpec | Mapping[str, Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class LLMTrainingParams:
     data_path: str = _option("data", "A .jsonl, .json, .csv or .parquet file, a directory, or a hub name.")
     train_split: str = _option("train", "Split to train on.")
     valid_split: str | None = _option(None, "Split to evaluate on and to choose the best model.")
-    max_samples: AtLeastOne | None = _option(None, "Number of rows to use, from the first.")
+    max_samples: AtLeastOne | None = _option(None, "Number of rows to use, from the first on.")
     text_column: str = _option("text", "Column with the text (sft), the prompt (ppo) or the better response (reward).")
     prompt_text_column: str | None = _option(None, "Column with the prompt (ppo, reward).")
     rejected_text_column: str | None = _option(None, "Column with the worse response (reward).")

@@ -10,5 +10,5 @@ __all__ = ["RANGES", "PPOConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import transformers with the first name that needs it: the command line's errors need none."""
+    """Import transformers only for a name that needs it: errors of the command line need none."""
     return getattr(importlib.import_module("rlhf_ppo.config.ppo_config"), name)

@@ -1,6 +1,6 @@
 """Checks of a run's arguments: values, names, what PPO cannot use, and arguments that depend on others.
 
-An error names the argument, its value and its range; for the name of an argument that does not exist, the one to use
+An error names the argument, its value and its range; for an argument that does not exist, it names the one to use
 instead.
 """
 
@@ -246,7 +246,7 @@ def parse_strings(name: str, value: Any) -> Any:
         decoded = _json(texts[0])
         texts = decoded if isinstance(decoded, list) else texts
     if isinstance(texts, list) and (not texts or any(text == "" or "\ufffd" in str(text) for text in texts)):
-        raise ValueError(f"{name}={written!r} must hold texts, none of them empty or with U+FFFD; None for none")
+        raise ValueError(f"{name}={written!r} must hold non-empty texts without U+FFFD; use None for none")
     return texts
 
 
@@ -631,8 +631,8 @@ def check_optimization(critic_learning_rate: float | None, optimizers: Sequence[
     """Raise a `ValueError` if `critic_learning_rate` is given together with an optimizer."""
     if optimizers[0] is not None and critic_learning_rate is not None:
         raise ValueError(
-            f"critic_learning_rate={critic_learning_rate} is for the trainer's own optimizer, but optimizers[0] "
-            "is given: set the rates of its groups"
+            f"critic_learning_rate={critic_learning_rate} is for the trainer's own optimizer, but you passed "
+            "optimizers[0]: set the rates in its groups"
         )
 
 

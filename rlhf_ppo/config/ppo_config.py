@@ -50,7 +50,7 @@ logger = visible_logger(__name__)
 
 
 def default_bf16(args: TrainingArguments) -> bool:
-    """Return whether a run without a given `bf16` uses bf16; rank 0 warns once if its GPU does not support it.
+    """Return whether a run that does not set `bf16` uses it; rank 0 warns once if its GPU does not support bf16.
 
     Args:
         args: Gives `fp16` and `use_cpu`; devices need not be set up yet.
@@ -427,7 +427,7 @@ class PPOConfig(
     )
     share_prefixes: bool | None = _option(
         None,
-        "Compute a beginning that several rows of a pass share once; the numbers stay those of each row alone. "
+        "Compute only once a beginning that several rows of a pass share; the numbers stay those of each row alone. "
         "None: on a CPU. True: also on an accelerator (unmeasured), except with flash attention or padded rows.",
     )
     dataset_num_proc: Annotated[int, Interval(1, 1024)] | None = _option(None, "Processes that tokenize the dataset.")
@@ -491,8 +491,8 @@ class PPOConfig(
     )
     bootstrap_truncated: bool = _option(
         False,
-        "Bootstrap the return of a response that response_length truncates, without stop token or string, from the "
-        "value estimate at the end instead of 0.",
+        "If response_length truncates a response (no stop token or string), bootstrap its return from the value "
+        "estimate at its end instead of 0.",
     )
     kl_coef: NotNegative = _option(0.05, "Coefficient of the per-token KL penalty, in reward per nat.")
     kl_estimator: Literal["k1", "k3"] = _option(
@@ -606,7 +606,7 @@ class PPOConfig(
 
         Raises:
             ValueError: The training set is smaller than one batch, the length of the run is unknown or given twice, or
-                a derived field was set to another number than follows from the others.
+                a derived field was set to a number that contradicts the others.
         """
         self.validate()
         of_process = per_device, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps

@@ -121,7 +121,7 @@ def images_of(row: Mapping[str, object]) -> list[Any] | None:
 
 
 def opened(image: Any) -> object:
-    """Return an image as transformers takes it: also of bytes, of a `file://` address, and as `datasets` stores it.
+    """Convert an image to what transformers takes, from bytes, a `file://` address or a dict of `datasets` too.
 
     Args:
         image: A Pillow image, bytes, a path or address, or a dict with `bytes` or `path`.

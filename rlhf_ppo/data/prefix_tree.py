@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 MIN_SHARED = 8
-"""Tokens of the shortest node that rows share: each node is a call of its own in the attention of every layer."""
+"""Tokens of the shortest node that rows share: each node is a separate call in the attention of every layer."""
 
 WORTH_IT = 0.95
 """A tree is used if it has at most this share of the rows' tokens."""

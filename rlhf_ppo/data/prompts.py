@@ -536,7 +536,7 @@ class _LengthFilter:
         if num_kept == 0:
             raise ValueError(
                 f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length} tokens: "
-                "raise it, or take a model with more positions"
+                "raise it, or use a model with more positions"
             )
         if not PartialState().is_main_process:
             return

@@ -154,7 +154,7 @@ def check_masks(masks: HostMasks) -> None:
         masks: Attention `(B, C + T)` and response `(B, T)`.
 
     Raises:
-        ValueError: A row is not; the message names the first one.
+        ValueError: A row has another form; the message names the first one.
     """
     attention, written = masks.attention, masks.response
     context = attention.shape[1] - written.shape[1]
@@ -544,7 +544,7 @@ def pad_right(parts: list[Tensor], width: int | None = None, padding_value: floa
 
 
 def check_shapes(expected: Sequence[int], **tensors: Tensor | None) -> None:
-    """Raise a `ValueError` if a tensor, by name, has another shape; None has any."""
+    """Raise a `ValueError` if a tensor, by name, has another shape; None passes."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != tuple(expected):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}")

@@ -78,7 +78,7 @@ def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:
 
 
 def with_prompts_from(dataset: Rows | None, column: str | None) -> Any:
-    """Return a data set whose column of prompts is named `prompt`, in place of others with prompts.
+    """Return a data set whose column of prompts is named `prompt` and replaces other prompt columns.
 
     Args:
         dataset: The rows, or None.
@@ -162,7 +162,7 @@ def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
     loaded = load_splits(os.fspath(dataset), argument=argument)
     names = [name for name in splits if name in loaded] or list(loaded)[: len(loaded) == 1]
     if not names:
-        raise ValueError(f"{argument}={os.fspath(dataset)!r} has the splits {list(loaded)}; load the wanted one")
+        raise ValueError(f"{argument}={os.fspath(dataset)!r} has the splits {list(loaded)}; load one and pass it")
     return separate_prompts(choose_split(loaded, names[0], argument), where_missing=True)
 
 

@@ -120,7 +120,7 @@ class Environments:
     """All environments and tools of a run.
 
     One instance of each environment is made at once: it shows the tools. Later instances are made when a batch needs
-    them, and used again.
+    them, and reused.
 
     Args:
         factory: Makes an environment; a dict of factories, from which the column `environment` chooses; or None.

@@ -93,7 +93,7 @@ class ContinuousEngine:
 
     @torch.no_grad()
     def check(self, policy: nn.Module) -> None:
-        """Generate three tokens to two prompts, and compare with passes over each row alone.
+        """Generate three tokens for two prompts, and compare with passes over each row alone.
 
         transformers does not say which models its continuous batching can run; some mix the rows of a pass.
 

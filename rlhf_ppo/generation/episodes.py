@@ -353,7 +353,7 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
 
     Raises:
         KeyError: A key is missing.
-        ValueError: Something has another number of rows or tokens.
+        ValueError: An entry has the wrong number of rows or tokens.
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
     per_token = {key: returned[key] for key in needed} | {"env_mask": returned.get("env_mask")}
@@ -387,7 +387,7 @@ def _plain_row(row: Any) -> list[Any]:
 def stop_ids(policy: nn.Module, stop: int | None) -> tuple[int, ...]:
     """Return the tokens that end a turn: the stop token, and those of the model's generation configuration.
 
-    Some models end a turn with a tool call with another token than EOS.
+    Some models end a turn that calls a tool with a token other than EOS.
 
     Args:
         policy: The language model.

@@ -48,7 +48,7 @@ ROW_COLUMN = "<row>"
 
 
 class GenerationEngine(Protocol):
-    """Samples responses. One of `generation_engine` also has `called`, its name in errors."""
+    """Interface of an engine that samples responses; those of `generation_engine` have `called`, a name for errors."""
 
     @property
     def reads_sharded(self) -> bool:

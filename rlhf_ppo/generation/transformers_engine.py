@@ -421,7 +421,7 @@ def generate_compacting(
     return result[:, : max(1, sampled.shape[1] - prompt_length)]
 
 
-# ---- Key-value caches: parted, shared between rows, and kept between turns ----
+# ---- Key-value caches: divided, shared between rows, and kept between turns ----
 
 
 def rows_of_cache(output: object, rows: Tensor) -> dict[str, Any]:

@@ -32,7 +32,7 @@ OPTIONS = (
     *("mode", "server_base_url", "server_host", "server_port", "server_timeout", "group_port"),
     *("tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "enable_sleep_mode", "model_impl"),
 )
-"""Arguments of TRL's `VLLMGeneration` that have the option `vllm_` with their name."""
+"""Arguments of TRL's `VLLMGeneration` whose option is `vllm_` and their name."""
 
 MAX_BIASED_IDS = 1024
 """Largest number of suppressed ids of a request: `MAX_NUM_LOGIT_BIAS_TOKENS` of vLLM's runner for GPUs."""
@@ -186,7 +186,7 @@ def start_vllm(
     if not is_server and not getattr(policy, "name_or_path", ""):
         raise ValueError(
             "vllm_mode='colocate' loads the model from a directory or the hub, but the policy was made in memory; "
-            "save_pretrained it and load it from there"
+            "save it with save_pretrained, and load it from there"
         )
     address = _address(args) if is_server else ""
     with naming_server(address):

@@ -40,7 +40,7 @@ EXACT_KINDS = frozenset(
 )
 """PEFT's kinds of adapters whose passes here equal `PeftModel.forward` on each row alone, and which train.
 
-Not in it: virtual tokens, routers that read the whole batch (Lily), and what acts in `PeftModel.forward` (X-LoRA)."""
+Excluded: virtual tokens, routers that read the whole batch (Lily), and what acts in `PeftModel.forward` (X-LoRA)."""
 
 INEXACT_OPTIONS = (
     "alora_invocation_tokens",  # in `PeftModel.forward`
@@ -73,7 +73,7 @@ def check_adapter(model: nn.Module, argument: str) -> None:
         argument: Name of the caller's argument, for the error message.
 
     Raises:
-        ValueError: An adapter is of a kind, or has an option, that does not.
+        ValueError: An adapter's kind or option acts elsewhere.
     """
     for config in (getattr(model, "peft_config", None) or {}).values():
         _check_kind(config, f"{argument} has an adapter")
@@ -87,7 +87,7 @@ def _check_kind(peft_config: PeftConfig, what: str) -> None:
     if kind not in EXACT_KINDS or option:
         raise ValueError(
             f"{what} of the kind {kind}{option}, whose log-probabilities and gradients would not be exact here, or "
-            "were never seen to be: use LoRA, or another kind that docs/models.md names"
+            "were never tested: use LoRA, or another kind that docs/models.md names"
         )
 
 
@@ -170,7 +170,7 @@ def merged_in_place(model: nn.Module) -> nn.Module:
 
 
 def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """Write the active adapter into a directory itself, where it is loaded from whatever its name.
+    """Write the active adapter directly into a directory, from which it can be loaded whatever its name.
 
     Args:
         model: A `PeftModel`.
@@ -284,7 +284,7 @@ def preserve_base(model: nn.Module) -> Iterator[None]:
 
 
 def copy_adapter(source: nn.Module, target: nn.Module) -> None:
-    """Copy the active adapter's weights below the heads from a `PeftModel` into another with the same kind.
+    """Copy the active adapter's weights below the heads from a `PeftModel` into another of the same kind.
 
     Args:
         source: Its backbone has at least the adapter's parameters of `target`.
@@ -405,8 +405,8 @@ def _check_config(model: nn.Module, peft_config: PeftConfig, role: str, argument
     _check_kind(peft_config, f"{argument} is")
     if argument == "peft_config" and peft_config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(
-            f"peft_config has task_type={str(peft_config.task_type)!r}, as which the policy would be saved; leave it "
-            "out, or set 'CAUSAL_LM'"
+            f"peft_config has task_type={str(peft_config.task_type)!r}, with which the policy would be saved; leave "
+            "it out, or set 'CAUSAL_LM'"
         )
     if argument == "value_peft_config" and not hasattr(peft_config, "modules_to_save"):
         raise ValueError(
@@ -485,8 +485,8 @@ def value_model_over(policy: nn.Module, value_model: nn.Module | None, peft_conf
             copy_adapter(policy, value_model)
     if (difference := share_base(value_model, policy)) is not None:
         raise ValueError(
-            f"share_base_model=True, but value_model has another base than model: {difference}; pass an adapter over "
-            "the policy's base, or value_model=None to have one made"
+            f"share_base_model=True, but value_model has a different base from model: {difference}; pass an adapter "
+            "over the policy's base, or value_model=None to have one made"
         )
     return value_model
 
@@ -566,7 +566,7 @@ def _check_base_is_frozen(policy: nn.Module) -> None:
     if (weight := trained_in_base(policy)) is not None:
         raise ValueError(
             f"share_base_model=True, but the policy's adapter, of the kind {adapter_kind(policy)}, trains {weight} of "
-            "the base, which every model would follow; set bias='none' in peft_config, or choose a kind such as LoRA"
+            "the base, which all models share; set bias='none' in peft_config, or choose a kind such as LoRA"
         )
 
 

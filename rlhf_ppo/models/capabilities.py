@@ -143,7 +143,7 @@ def shared_vocabulary(
     shared = Vocabulary(sizes[limited_by], limited_by, max(of_policy, sizes.get("ref_model", 0)), image_token)
     if shared.never_sampled:
         logger.info(
-            f"The ids {shared.size} to {shared.num_logits - 1} are never sampled: no text makes them, and "
+            f"The ids {shared.size} to {shared.num_logits - 1} are never sampled: no text holds them, and "
             f"{limited_by} does not have them."
         )
     return shared

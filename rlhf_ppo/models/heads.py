@@ -201,7 +201,7 @@ class ValueHead(nn.Module):
 
         v_t = w . gelu(A stop_gradient(h_t) + b)
 
-    A is `(H, H)` and drawn, w is 0 at the start. Two layers learned more than one, `w . stop_gradient(h_t)`
+    A is `(H, H)` and random at the start, w is 0. Two layers learned more than one, `w . stop_gradient(h_t)`
     (benchmarks/learning/README.md).
 
     Args:

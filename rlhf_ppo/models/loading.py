@@ -189,7 +189,7 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
             )
         elif getattr(model, LOADED, False):
             fault = (
-                "holds an adapter that transformers has loaded, which it neither trains nor tells apart: pass the "
+                "holds an adapter that transformers has loaded, which cannot be trained or separated: pass the "
                 f"adapter's directory as {argument}, or a peft.PeftModel with is_trainable=True"
             )
         elif not any(parameter.requires_grad for parameter in model.parameters()):
@@ -274,7 +274,7 @@ def _fault_of_files(loaded: PreTrainedModel, info: Mapping[str, Any], is_languag
     for weight, shape, needed in info["mismatched_keys"]:
         fault = f"holds {weight} of the shape {(*shape,)}, where {type(loaded).__name__} needs {(*needed,)}"
         has_other_labels = not is_language_model and shape[1:] == needed[1:]
-        return f"{fault}: it has {shape[0]} labels, and one number per text is needed" if has_other_labels else fault
+        return f"{fault}: it has {shape[0]} labels, but one number per text is needed" if has_other_labels else fault
     names = {f"{name}.weight" for name, part in loaded.named_modules() if part is loaded.get_output_embeddings()}
     if is_language_model and (random := sorted(names & {*info["missing_keys"]})):
         return (
@@ -339,8 +339,8 @@ def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings:
 
 
 CODE_IS_RUN_IF = (
-    "comes with Python code of its own, which is not run: read it, and allow it by --trust_remote_code, or in Python "
-    "by loading the model yourself with trust_remote_code=True"
+    "comes with Python code of its own, which is not run: read it, and allow it with --trust_remote_code, or in "
+    "Python by loading the model yourself with trust_remote_code=True"
 )
 """Message for a model or tokenizer with code that may not run."""
 
@@ -381,7 +381,7 @@ _FILES = (
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template.*", "additional_chat_templates/*", "*processor_config.json"),
 )
-"""Files by which a directory is a model, an adapter, a head, and has a tokenizer, a template or a processor."""
+"""Files that mark a directory with a model, an adapter, a head, a tokenizer, a template or a processor."""
 
 
 def remove_saved_models(directory: str | os.PathLike[str]) -> None:

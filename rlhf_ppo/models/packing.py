@@ -103,7 +103,7 @@ def uses_flash_attention(body: nn.Module) -> bool:
 
 
 def share_prefixes(shares: bool | None, *models: nn.Module | None) -> None:
-    """Set whether `hidden_states` computes tokens with which several rows begin once.
+    """Set whether `hidden_states` computes a beginning that several rows share only once.
 
     Args:
         shares: `share_prefixes` of the arguments; None: on a CPU.
@@ -115,7 +115,7 @@ def share_prefixes(shares: bool | None, *models: nn.Module | None) -> None:
 
 
 def shares_prefixes(body: nn.Module) -> bool:
-    """Return whether a backbone computes tokens with which several rows begin once."""
+    """Return whether a backbone computes a beginning that several rows share only once."""
     shares = vars(body).get(SHARES)
     on_cpu = next(body.parameters()).device.type == "cpu"
     return packs_rows(body) and attention_of(body) == PACKED and (on_cpu if shares is None else shares)

@@ -389,7 +389,7 @@ class PolicyAndValue(nn.Module):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether both models compute tokens with which several rows begin once."""
+        """Whether both models compute a beginning that several rows share only once."""
         return all(shares_prefixes(backbone(model)) for model in self._with_body)
 
     def train(self, mode: bool = True) -> Self:

@@ -187,7 +187,7 @@ def drop_ignored_generation_settings(model: nn.Module) -> None:
     """Unset what `generate` ignores in a `generation_config`, such as a temperature without `do_sample`.
 
     Many published models have such settings, and transformers refuses to save a `generation_config` that holds them
-    if anything in it has changed, as Trainer changes its special tokens. The run would end in its first checkpoint.
+    if anything in it has changed, as Trainer changes its special tokens. The run would end at its first checkpoint.
 
     Args:
         model: A transformers model, or a `PeftModel` around one.

@@ -28,7 +28,7 @@ from rlhf_ppo.models.heads import last_real
 from rlhf_ppo.models.unwrapping import backbone, transformers_model
 
 SUFFIX = "ForTokenValues"
-"""Ends the names of classes whose checkpoints only `value_model=` loads; the backbone's begins them."""
+"""End of the names of classes whose checkpoints only `value_model=` loads; the backbone's name precedes it."""
 
 _CLASSIFIER = AutoModelForSequenceClassification.__name__
 
@@ -114,7 +114,7 @@ def _names_of_weights(kind: Callable[[PreTrainedConfig], nn.Module], config: Pre
 class TRLModel(PreTrainedModel):
     """A module with TRL's interface: `module.score(backbone(...).last_hidden_state)` is a number for each token.
 
-    The number is also the hidden state, to which an identity is the head.
+    The number also serves as the hidden state, with an identity as its head.
 
     Args:
         module: Has `base_model_prefix`, the backbone's name, and `score`.

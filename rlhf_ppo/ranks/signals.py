@@ -173,7 +173,7 @@ def say(text: str) -> None:
 
 
 def stopped(number: int, checkpoint: str, state: TrainerState, rank: int) -> RunStopped:
-    """Say that a signal has ended the run, and return the exception to raise."""
+    """Print that a signal has ended the run, and return the exception to raise."""
     if rank == 0:
         say(
             f"{signal.Signals(number).name}: the run has ended after update {state.global_step} of {state.max_steps}, "

@@ -177,7 +177,7 @@ class LogLines(PrinterCallback):
         self._first_update = self._first_update or time.monotonic()
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Say after the first update when the run will end, unless that is within a minute."""
+        """Print after the first update when the run will end, unless that is within a minute."""
         if self._first_update is None or self._start is None or state.global_step != self._start[1] + 1:
             return
         seconds = time.monotonic() - self._first_update

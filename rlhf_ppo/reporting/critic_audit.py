@@ -221,7 +221,7 @@ def check_audit(
     """Raise a `ValueError` for an audit without prompts, with too small numbers, other units, or environments."""
     problems = {
         "eval_dataset=None: an audit needs held-out prompts": prompts is None,
-        "an audit continues prefixes of responses, which tools and environments cannot": has_episodes,
+        "an audit continues prefixes of responses, which is impossible with tools and environments": has_episodes,
         f"num_prefixes={num_prefixes} must be at least 2": num_prefixes < 2,
         f"num_continuations={num_continuations} must be at least 4": num_continuations < 4,
         "whiten_rewards=True: values in the unit of each batch cannot be compared with returns": args.whiten_rewards,

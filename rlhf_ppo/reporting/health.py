@@ -165,7 +165,7 @@ def _failed_calls(logs: Sequence[Log], run: RunContext) -> str | None:
     last, calls = _last(logs, "tools/failure_frequency"), _values(logs, "tools/call_frequency")
     if len(calls) >= PATIENCE and not any(calls):
         return "no response has called a tool so far"
-    return f"{last[-1]:.0%} of the calls of tools fail" if last and min(last) > 0.5 else None
+    return f"{last[-1]:.0%} of the tool calls fail" if last and min(last) > 0.5 else None
 
 
 def _cut_episodes(logs: Sequence[Log], run: RunContext) -> str | None:
@@ -227,7 +227,7 @@ CHECKS = (
     Check(
         "explained_variance",
         _explained_variance,
-        "the values explain the returns no better than a constant would, for long",
+        "for a long time the values explain the returns no better than a constant would",
         "the value model does not keep up: it learns too slowly, or its targets move too fast",
         ("raise critic_learning_rate", "raise vf_coef", "raise num_ppo_epochs", "scale the scores (score_scaling)"),
     ),
@@ -241,7 +241,7 @@ CHECKS = (
     Check(
         "failed_calls",
         _failed_calls,
-        "most calls of tools fail, or there are none",
+        "most tool calls fail, or there are none",
         "the policy does not know how to call these tools, or a tool is broken or too slow",
         ("raise tool_timeout", "start from a model that knows the tools (sft_model_path)"),
     ),

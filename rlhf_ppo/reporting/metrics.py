@@ -274,14 +274,14 @@ class UpdateStatistics:
 
     Attributes:
         sums: Per-token sums of each micro-batch, in the order of `KEYS` and `named`; last the number of tokens.
-        named: Names of the further figures of the losses.
+        named: Names of additional figures of the losses.
         watches_kl: Whether `KL` is one of these figures.
         num_epochs: Number of learned epochs, if a limit on the KL may end them early.
         grad_norms: Gradient norms of policy and value model at each optimizer step, float32 `(2,)`.
         learns_ptx: Whether the update also learns from texts; their two sums then precede the number of tokens.
         ptx: The sums of the step that comes next, float32 `(2,)`: negative log-likelihood and tokens.
         grad_norm: Gradient norm of the last step, before clipping.
-        shares_prefixes: Whether the models compute tokens with which several rows begin once.
+        shares_prefixes: Whether the models compute a beginning that several rows share only once.
         num_read: Tokens of the rows of all micro-batches, and how many of them the models computed.
     """
 
@@ -469,8 +469,8 @@ _TO_LOWER = {
     "score": "the rewards: lower per_device_train_batch_size or response_length, or set offload_frozen=True",
     "evaluate": "the forward passes over the responses: lower local_rollout_forward_batch_size or response_length, or "
     "set offload_frozen=True",
-    "learn": "learning: lower per_device_train_batch_size and raise gradient_accumulation_steps as many times, which "
-    "keeps the rollout as it is; or set max_tokens_per_micro_batch or gradient_checkpointing=True",
+    "learn": "learning: lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor, "
+    "which keeps the rollout as it is; or set max_tokens_per_micro_batch or gradient_checkpointing=True",
 }
 _NOTE = "Out of memory in "
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

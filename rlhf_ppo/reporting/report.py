@@ -489,7 +489,7 @@ def headline(verdict: Verdict, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_log(figures: Mapping[str, Any]) -> str:
-    """Say in a sentence how score, KL and the share of ended responses changed."""
+    """Return a sentence on how score, KL and the share of ended responses changed."""
     keys = ("objective/scores", "objective/kl", "response/ended_frac")
     score, kl, ended = map(figures.get, keys)
     if score is None or score["first"] is None:

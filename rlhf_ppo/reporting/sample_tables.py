@@ -35,7 +35,7 @@ NUM_PRINTED, MAX_CHARACTERS = 2, 300
 """Rows of a table in the terminal, and characters of a text there; files and trackers have all."""
 
 PROMPT_COLUMNS, TEXT_COLUMNS = ("query", "prompt"), ("model response", "model", "opponent")
-"""Columns of texts in the terminal: of a prompt the end is shown, of the others the beginning."""
+"""Text columns in the terminal: prompts show their end, the others their beginning."""
 
 _COLUMNS = {"query": "query", "model response": "response", "score": "score"}
 """The first columns of a table, and their keys in `sample_rows`."""

@@ -210,7 +210,7 @@ def _of_judgement(judgement: Judgement, runs: Sequence[RecordedRun]) -> Iterator
 def _of_judge(outcome: Outcome, rates: SeedWinRates) -> Iterator[str]:
     controlled = [rate for rate in rates.length_controlled if rate is not None]
     if outcome == "better" and controlled and fmean(controlled) <= 0.5:
-        yield f"At equal length the policy wins {percent(fmean(controlled))}: the judge may only like long responses."
+        yield f"At equal length the policy wins {percent(fmean(controlled))}: the judge may prefer long responses."
     if outcome == "undecided" and rates.interval[0] <= 0.5 <= rates.interval[1]:
         enough = round((1.96 * 0.5 / max(abs(rates.mean - 0.5), 1e-9)) ** 2, -1)
         if enough <= 2000:

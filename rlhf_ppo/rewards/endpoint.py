@@ -57,8 +57,8 @@ class RewardEndpoint:
         timeout: Seconds to wait for the connection, and for each part of the answer.
         retries: Number of repetitions of a failed request.
         backoff: Seconds before the first repetition.
-        batch_size: Most responses in one request.
-        concurrency: Most requests at one time.
+        batch_size: Maximum number of responses in a request.
+        concurrency: Maximum number of concurrent requests.
         token_variable: The environment variable with the token for `Authorization: Bearer <token>`; nothing is sent
             if it is not set.
     """
@@ -129,7 +129,7 @@ def http_client(timeout: float, concurrency: int, token_variable: str) -> httpx.
 
     Args:
         timeout: Seconds to wait for the connection, and for each part of the answer.
-        concurrency: Most requests at one time; others wait.
+        concurrency: Maximum number of concurrent requests; others wait.
         token_variable: The environment variable with the bearer token; nothing is sent if it is not set.
     """
     token = os.environ.get(token_variable)
@@ -172,7 +172,7 @@ async def post_json(
             if response.status_code not in _RETRIED_STATUS:
                 raise ConnectionError(f"{where} {reason}")
         if attempt >= retries:
-            raise NoAnswerError(f"{where} {reason}, the last of {attempt + 1} times")
+            raise NoAnswerError(f"{where} {reason} at the last of {attempt + 1} attempts")
         pause = backoff * 2**attempt
         logger.warning(f"{where} {reason}: repetition {attempt + 1} of {retries} in {pause:g} s.")
         await asyncio.sleep(pause)

@@ -214,8 +214,8 @@ def accepted_arguments(function: Callable[..., object], offered: Mapping[str, ob
     named = named_parameters(function)
     if missing := [name for name, p in named.items() if p.default is p.empty and name not in offered]:
         raise WrongRewardError(
-            f"the reward function {function_name(function)!r} requires the argument {missing[0]!r}, which no "
-            f"column has; there are {[*offered]}: rename it or a column, or give it a default"
+            f"the reward function {function_name(function)!r} requires the argument {missing[0]!r}, but no column "
+            f"has this name; there are {[*offered]}: rename it or a column, or give it a default"
         )
     return {key: value for key, value in offered.items() if takes_any_argument(function) or key in named}
 
@@ -233,7 +233,7 @@ def takes_any_argument(function: Callable[..., object]) -> bool:
 
 
 def function_name(function: Callable[..., object]) -> str:
-    """Return a function's name for display; for objects that of their class, for lambdas `lambda`."""
+    """Return a function's name for display: an object's class, or `lambda` for lambdas."""
     while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
         function = function.func
     return getattr(function, "__name__", type(function).__name__).strip("<>")
@@ -260,7 +260,7 @@ class LoggedByFunctions:
     """Collects the `log_metric(name, value)` and `log_extra(column, values)` calls between two reports.
 
     Attributes:
-        is_used: Whether there are reward functions, on all ranks alike.
+        is_used: Whether there are reward functions; the same on all ranks.
         values: This rank's metrics by name, each value with its weight.
         columns: Columns for the sample table, one value per row of the last batch.
     """
@@ -285,7 +285,7 @@ class LoggedByFunctions:
     def drain(self) -> dict[str, float]:
         """Return the metrics' means over calls and ranks, and clear everything; all ranks must call this together.
 
-        A call counts by its rows: the last batch of an evaluation may be smaller than the others.
+        Calls are weighted by their rows: the last batch of an evaluation may be smaller than the others.
         """
         of_this_rank = self.values
         self.forget()
@@ -317,7 +317,7 @@ def discard(*_: object) -> None:
 
 
 class EnvironmentReward(RewardSource):
-    """Scores an episode with its environment's `get_reward`, asked once, after the episode.
+    """Scores an episode with its environment's `get_reward`, called once, after the episode.
 
     Args:
         kind: The environment. Episodes of other classes get no score.
@@ -339,7 +339,7 @@ class EnvironmentReward(RewardSource):
 
 
 class TurnRewards(RewardSource):
-    """Pays what an environment appended to `turn_rewards` in a round at the last token of the turn that caused it."""
+    """Pays the amounts in an environment's `turn_rewards`, each at the last token of the turn that caused it."""
 
     name = "turns"
     is_of_environment = True

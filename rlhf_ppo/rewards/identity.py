@@ -35,7 +35,7 @@ def model_identity(model: nn.Module) -> str:
 
 
 def function_identities(function: Any) -> list[str]:
-    """Return a function's name and a hash of its source, wherever the file is; a preference has its judge's.
+    """Return a function's name and a hash of its source, wherever the file is; for a preference reward, its judge's.
 
     Args:
         function: A reward function, or an object that holds one as `function`.

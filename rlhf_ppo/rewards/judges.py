@@ -299,7 +299,7 @@ class ChatJudge:
         timeout: Seconds to wait for the connection, and for each part of the answer.
         retries: Number of repetitions of a failed request.
         backoff: Seconds before the first repetition.
-        concurrency: Most requests at one time.
+        concurrency: Maximum number of concurrent requests.
 
     Raises:
         ValueError: The question lacks a field, or OpenAI's key is not set.
@@ -449,7 +449,7 @@ class Compared(NamedTuple):
 class PreferenceReward:
     """Pays how much a judge prefers the response `y` to an opponent's `z`, judged in both orders in one call.
 
-        reward = v(z, y) - v(y, z),    from -1 (`z` is better) over 0 (a tie) to 1 (`y` is better)
+        reward = v(z, y) - v(y, z),    from -1 (`z` is better) through 0 (a tie) to 1 (`y` is better)
 
     with `v(first, second)` the judge's verdict, 0 for the first, 1 for the second: the judge's preference for a
     position cancels. A response equal to `z` scores 0 without being judged. Rows with a failed verdict are not scored.

@@ -68,7 +68,7 @@ def serve() -> None:
     import logging
     import warnings
 
-    logging.disable()  # of math-verify: that it has no limit of its own
+    logging.disable()  # math-verify warns that it has no time limit
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle; it then closes the standard input
     for line in sys.stdin:

@@ -37,12 +37,12 @@ class LoadedRewardModel:
     """A loaded reward model and its tokenizer.
 
     Attributes:
-        argument: The caller's argument, for errors.
+        argument: Name of the caller's argument, for errors.
         model: The sequence-classification model, reduced to one label.
         tokenizer: Its own tokenizer; None if it reads the policy's tokens.
         template: Its saved tokenizer, if that has the policy's tokens and a chat template; None: the policy's is used.
         offloads: Whether its weights stay on the CPU between uses.
-        scorer: The module that computes its scores; None until all models are made, which may share its weights, or
+        scorer: The module that computes its scores; None until all models, which may share its weights, are made, or
             until a backend shards it.
         processor: Its own processor of images and text, or None.
     """
@@ -59,7 +59,7 @@ class LoadedRewardModel:
         """Return the longest prompt and response that the model reads, in the policy's tokens.
 
         A chat template may write more around a response than the prompt and the stop token hold. In the model's own
-        tokens only the prompt's length is known; the limit is then one token below it if it leaves no room.
+        tokens only the prompt's length is known: a prompt that leaves no room makes the limit its own length.
 
         Args:
             prompt: The prompt with its ids and an empty response.
@@ -143,7 +143,7 @@ class RewardModel:
 
     name = "reward_model"
     exchanges_errors = True
-    """Its passes may wait for all ranks, so that errors are exchanged before and after them only."""
+    """Its passes may wait for all ranks, so errors are exchanged only before and after them."""
 
     scorer: nn.Module
     rows_per_pass: int

@@ -536,7 +536,7 @@ def _per_token(
             what = f"{len(value)} rewards" if isinstance(value, list | tuple) else f"{value!r:.80}"
             raise WrongRewardError(
                 f"{who} returned {what} for the {len(is_written)} tokens of row {row}: return one for each of "
-                "completion_ids[row], or for one score per completion a tensor after .squeeze(-1)"
+                "completion_ids[row]; for one score per completion, return a tensor after .squeeze(-1)"
             )
         numbers = [
             _score(number, who, f"row {row}, token {token}") if is_written[token] else 0.0

@@ -232,8 +232,7 @@ def _share_base_with_rewards(policy: nn.Module, rewards: Sequence[LoadedRewardMo
     for reward in rewards:
         if is_peft_model(reward.model) and (difference := adapters.share_base(reward.model, policy)) is not None:
             logger.warning(
-                f"{reward.argument} is an adapter over another base than the policy's, and keeps its own: "
-                f"{difference}."
+                f"{reward.argument} is an adapter over a different base from the policy's, and keeps it: {difference}."
             )
 
 

@@ -87,7 +87,9 @@ class CriticAuditor:
         width, longest = rollout.responses.context_length + args.response_length, self.sampler.longest_sequence
         slack = math.inf if longest is None else longest.tokens - width
         batches = batches_of(cuts, self.num_continuations, args.eval_batch_size, slack)
-        num_batches = int(run.gather(torch.tensor([len(batches)], device=args.device)).max())  # as many on every rank
+        num_batches = int(
+            run.gather(torch.tensor([len(batches)], device=args.device)).max()
+        )  # the same number on every rank
         returns = np.full((*cuts.shape, self.num_continuations), np.nan)
         for index in range(num_batches):
             batch = batches[min(index, len(batches) - 1)]
@@ -150,7 +152,7 @@ def batches_of(cuts: Array, num_continuations: int, max_rows: int, slack: float)
     Args:
         cuts: Tokens that each prefix keeps, int `(B, K)`.
         num_continuations: Continuations of each prefix.
-        max_rows: Most rows of a batch.
+        max_rows: Maximum rows of a batch.
         slack: Largest difference of `cut` in a batch: the longest prefix must fit with the longest continuation.
     """
     continuations = [
@@ -185,7 +187,7 @@ def joined(
     """Put prefixes and sampled continuations together, long `(b, width)`.
 
     Args:
-        responses: The responses that the prefixes are of.
+        responses: The responses to which the prefixes belong.
         batch: `b` continuations.
         sampled: Their ids, long `(b, T)`.
         width: Longest response; a continuation is cut there.
@@ -229,7 +231,7 @@ def columns_of(rollout: Rollout, cuts: Array, returns: Array) -> Tensor:
 
 
 def prefixes_of(columns: Tensor) -> AuditedPrefixes:
-    """Make prefixes of the gathered `columns_of` all rows; those with an unscored continuation are left out."""
+    """Make prefixes from the gathered `columns_of` of all rows; those with an unscored continuation are left out."""
     rows = columns.flatten(0, 1).cpu().numpy()
     rows = rows[np.isfinite(rows[:, 2:]).all(axis=1)]
     _, prompts = np.unique(rows[:, 0], return_inverse=True)

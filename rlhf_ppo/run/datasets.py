@@ -124,7 +124,7 @@ def check_ranks_alike(run: RunState, dataset: Any) -> None:
         dataset: The prepared training set; of many rows 1,000 are compared, and none of a stream.
 
     Raises:
-        RuntimeError: An error on this rank only has ended an earlier run.
+        RuntimeError: An error on this rank only ended an earlier run.
         ValueError: A rank has other arguments or prompts than rank 0.
     """
     run.check_in_step()
@@ -282,7 +282,7 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
     if isinstance(train_dataset, NoPrompts) and args.num_generations > 1:
         raise ValueError(
             f"num_generations={args.num_generations} repeats the prompts of train_dataset, but there is none; leave "
-            "it 1, and pass a query to step() as often as it has responses"
+            "it 1, and pass a query to step() once per response"
         )
     check_rows(train_dataset, "train_dataset", needs_prompts)
     if eval_dataset is None:
@@ -456,8 +456,9 @@ class PromptPreparation:
         self._check_lengths(rows)
         if (row := self._begins_twice(rows)) is not None:
             logger.warning(
-                f"{name}: the prompt of row {row} begins with BOS twice, because the tokenizer adds it to a text that "
-                "holds it; leave BOS out of the texts, or give conversations, to which the chat template adds it"
+                f"{name}: the prompt of row {row} begins with BOS twice, because the tokenizer adds BOS to a text "
+                "that holds it; leave BOS out of the texts, or pass conversations, to which the chat template adds "
+                "it"
             )
         if self.encoder is None and num_rows(rows) is not None and may_hold_chats(rows):
             self._warn_of_turn_end()

@@ -87,7 +87,7 @@ class EpisodeRollouts:
             The training set.
 
         Raises:
-            ValueError: It cannot, nothing does, or there is neither a data set nor an environment that makes tasks.
+            ValueError: The template shows no tools, nothing ends a turn, or no data set or environment gives tasks.
         """
         args, kinds = self.args, self.environments.kinds.values()
         has_tools = self.rollout_func is None and any(kind.tools for kind in kinds)
@@ -228,7 +228,7 @@ class EpisodeRollouts:
         return [derive_seed("environment", seed, rank, update, row // copies) for row in range(num_rows)]
 
     def _log(self, run: RunState, records: Sequence[EpisodeRecord], seconds: float) -> None:
-        """Log what the episodes of all ranks were like."""
+        """Log metrics of the episodes of all ranks."""
         names = sorted({name for kind in self.environments.kinds.values() for name in kind.tools})
         calls = [call for record in records if not record.episode.kind.takes_messages for call in record.calls]
         of_rank = [

@@ -32,7 +32,7 @@ def apart_from_training(run: RunState, model: nn.Module, engine: GenerationEngin
     Args:
         run: The run.
         model: The prepared `PolicyAndValue`, or the plain one before training.
-        engine: Generates; it learns that the weights may have changed.
+        engine: Generates; its `policy_changed` is called, because the weights may have changed.
     """
     args = run.args
     run.check_in_step()
@@ -137,7 +137,7 @@ def held_out_prompts(
 def training_prompts(
     run: RunState, dataset: Any, collate: Callable[[list[Any]], Mapping[str, Any]], latest: Prompts | None
 ) -> Iterator[Prompts]:
-    """Yield one batch of training prompts: the first rows, or a stream's latest, as it cannot be read twice at a time.
+    """Yield one batch of training prompts: the first rows; of a stream, which has one reader, the latest.
 
     Args:
         run: The run.

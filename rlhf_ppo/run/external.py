@@ -32,7 +32,7 @@ class ExternalScores(RewardSource):
         Raises:
             ValueError: Always.
         """
-        raise ValueError("pass reward_model or reward_funcs: without them only step() works, which is given scores")
+        raise ValueError("pass reward_model or reward_funcs: without them only step() works, which receives scores")
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class Losses(NamedTuple):
 
     @classmethod
     def before(cls, part: Experience) -> Losses:
-        """Return those of models that have not changed since the rollout: a ratio of 1; losses and entropies of 0."""
+        """Return the losses of models that have not changed since the rollout: ratio 1, losses and entropies 0."""
         logprobs, values = part.logprobs, part.values
         loss, clipped = torch.zeros_like(logprobs), torch.zeros_like(logprobs, dtype=torch.bool)
         output = PolicyAndValueOutput(logprobs, loss, values, torch.full_like(loss[:, 0], torch.nan))
@@ -198,7 +198,7 @@ def policy_term(
         args: Gives `entropy_coef`.
 
     Raises:
-        ValueError: The loss has another shape than the tokens, or no gradient.
+        ValueError: The loss lacks the tokens' shape, or a gradient.
     """
     loss = policy.loss
     _check_loss("policy_loss", loss, part)
@@ -222,7 +222,7 @@ def value_term(value: ValueLoss, part: Experience, num_tokens: float, args: PPOC
 
 
 def _check_loss(name: str, loss: Tensor, part: Experience) -> None:
-    """Raise a `ValueError` if a loss, perhaps of the user's function, is not one of each token: it would broadcast."""
+    """Raise a `ValueError` if a loss, perhaps of the user's function, is not one per token: it would broadcast."""
     if loss.shape != part.loss_mask.shape:
         shape, expected = tuple(loss.shape), tuple(part.loss_mask.shape)
         raise ValueError(f"{name} returned a loss of shape {shape}, expected {expected}: the loss of each token")

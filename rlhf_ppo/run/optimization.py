@@ -32,7 +32,7 @@ Optimizers = tuple[Optimizer | MakeOptimizer | None, Any]
 
 _FIX = (
     "pass optimizers=(make_optimizer, None), where make_optimizer takes the trainer's own list of (name, parameter) "
-    "and returns the optimizer; what is not to be trained needs requires_grad_(False) before the trainer is made"
+    "and returns the optimizer; to leave parameters untrained, call requires_grad_(False) before you make the trainer"
 )
 
 
@@ -43,7 +43,7 @@ class Optimization:
         optimizers: The trainer's argument: optimizer and scheduler, or functions that make them.
 
     Attributes:
-        instances: Those of both that are no functions, for Trainer.
+        instances: Those of both that are not functions, for Trainer.
         policy_groups: Indices of the policy's parameter groups, if critic warm-up holds them under DeepSpeed.
     """
 

@@ -111,11 +111,13 @@ class RolloutMetrics:
         return measured
 
     def _check_scored(self, scores: Tensor) -> None:
-        """Warn of responses without a score, of all ranks; raise after three updates in which none has one."""
+        """Warn of responses without a score on any rank; raise after three updates without any score."""
         metrics.warn_of_unscored(scores)
         self._num_unscored = self._num_unscored + 1 if scores.isnan().all() else 0
         if self._num_unscored == 3:
-            raise WrongRewardError("no response of three updates has a score: reward_funcs must return numbers")
+            raise WrongRewardError(
+                "no response of the last three updates has a score: reward_funcs must return numbers"
+            )
 
     def _measured(self, rollout: Rollout, experience: Experience, columns: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the metrics of a rollout, its critic and its engine; `columns` are those of all ranks."""

@@ -187,7 +187,7 @@ class Progress:
         num_generations: Responses to each prompt of an update.
         optimization: Settings of optimizer and scheduler, by name.
         arguments: The other arguments, as JSON values and without secrets.
-        kinds: What trains of `model` and `value_model`: all weights, a kind of adapter, or a head.
+        kinds: What is trained in `model` and `value_model`: all weights, a kind of adapter, or a head.
     """
 
     episode: int = 0
@@ -272,7 +272,7 @@ class StatefulParts:
 
 
 _NUMPY: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, *{type(np.dtype(kind)) for kind in "?bhilqBHILQefd"}]
-"""What a number of NumPy is made of."""
+"""Functions and types that a pickled NumPy number needs."""
 
 
 def _state_of(name: str, part: Stateful) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, 
 def save_all(run: RunState, directory: str, state_dict: Mapping[str, Tensor] | None) -> None:
     """Write the models, the tokenizer and the arguments in place of earlier ones; see `save_models`.
 
-    A checkpoint has the value model in any case; else it is written with `save_critic`, and a head always.
+    A checkpoint always has the value model; other directories have it with `save_critic`, but a head always.
 
     Args:
         run: The run.
@@ -180,7 +180,7 @@ def _check_same_model(differences: Sequence[str]) -> None:
 
 
 def kinds_of(models: PolicyAndValue) -> dict[str, str]:
-    """Return what trains of both models, by their arguments; see `Progress.kinds`."""
+    """Return what is trained in both models, by their arguments; see `Progress.kinds`."""
     kinds = {}
     for argument, part in (("model", models.policy), ("value_model", models.value_model)):
         whole = "a head on the policy" if isinstance(part, ValueHead) else "all weights"
@@ -347,7 +347,7 @@ def check_backend(checkpoint: str, accelerator: Accelerator) -> None:
     """Check that a checkpoint has the optimizer state in the format of this launch mode.
 
     Raises:
-        ValueError: It has not, and the optimizer would silently start without state.
+        ValueError: It has none, and the optimizer would silently start without state.
     """
     names = ("optimizer.pt",)
     if zero_stage(accelerator) is not None:
@@ -357,7 +357,7 @@ def check_backend(checkpoint: str, accelerator: Accelerator) -> None:
     if not any(path for name in names for path in Path(checkpoint).glob(name)):
         raise ValueError(
             f"resume_from_checkpoint={checkpoint!r} has no {names[0]}: it was written with save_only_model=True or "
-            "under another backend; launch as it was launched, or start a new run with model=<checkpoint> and "
+            "under another backend; launch with that backend, or start a new run with model=<checkpoint> and "
             f"value_model=<checkpoint>/{VALUE_MODEL_DIR}"
         )
 

@@ -119,8 +119,7 @@ def test_few_pairs_leave_the_judge_to_ppos_reward_model(capsys: pytest.CaptureFi
     init(ALL.split())
 
     assert (
-        "own reward: the 9 pairs are not split, which takes 100 with different prompts. Give"
-        in capsys.readouterr().out
+        "own reward: the 9 pairs are not split: that needs 100 with different prompts. Give" in capsys.readouterr().out
     )
     assert yaml.safe_load(Path("run.yaml").read_text())["judge"]["judge_model"] == "runs/pipeline/reward"
 
@@ -250,5 +249,5 @@ def test_the_last_answer_of_a_dialogue_is_no_part_of_its_prompt(
     ] * 2
     is_cut = prompt not in row.values()
     assert capsys.readouterr().out == is_cut * (
-        "rows.jsonl: 2 of 2 prompts end in an answer, which the policy writes anew.\n"
+        "rows.jsonl: 2 of 2 prompts end in an answer; the policy writes its own instead.\n"
     )

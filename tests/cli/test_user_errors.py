@@ -121,7 +121,7 @@ MISTAKES = [
         f"{RUN} --reward_funcs own.py:word",
         "the reward function 'word' returned '0.5' for row 0: return a finite number",
     ),
-    (f"{RUN} --reward_funcs own.py:needs", "'needs' requires the argument 'answer', which no column has"),
+    (f"{RUN} --reward_funcs own.py:needs", "'needs' requires the argument 'answer', but no column has this name"),
     (f"{RUN} --reward_funcs http://", "reward_funcs holds 'http://': write"),
     (f"{RUN} --tools own.py:untold", "a tool cannot be used: DocstringParsingException"),
     (
@@ -134,7 +134,7 @@ MISTAKES = [
     ("init --model base --prompts rows.jsonl --reward_funcs own.py:numbr", "reward_funcs holds 'own.py:numbr'"),
     (
         "init --model base --prompts rows.jsonl --preferences numbers.jsonl",
-        "preferences='numbers.jsonl' has in row 0 chosen=1",
+        "preferences='numbers.jsonl' has chosen=1",
     ),
     (
         "init --model base --prompts rows.jsonl --preferences questions.jsonl",
@@ -157,7 +157,10 @@ MISTAKES = [
     (f"sft {TRL} base --dataset_name flat.jsonl", "row 0 messages='w4 w5': write conversations"),
     (f"sft {TRL} base --dataset_name rows.jsonl --max_length 0", "max_length=0 must be finite and at least 1"),
     (f"sft {TRL} scorer --dataset_name rows.jsonl", "model_name_or_path='scorer' is a reward model, not a language"),
-    (f"reward {TRL} base --dataset_name gap.jsonl", "dataset_name='gap.jsonl' has in row 6 chosen=' w4', rejected=N"),
+    (
+        f"reward {TRL} base --dataset_name gap.jsonl",
+        "dataset_name='gap.jsonl' has chosen=' w4', rejected=None in row 6",
+    ),
     (f"reward {TRL} base --dataset_name mixed.jsonl", "row 0 chosen=[{'role': 'assistant', 'content': 'w4'}], rej"),
     (f"sft {QUICK} --bf16 False --dataset_name rows.jsonl", "model_name_or_path=None: give the directory"),
     (f"sft {TRL} base --dataset_name questions.jsonl", "but training needs `text` or `messages`"),
@@ -171,7 +174,7 @@ MISTAKES = [
     (f"{LLM} --rl-multi-objective --rl-env-type nonsense", "contradicts rl_env_type='nonsense': leave one of them"),
     (
         f'{LLM} --rl-env-type text_generation --rl-reward-fn length --rl-env-config \'{{"reward_fn": "default"}}\'',
-        "reward_fn is given beside the environment's config and in it: leave one of them out",
+        "reward_fn is given both in the environment's config and apart from it: leave one of them out",
     ),
     (
         "judge --dataset_name rows.jsonl --model base --opponent_column completion --judge_model gpt-4o-mini",

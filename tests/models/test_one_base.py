@@ -147,7 +147,7 @@ def test_a_base_in_16_bits_stays_so_below_adapters_and_head_in_32(make_shared: M
     ("given", "message"),
     [
         (lambda: {"model": tiny_policy()}, "all weights of model are trained; pass peft_config"),
-        (lambda: {"value_model": tiny_scorer()}, r"value_model has another base than model: \S+ is not the same"),
+        (lambda: {"value_model": tiny_scorer()}, r"value_model has a different base from model: \S+ is not the same"),
         (
             lambda: {"peft_config": lora(init_lora_weights="pissa"), "ref_model": tiny_policy()},
             "changes the weights of the base.*leave share_base_model=False",

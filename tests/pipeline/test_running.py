@@ -220,7 +220,7 @@ ppo: {sft_model_path: base, dataset_name: rows.jsonl, reward_funcs: length, resp
     wait_for(Path("out/ppo/checkpoint-2"))
     process.send_signal(signal.SIGTERM)
     said = process.communicate(timeout=120)[0]
-    assert process.returncode == 128 + signal.SIGTERM and "the same command continues" in " ".join(said.split())
+    assert process.returncode == 128 + signal.SIGTERM and "run the same command to continue" in " ".join(said.split())
 
     again = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert "--resume_from_checkpoint true" in " ".join(again.split()) and Path("out/verdict.json").exists()

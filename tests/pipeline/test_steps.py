@@ -75,9 +75,9 @@ def test_what_the_judge_s_section_names_is_not_taken_from_other_steps(
     [
         ("a: [", "cannot be read as YAML"),
         ("ppo: {}", "must name an output_dir"),
-        ("output_dir: x\nppo: {}\nsftt: {}", r"has the sections \['sftt'\]"),
+        ("output_dir: x\nppo: {}\nsftt: {}", r"has the unknown sections \['sftt'\]"),
         ("output_dir: x\nppo: [a]", r"ppo=\['a'\] must be options"),
-        ("output_dir: x\nsft: {output_dir: y}", "must be options, one a line, without output_dir"),
+        ("output_dir: x\nsft: {output_dir: y}", "must be options, one per line, without output_dir"),
         ("output_dir: x\nppo: {seed: 4}", "seeds are on top"),
         ("output_dir: x\nsft: {a: 1, a: 2}", "the key a is repeated"),
         ("output_dir: x\nppo: {sft_model_path: m}", "ppo has no reward"),

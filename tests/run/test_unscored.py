@@ -33,6 +33,6 @@ def test_an_update_without_any_score_changes_nothing_and_the_next_one_learns(mak
 def test_a_reward_that_never_scores_ends_the_run_after_three_updates(make_trainer: MakeTrainer) -> None:
     run = {"total_episodes": 8, "reward_funcs": lambda completions, **columns: [None] * len(completions)}
     trainer = make_trainer(**{**QUICK, **run})
-    with pytest.raises(WrongRewardError, match="no response of three updates has a score"):
+    with pytest.raises(WrongRewardError, match="no response of the last three updates has a score"):
         trainer.train()
     assert trainer.state.global_step == 2
