@@ -1,14 +1,14 @@
-"""Count what episodes of several turns cost, without clocks: ours beside TRL's GRPOTrainer, with the same episodes.
+"""Count what episodes of several turns cost, without clocks: ours and TRL's GRPOTrainer, with the same episodes.
 
     python benchmarks/agents.py             # episodes of 3 and of 8 turns
     python benchmarks/agents.py --turns 20
 
-A small model says what a script says: its logits are replaced while it generates. Both trainers play the same episodes
-on transformers' `generate`. Counted are, per update,
+A small model follows a script: its logits are replaced while it generates. Both trainers play the same episodes on
+transformers' `generate`. It counts per update
 
 - tokens that the model reads while it generates, per token of the episodes (prompt included): 1 with kept caches;
 - calls of the model per round, the first of a round and one for each further token;
-- calls of tools that run at the same time: calls that do not wait for one another.
+- tool calls that run at the same time, without waiting for one another.
 """
 
 from __future__ import annotations

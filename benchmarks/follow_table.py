@@ -1,4 +1,4 @@
-"""Print the results of follow.py as a table: means over seeds, and differences from the value model of its own.
+"""Print the results of follow.py as a table: means over seeds, and differences from the separate value model.
 
     python benchmarks/follow_table.py [follow.jsonl]
 

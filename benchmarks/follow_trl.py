@@ -1,9 +1,9 @@
 """TRL 1.12's PPO, its last, with the prompts, rewards and settings of examples/follow_instructions.py.
 
-Policy and value model have LoRA adapters of their own, each with its learning rate, and the value head starts at zero,
-as in the example. But the value model has a base of its own, gradients are not clipped, and padding is a token beyond
+Policy and value model have separate LoRA adapters, each with its learning rate, and the value head starts at zero,
+as in the example. But the value model has its own base, gradients are not clipped, and padding is a token beyond
 the vocabulary, as in TRL's examples: its PPO never trains a token that is padding, and this model pads with its
-end-of-sequence token. It cannot resume, and saves nothing on the way.
+end-of-sequence token. It cannot resume, and saves no checkpoints.
 """
 
 from __future__ import annotations

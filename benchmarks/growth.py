@@ -1,7 +1,7 @@
 """Measure how the cost of an update grows with its episodes and with the length of its responses.
 
-Each size in a process of its own, one thread; responses have full length, so that the work is known. Cost per episode
-and cost per response token would stay the same if growth were linear.
+Each size runs in its own process with one thread; responses have full length, so that the work is known. Cost per
+episode and cost per response token would stay the same if growth were linear.
 """
 
 from __future__ import annotations

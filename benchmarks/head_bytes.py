@@ -1,15 +1,16 @@
-"""Count the bytes that a pass of the language-model head moves on a GPU, forward and backward, against the least.
+"""Count the bytes that a pass of the language-model head moves on a GPU, forward and backward, against the minimum.
 
-Counted on a CPU, with all lengths divided by 16: what two of three lengths span, logits, weights or hidden states, and
-with it every byte, is then divided by 256, as are the cache and the limits on tiles and blocks. (What has one number
-for each token, 16 times too large in comparison, is counted by a 16th and outside the cache.) Products of 16-bit
-matrices into float32, which a CPU does not have, are computed in float32 and counted as they are on a GPU. Run with
-MALLOC_MMAP_THRESHOLD_=16384: a block's memory is then given to the next one whole, as PyTorch does it on a GPU.
+The count runs on a CPU with all lengths divided by 16. Tensors of two lengths (logits, weights, hidden states), and
+with them every byte, are then divided by 256, as are the cache and the limits on tiles and blocks. (Tensors with one
+number per token are 16 times too large in comparison: a 16th of them is counted, outside the cache.) Products of
+16-bit matrices into float32, which a CPU does not have, are computed in float32 and counted as they are on a GPU. Run
+with MALLOC_MMAP_THRESHOLD_=16384: a block's memory is then given to the next one whole, as PyTorch does it on a GPU.
 
-The least is that of any head whose logits do not fit into the cache. Forward, the stored weight is read, in another
-type than products have also written and read in theirs; hidden states are read; logits are written by the product
-and read by the softmax. Backward, weight and states again, and logits too, but for one tile that was kept; gradients
-by logits are written, and read by each product; those by states are written, and those by the weight if it is trained.
+The minimum is that of any head whose logits do not fit into the cache. Forward: the stored weight is read and, if
+products have another type, also written and read in that type; hidden states are read; logits are written by the
+product and read by the softmax. Backward: weight, states and logits again, except one tile of logits that was kept;
+gradients by logits are written, and read by each product; gradients by states are written, and those by the weight if
+it is trained.
 """
 
 from __future__ import annotations

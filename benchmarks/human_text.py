@@ -2,7 +2,7 @@
 
 python benchmarks/human_text.py ../shared/data/ethics_util/train_pairs.jsonl
 
-`--work` names the directory in which it runs: what is finished there stays, and its seconds are kept.
+`--work` names the directory in which it runs; finished steps stay there, with their seconds.
 """
 
 from __future__ import annotations

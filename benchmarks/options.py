@@ -1,9 +1,9 @@
-"""Measure what an argument changes in the time and the memory of an update, each in a process of its own, one thread.
+"""Measure how arguments change the time and the memory of an update, each in its own process with one thread.
 
 `adamw_torch_8bit` needs `pip install torchao`.
 
 Seconds are CPU seconds of the process. A compiler is at work in the first updates: they are reported as a sum, and an
-update's seconds are the median of those after them. The peak of memory is that above the models': activations, logits,
+update's seconds are the median of those after them. The peak of memory is without the models: activations, logits,
 gradients, the optimizer's state, and what a compiler holds.
 """
 

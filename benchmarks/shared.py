@@ -1,7 +1,7 @@
 """Measure what is computed once for rows that begin alike: `python benchmarks/shared.py --trl-python PYTHON`.
 
-Each arm runs in a process of its own, with one thread, all of them in turn; the table says CPU seconds of an update
-(medians) and the memory above that of the models, and goes to benchmarks/SHARED.md. Needs `make chat-model`.
+The arms run in turn, each in its own process with one thread; the table has CPU seconds of an update (medians) and the
+memory above that of the models, and goes to benchmarks/SHARED.md. Needs `make chat-model`.
 """
 
 from __future__ import annotations

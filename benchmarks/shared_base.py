@@ -1,6 +1,6 @@
-"""Measure the peak memory of LoRA over one base against four separate models, each in a process of its own.
+"""Measure the peak memory of LoRA over one base against four separate models, each in its own process.
 
-*separate*: policy, reference, value model and reward model with weights of their own, policy and value model wholly
+*separate*: policy, reference, value model and reward model with separate weights, policy and value model wholly
 trained. *adapters apart*: the same four, but policy and value model are trained as LoRA adapters. *one base*: policy,
 value model and reward model are adapters over one base, the reference is the policy without its own. *one base and a
 reward model*: the same with a whole reward model.

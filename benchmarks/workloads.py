@@ -1,10 +1,10 @@
 """The workloads: small random models, prompts and hyper-parameters, the same for both trainers.
 
-Imports nothing of either, so that it runs in both environments.
+This file imports neither trainer, so it runs in both environments.
 
 On a CPU both trainers compute in the models' own dtype, with `bf16=False`, except in *ragged-bf16*. On a GPU they do
-what users get: float32 weights and bf16 arithmetic. TRL 1.12's PPO makes an Accelerator of its own, which with
-transformers 5 is not told of `bf16=True`; `ACCELERATE_MIXED_PRECISION=bf16`, which `compare.py` sets, tells both.
+what users get: float32 weights and bf16 arithmetic. TRL 1.12's PPO makes its own Accelerator, which under
+transformers 5 does not see `bf16=True`; both see `ACCELERATE_MIXED_PRECISION=bf16`, which `compare.py` sets.
 
 The *pythia* workloads have models stored in bfloat16 instead, without autocast. (Only speed and memory are compared:
 so stored, most of an update is rounded away at a small learning rate, and our trainer warns of that.)

@@ -47,7 +47,7 @@ class Calculator:
 
 
 def right(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """Score 1 for a conversation whose last message is the answer."""
+    """Return 1 for each conversation whose last message is the answer, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float((messages[-1].get("content") or "").strip() == wanted) for messages, wanted in pairs]
 

@@ -5,7 +5,7 @@
     python examples/agent_frozen_lake.py --size 8 --moves 40 --updates 23 --progress  # rewards of turns
 
 The model is made here: it first learns the format (a word and a stop token) from random play, then PPO trains it with
-0/1 at the goal. One update plays 128 episodes of at most 20 moves. Nothing is downloaded.
+a reward of 1 at the goal. One update plays 128 episodes of at most 20 moves. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Lake:
 
 
 def won(environments: list[Any], **columns: Any) -> list[float]:
-    """Score 1 for a game that was won."""
+    """Return 1 for each game that was won, else 0."""
     return [float(environment.progress == 1) for environment in environments]
 
 

@@ -1,7 +1,7 @@
 """A small chat model that can call a calculator, made from scratch in a minute on one core, for `agent_calculator.py`.
 
 It has the chat template of Qwen2.5 that TRL ships. It first learns to copy digits, and is then fine-tuned on a few
-hundred conversations: some with a call, some with an answer from its head.
+hundred conversations: some with a call, some with an answer at once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Teach a chat model to follow one or two instructions that a program verifies: at most eight words, no capitals...
 
-python examples/follow_instructions.py  # SmolLM2-135M-Instruct, of `make chat-model` or the hub
+python examples/follow_instructions.py  # SmolLM2-135M-Instruct, from `make chat-model` or the hub
 accelerate launch examples/follow_instructions.py --model_name_or_path Qwen/Qwen3-0.6B --dtype bfloat16 \
     --chat_template_kwargs '{"enable_thinking": false}' --per_device_train_batch_size 64 --output_dir runs/qwen
 
 An answer that follows all gets 1, plus half the mean degree to which it follows each (`--reward_weights 1 0`: no
-partial credit). It has at least four words, two new, a content word of the question, and an end; all else gets 0. Held
-out are questions, wordings and pairs. `--dataset_name`, a hub name or JSON lines with `prompt`, adds questions.
+partial credit). It needs four or more words, two of them new, a content word of the question, and a final mark; other
+answers get 0. Some questions, wordings and pairs are held out. `--dataset_name`, a hub name or JSON lines with
+`prompt`, adds questions.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
@@ -27,7 +28,7 @@ clocks bridges snow farmers shoes libraries storms horses candles islands
 """.split()
 FORMS = ["Tell me about {}.", "What do you think of {}?", "Describe {}.", "Why do people like {}?"]
 NUM_HELD_OUT = 16
-"""Questions that are not trained."""
+"""Number of questions that are held out."""
 
 WORDINGS = {  # the last of each is held out
     "short": ["Use at most eight words.", "Do not write more than eight words.", "Answer in eight words or fewer."],
@@ -138,7 +139,7 @@ def stems(words):
 
 
 def is_answer(text, prompt, question):
-    """Return whether a text answers at all: four words, two new ones, one of the question's, and an end."""
+    """Return whether a text is an answer: four words, two of them new, one of the question's, and a final mark."""
     words = find_words(text.lower())
     new_words = {*words}.difference(find_words(prompt.lower()), COMMON)
     topic = stems({*find_words(question.lower())}.difference(COMMON))

@@ -75,11 +75,11 @@ class RewardHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet: a run makes many requests."""
+        """Log nothing: a run makes many requests."""
 
 
 def make_server(port: int = 8000, host: str = "127.0.0.1") -> ThreadingHTTPServer:
-    """Return a server that is bound and waits for `serve_forever`; port 0 takes a free one."""
+    """Return a server that is bound and waits for `serve_forever`; port 0 takes a free port."""
     return ThreadingHTTPServer((host, port), RewardHandler)
 
 

@@ -137,7 +137,7 @@ def make_model(vocab_size):
 
 
 def captions_and_answers(rows):
-    """Return examples for SFT: of five rows one answers its question, four name all colors."""
+    """Return examples for SFT: one row in five answers its question, the others name all colors."""
     examples = []
     for number, asked in enumerate(rows):
         if number % 5 == 0:

@@ -1,4 +1,4 @@
-"""What independent accounts of a run are made of: episodes without padding and masks, and weights in float64."""
+"""Parts of independent recomputations of a run: episodes without padding and masks, and weights in float64."""
 
 from __future__ import annotations
 

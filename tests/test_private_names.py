@@ -1,4 +1,4 @@
-"""Private names of libraries that the package uses: a new version may drop any of them, and this says which."""
+"""Private names of libraries that the package uses: a new version may drop any of them, and this test names it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Print the tables of the documentation: means over seeds with 95% intervals of Student's t.
 
-They are of `results.jsonl` (`measure.py`, `grpo.py`).
+They come from `results.jsonl` (`measure.py`, `grpo.py`).
 """
 
 from __future__ import annotations

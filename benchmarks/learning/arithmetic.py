@@ -1,8 +1,8 @@
 """Sums of two numbers, paid by a rule: 1 for the right digits, else 0, with gamma = lam = 1 and no KL penalty.
 
-`prepare` trains a language model of digits from random weights, first on right answers and then on such of which most
-are wrong: each digit is another one with a probability of `ERROR_RATE`. It knows the sums and errs as its texts do;
-PPO has to find out that only right digits pay. Digits of an answer stand from the last to the first, as `37+48=58`.
+`prepare` trains a language model of digits from random weights, first on right answers, then on answers of which most
+are wrong: each digit is replaced with a probability of `ERROR_RATE`. It knows the sums and errs as its texts do; PPO
+has to find out that only right digits pay. Answers begin with the last digit, as `37+48=58`.
 The judge is the same rule on sums that neither training has seen.
 """
 

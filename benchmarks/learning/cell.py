@@ -1,4 +1,4 @@
-"""Train one cell (task, variant, seed) in this process and print what came of it, as one line of JSON."""
+"""Train one cell (task, variant, seed) in this process and print the result, as one line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Set up to collapse: stories at fifty times the learning rate that they learn with."""
+"""A set-up that collapses: the stories at fifty times their learning rate."""
 
 from __future__ import annotations
 

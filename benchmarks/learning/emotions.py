@@ -1,4 +1,4 @@
-"""Stories with pleasant emotions, paid by what people said about comments; a task that no choice of options has seen.
+"""Stories with pleasant emotions, paid by what people said about comments; a task by which no option was chosen.
 
 `data` holds `stories260K/` and `goemotions/` (Demszky et al., 2005.00547). Words have the log-odds of a pleasant
 emotion against an unpleasant one among the comments that contain them (naive Bayes). The reward knows every other

@@ -1,4 +1,4 @@
-"""What a policy says to held-out prompts, measured in one way for both libraries."""
+"""A policy's responses to held-out prompts, measured in the same way for both libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task `preferences` with its halves exchanged; a task that no choice of options has seen.
+"""The task `preferences` with its halves exchanged; a task by which no option was chosen.
 
 The judge's model is the reward model, on the prompts of its half of the pairs, and the reward model is the judge.
 """

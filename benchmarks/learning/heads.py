@@ -1,4 +1,4 @@
-"""Train a cell with another head on the policy than `value_model="policy"` has: `cell.py` with a word before.
+"""Train a cell with a head on the policy unlike that of `value_model="policy"`: `cell.py` with the head's name first.
 
     python benchmarks/learning/heads.py undetached stories preset:recommended,value_model=policy 0 --data DATA --work runs/learning
 

@@ -1,7 +1,7 @@
-"""Set up to over-optimise: stories, paid by a reward with a hole, without a KL penalty and at a high learning rate.
+"""An over-optimising set-up: stories, paid by a reward with a hole, without a KL penalty and at a high learning rate.
 
-The reward is VADER's compound valence, and `PAID` for each exclamation mark on top, without a bound: happy stories
-have more of them, but exclamation marks are no happy story. The judge is that of `stories`, which reads words alone.
+The reward is VADER's compound valence, plus `PAID` for each exclamation mark, without a bound: happy stories have more
+of them, but exclamation marks alone make no happy story. The judge is that of `stories`, which reads words alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Train `examples/agent_frozen_lake.py` in several settings and seeds, beside the optimum by dynamic programming.
+"""Train `examples/agent_frozen_lake.py` in several settings and seeds, against the optimum by dynamic programming.
 
     python benchmarks/learning/lake.py              # all settings and seeds that agents.jsonl lacks
     python benchmarks/learning/lake.py plain token  # some settings
 
-Each run has a process of its own with one thread. The same command continues after an interruption.
+Each run has its own process with one thread. The same command continues after an interruption.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One task through either library; each is imported by the function that runs it: one environment has one of them."""
+"""One task through either library; each is imported by the function that runs it: environments have only one."""
 
 from __future__ import annotations
 

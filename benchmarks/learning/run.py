@@ -1,10 +1,10 @@
-"""Train every cell (task, variant, seed) that has not been trained yet, each in a process of its own with one thread.
+"""Train every cell (task, variant, seed) that has not been trained yet, each in its own process with one thread.
 
     pip install --no-deps --target trl-1.12.0 trl==1.12.0
     python benchmarks/learning/run.py --data ../shared/data --seeds 5 --against-trl trl-1.12.0 --jobs 2
     python benchmarks/learning/report.py
 
-It may be killed at any moment: what is finished stays in `results.jsonl` of the work directory, one line a cell, with
+It may be killed at any moment: finished cells stay in `results.jsonl` of the work directory, one line a cell, with
 the commit of the code; the same command resumes. `report.py` makes the tables and pictures of the documentation.
 """
 

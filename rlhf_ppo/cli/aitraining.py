@@ -303,7 +303,7 @@ def _resolved(spec: str) -> Callable[..., Any]:
 
 @dataclass
 class LLMCommand:
-    """Options of `rlhf-ppo llm` besides the parameters."""
+    """Options of `rlhf-ppo llm` in addition to the parameters."""
 
     train: bool = option(True, "Train.")
     resume_from_checkpoint: str | None = option(

@@ -508,7 +508,7 @@ class PPOConfig(
     max_tokens_per_micro_batch: AtLeastOne | None = _option(
         None,
         "Maximum tokens of a forward and backward pass, prompts included, instead of per_device_train_batch_size "
-        "episodes. A pass holds whole episodes; a longer episode is a pass of its own.",
+        "episodes. A pass holds whole episodes; a longer episode gets its own pass.",
     )
     gamma: Share = _option(1.0, "Discount factor per token.")
     lam: Share = _option(0.95, "Lambda of generalized advantage estimation.")

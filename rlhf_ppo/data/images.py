@@ -250,7 +250,7 @@ class ImageChats:
         return replace(chats, spare=spare)
 
     def of_model(self, processor: ProcessorMixin | None, num_processes: int) -> ImageChats:
-        """Return the encoding for a model that may have a processor of its own."""
+        """Return the encoding for a model that may have its own processor."""
         return self if processor is None else ImageChats.of(processor, num_processes)
 
     def encoded(

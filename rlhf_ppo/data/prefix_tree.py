@@ -129,7 +129,7 @@ def sizes_within_shared(rows: np.ndarray, max_tokens: int) -> list[int]:
 
     Args:
         rows: Sorted rows, as for `prefix_tree`.
-        max_tokens: Maximum of `num_computed` of a part; a longer row is a part of its own.
+        max_tokens: Maximum of `num_computed` of a part; a longer row is a separate part.
     """
     sizes: list[int] = []
     while (first := sum(sizes)) < len(rows):

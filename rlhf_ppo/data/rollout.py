@@ -660,7 +660,7 @@ def micro_batch_rows(
     Args:
         responses: The responses of the mini-batch.
         max_rows: Maximum rows of a part.
-        max_tokens: Maximum tokens of a part, prompts included; a longer row is a part of its own. None: `max_rows`.
+        max_tokens: Maximum tokens of a part, prompts included; a longer row is a separate part. None: `max_rows`.
         gather: Concatenates a tensor over all ranks. Every rank makes as many parts as the rank that needs most.
         is_packed: Whether the models pack rows.
         shares_prefixes: Whether they compute a common beginning of rows once; `max_tokens` then counts it once.
@@ -716,7 +716,7 @@ def sizes_within(lengths: Sequence[int], max_tokens: int) -> list[int]:
 
     Args:
         lengths: Tokens of each row.
-        max_tokens: Maximum tokens of a part; a longer row is a part of its own.
+        max_tokens: Maximum tokens of a part; a longer row is a separate part.
 
     Returns:
         Number of rows of each part.

@@ -197,7 +197,7 @@ class Environments:
         return Episode(self, self.kinds[name], number, pool[used[name] - 1])
 
     def call(self, function: Callable[..., object], arguments: Mapping[str, object]) -> Any:
-        """Call a function in a thread of its own; await what it returns.
+        """Call a function in its own thread; await what it returns.
 
         Raises:
             TimeUpError: It did not return in time.

@@ -45,7 +45,7 @@ Excluded: virtual tokens, routers that read the whole batch (Lily), and what act
 INEXACT_OPTIONS = (
     "alora_invocation_tokens",  # in `PeftModel.forward`
     "monteclora_config",  # in training mode
-    "arrow_config",  # trains nothing of its own
+    "arrow_config",  # trains no weights itself
     "ensure_weight_tying",  # PEFT adds half of a second such adapter
     "use_qalora",  # never run
 )

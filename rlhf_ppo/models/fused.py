@@ -186,7 +186,7 @@ class _Sums(NamedTuple):
 
 def _sums(scaled: Tensor, with_entropy: bool) -> list[_Sums]:
     """Compute the sums of each block of a tile; without the entropy `weighted` is NaN."""
-    # On a GPU each block has a maximum of its own, found while it is in the cache: one read of the tile less.
+    # On a GPU each block has its own maximum, found while it is in the cache: one read of the tile less.
     whole = _largest(scaled) if _is_on_cpu(scaled) else None
     return [_sums_of_block(columns, whole, with_entropy) for columns in _blocks(scaled)]
 

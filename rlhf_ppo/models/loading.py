@@ -339,7 +339,7 @@ def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings:
 
 
 CODE_IS_RUN_IF = (
-    "comes with Python code of its own, which is not run: read it, and allow it with --trust_remote_code, or in "
+    "comes with its own Python code, which is not run: read it, and allow it with --trust_remote_code, or in "
     "Python by loading the model yourself with trust_remote_code=True"
 )
 """Message for a model or tokenizer with code that may not run."""

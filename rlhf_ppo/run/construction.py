@@ -169,7 +169,7 @@ def reward_functions(inputs: TrainerInputs, episodes: EpisodeRollouts | None) ->
 
 
 def needs_reference(args: PPOConfig, functions: Sequence[RewardFunc], kl_controller: object) -> bool:
-    """Return whether a run needs a reference of its own: for the KL, or for rewards that compare with it."""
+    """Return whether a run needs a reference: for the KL, or for rewards that compare with it."""
     asked = [opponent_of(function) for function in functions]
     return asks_for_reference(args) or kl_controller is not None or "reference" in asked
 

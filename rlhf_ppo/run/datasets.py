@@ -512,7 +512,7 @@ class PromptPreparation:
         """Return the preparation for a started engine.
 
         Args:
-            engine: It may have a limit of its own as `longest_sequence`.
+            engine: It may have its own limit as `longest_sequence`.
             *datasets: Prepared data sets; None and dicts are allowed.
 
         Raises:

@@ -141,7 +141,7 @@ def model_passes(
 
     A pass for each model saves memory if its backward pass comes before the next pass. DDP, DeepSpeed and FSDP
     exchange gradients in one backward pass in which every parameter takes part, and a value model that is a head of
-    the policy has no pass of its own. In critic warm-up only the value model has a pass.
+    the policy has no separate pass. In critic warm-up only the value model has a pass.
 
     Args:
         accelerator: Gives the kind of distribution.

@@ -212,7 +212,7 @@ def follows_metric(scheduler: object) -> bool:
 
 
 def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | None) -> Optimizer:
-    """Move the value model's parameters into groups of their own, with the same schedule.
+    """Move the value model's parameters into separate groups, with the same schedule.
 
     Args:
         optimizer: A new optimizer over both models, or one with these groups already.

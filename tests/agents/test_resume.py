@@ -1,4 +1,4 @@
-"""A resumed run of episodes is bit for bit the undisturbed one."""
+"""A resumed run of episodes equals the uninterrupted one, bit for bit."""
 
 from __future__ import annotations
 

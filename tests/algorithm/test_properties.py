@@ -1,4 +1,4 @@
-"""What must not matter does not: padding, what it holds, micro-batches, ranks."""
+"""Padding, its content, micro-batches and the number of ranks change no number."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""GAE over turns: by hand, and where it is something simpler."""
+"""GAE over turns: by hand, and in cases in which it equals something simpler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From AITraining's command line to a run: every option arrives, documented commands work, directories chain."""
+"""From AITraining's command line to a run: options take effect, documented commands work, and directories chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's documented helper functions: names of arguments, shapes, and that padding is nothing."""
+"""TRL's documented helper functions: names of arguments, shapes, and that padding changes nothing."""
 
 from __future__ import annotations
 

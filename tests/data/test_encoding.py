@@ -1,4 +1,4 @@
-"""One prompt: what becomes of a row, and which rows are refused."""
+"""One prompt: the columns that a row becomes, and rows that are refused."""
 
 from typing import Any
 

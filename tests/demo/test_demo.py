@@ -1,4 +1,4 @@
-"""The main job, a little smaller than `make demo`: three models and a judge that likes it."""
+"""The demonstration, a little smaller than `make demo`: three models, and a judge that prefers PPO's stories."""
 
 import io
 import math

@@ -164,7 +164,7 @@ def pretend_accelerators() -> None:
     """Let accelerate run DeepSpeed and FSDP2 over gloo on CPUs; without this DeepSpeed is silently DDP.
 
     Nothing is compiled: to decorate a function that is never called DeepSpeed would import the compiler for seconds.
-    On the pretended GPU, which has all that they need, only the process group is replaced.
+    On the pretend GPU, which has all that they need, only the process group is replaced.
     """
     import torch
 

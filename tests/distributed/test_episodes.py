@@ -1,4 +1,4 @@
-"""Episodes on two processes, whose numbers of rounds differ: nobody waits for ever, and the step is that of one."""
+"""Episodes on two processes, whose numbers of rounds differ: none waits for ever, and the step is that of one."""
 
 from __future__ import annotations
 

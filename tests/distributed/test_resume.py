@@ -1,4 +1,4 @@
-"""Two processes are killed and resumed: the end is that of a run that was never stopped, bit for bit."""
+"""Two processes are killed and resumed: they end like a run that was never stopped, bit for bit."""
 
 import shutil
 

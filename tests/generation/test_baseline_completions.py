@@ -1,4 +1,4 @@
-"""Baseline completions: who answers, with which random numbers, and that the policy's own run is none the wiser."""
+"""Baseline completions: which model answers, with which random numbers, and that the policy's run is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer with each generation engine: who generates, what becomes of its log-probabilities, which are refused."""
+"""The trainer with each generation engine: which one generates, how its log-probabilities are used, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: generation ends and the response is cut at the same token, and the prompt has no say."""
+"""Stop strings: generation ends and the response is cut at the same token, and prompts are not searched."""
 
 from __future__ import annotations
 

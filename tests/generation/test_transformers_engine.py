@@ -1,4 +1,4 @@
-"""Sampling: the distribution, when it stops, and that the model's own generation_config has no say."""
+"""Sampling: the distribution, when it stops, and that the model's own generation_config has no effect."""
 
 from __future__ import annotations
 

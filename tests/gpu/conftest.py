@@ -1,7 +1,7 @@
 """What tests on a GPU share. On a machine without one the same tests run small on the CPU, where the CPU can.
 
-A test says with `@pytest.mark.needs(...)` what it cannot do without, with `needs(on_gpu=...)` what only a GPU's run
-of it cannot, and is skipped for that reason alone.
+`@pytest.mark.needs(...)` names what a test needs, `needs(on_gpu=...)` what it needs on a GPU; it is skipped only if
+that is missing.
 `REQUIRE_GPU=1`, as `make test-gpu` sets it, makes a machine without a GPU an error.
 """
 
@@ -22,7 +22,7 @@ from rlhf_ppo import PPOTrainer
 from tests.runs import MakeTrainer
 
 IS_FAST = torch.cuda.is_available() and os.environ.get("PRETEND_CUDA") != "1"
-"""Whether there is a GPU; runs are short on the pretended one, which computes on the CPU."""
+"""Whether there is a GPU; runs are short on the pretend GPU, which computes on the CPU."""
 REASONS = {
     "cuda": "needs a GPU that torch finds",
     "two GPUs": "needs two GPUs: a tensor-parallel group, or NCCL between processes",
@@ -35,7 +35,7 @@ REASONS = {
 
 
 def found() -> set[str]:
-    """Return the names in `REASONS` that this machine has; the pretended GPU has no kernels of its own."""
+    """Return the names in `REASONS` that this machine has; the pretend GPU has no kernels itself."""
     gpus = torch.cuda.device_count()
     is_installed = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "bitsandbytes", "triton")}
     loads_kernels = importlib.util.find_spec("flash_attn") is not None or os.environ.get("HF_HUB_OFFLINE") != "1"

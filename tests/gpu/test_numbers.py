@@ -1,4 +1,4 @@
-"""Kernels that only a GPU has: what they compute is what float64 says, and what learning starts from."""
+"""Kernels that only a GPU has: their results equal float64's, and learning starts from these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned from: the benchmark's stories, and VADER as their reward."""
+"""Fixtures of the learning tests: the benchmark's stories, and VADER as their reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PPO on comparisons: the policy's stories come to beat the reference's, by a judge that only ever compares two."""
+"""PPO on comparisons: the policy's stories learn to beat the reference's, by a judge that only compares pairs."""
 
 from collections.abc import Callable
 from typing import Any

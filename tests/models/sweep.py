@@ -1,4 +1,4 @@
-"""Each causal language model of the installed transformers, tiny, through an update; compared with rows alone.
+"""An update of a tiny model of each causal language model class of transformers, compared with rows alone.
 
     make test-models [FAMILIES="llama qwen3"]
 

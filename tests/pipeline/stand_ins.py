@@ -1,4 +1,4 @@
-"""Steps that take no time: each writes a text that names all that it was made of, through one checkpoint."""
+"""Stand-ins for steps, which take no time: each writes a text that names all its inputs, through one checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps of a pipeline run, with what, and what happens after one was interrupted."""
+"""Which steps of a pipeline run, with which inputs, and what happens after an interruption."""
 
 from __future__ import annotations
 

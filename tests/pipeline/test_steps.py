@@ -1,4 +1,4 @@
-"""What a pipeline's file says."""
+"""The steps and options that a pipeline's file defines."""
 
 from __future__ import annotations
 

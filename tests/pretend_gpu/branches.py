@@ -1,4 +1,4 @@
-"""List the branches that only CUDA takes, and fail if the tests on the pretended GPU executed one of them nowhere.
+"""List the branches that only CUDA takes, and fail if no test on the pretend GPU executed one of them.
 
 Run it after the tests, with the folder of their coverage data: `python tests/pretend_gpu/branches.py .coverage`.
 """
@@ -26,7 +26,7 @@ NOT_EXECUTED: dict[str, str] = {
     "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
     "generation/vllm.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
 }
-"""Branches that the pretended GPU cannot take, as `file: condition`, with the reason."""
+"""Branches that the pretend GPU cannot take, as `file: condition`, with the reason."""
 _ON_CUDA = ("is_cuda", "== 'cuda'", "'cuda' in", "torch.cuda.is_available", "torch.cuda.is_initialized", "!= 'cpu'")
 _ELSEWHERE = ("!= 'cuda'", "== 'cpu'", "not torch.cuda")
 

@@ -1,4 +1,4 @@
-"""These tests run on the pretended GPU of `device/`, by `make test-pretend-gpu`; elsewhere they are not collected."""
+"""These tests run on the pretend GPU of `device/`, by `make test-pretend-gpu`; elsewhere they are not collected."""
 
 import os
 from pathlib import Path

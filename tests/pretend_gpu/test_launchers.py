@@ -1,4 +1,4 @@
-"""DDP, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on the pretended GPU, in a world of one process whose collectives copy."""
+"""DDP, ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on the pretend GPU, in a world of one process whose collectives copy."""
 
 from __future__ import annotations
 

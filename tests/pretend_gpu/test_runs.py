@@ -1,4 +1,4 @@
-"""Whole runs of one process on the pretended GPU in bf16, and what only runs on a GPU take."""
+"""Whole runs of one process on the pretend GPU in bf16, and paths that only runs on a GPU take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health checks: each by hand, and a run that is warned once of each finding, after a resume not again."""
+"""Health checks: each by hand, and a run that warns once of each finding, and not again after a resume."""
 
 from __future__ import annotations
 

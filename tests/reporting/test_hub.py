@@ -1,4 +1,4 @@
-"""Pushing to a hub that notes what it gets, and the model card that goes with it."""
+"""Pushing to a hub that records what it receives, and the model card that goes with it."""
 
 from __future__ import annotations
 

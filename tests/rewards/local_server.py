@@ -1,4 +1,4 @@
-"""A reward server on this machine that answers as it is told: well, late, broken off, or nonsense."""
+"""A reward server on this machine whose answers a test chooses: right, late, broken off, or nonsense."""
 
 from __future__ import annotations
 

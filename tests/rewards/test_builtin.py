@@ -1,4 +1,4 @@
-"""Rewards by name: every equation by hand, the answers of real problems, and what TRL's own say."""
+"""Rewards by name: every equation by hand, the answers of real problems, and TRL's own rewards."""
 
 import importlib.util
 import pickle

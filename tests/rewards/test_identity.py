@@ -1,4 +1,4 @@
-"""A judge is PPO's own reward if it is the same model or function, at whatever place and by whatever name."""
+"""A judge is PPO's own reward if it is the same model or function, wherever it is and whatever its name."""
 
 from __future__ import annotations
 

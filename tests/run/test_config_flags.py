@@ -1,4 +1,4 @@
-"""Entries of a model's configuration that change what its `forward` returns change nothing of a run."""
+"""Entries of a model's configuration that change what its `forward` returns change nothing in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Critic warm-up: the value model learns alone, and the policy stays as if these updates had not been."""
+"""Critic warm-up: the value model learns alone, and the policy stays as if these updates had not happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What research brings: a KL controller, an engine, a reward source, losses, advantages, parts with a state."""
+"""Extension points: a KL controller, an engine, a reward source, losses, advantages, parts with a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation: every row once, the same numbers each time, and training goes on as if nothing had happened."""
+"""Evaluation: every row once, the same numbers each time, and training continues as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Trainer is told about PPO: the order of the prompts, the loss that is logged, and what is counted."""
+"""Trainer's hooks under PPO: the order of the prompts, the logged loss, and the counts."""
 
 from __future__ import annotations
 

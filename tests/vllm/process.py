@@ -1,4 +1,4 @@
-"""A process of its own with real vLLM: FOLDER WHAT [ARGUMENTS]; writes what it saw into FOLDER/RANK.json."""
+"""A separate process with real vLLM: FOLDER WHAT [ARGUMENTS]; writes what it saw into FOLDER/RANK.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of their own: two together, one that is killed and resumed, the judge's command."""
+"""Separate processes: two together, one that is killed and resumed, the judge's command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `vllm serve` of its own, which is sent the weights over gloo; the last test kills it."""
+"""A separate `vllm serve`, which receives the weights over gloo; the last test kills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pretended GPU: import this before torch, and `torch.device("cuda")` computes on the CPU.
+"""A pretend GPU: import this before torch, and `torch.device("cuda")` computes on the CPU.
 
 Tensors have the device "cuda:0" and CUDA's dispatch, autocast and autograd keys. Mixing devices raises the error that
 CUDA raises, memory is counted, and `watching()` counts the places where the host would wait for the device.

@@ -2,7 +2,7 @@
 
 Call `install()` before accelerate makes its state.
 
-It stands in for NCCL and gloo on the pretended device, so that DDP, FSDP2 and DeepSpeed run as under
+It stands in for NCCL and gloo on the pretend device, so that DDP, FSDP2 and DeepSpeed run as under
 `accelerate launch --num_processes 1`. It cannot show the order of collectives, deadlocks or sums over ranks.
 """
 
