@@ -53,7 +53,7 @@ def masked_mean(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None = Non
 
 
 def masked_var(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None = None) -> Tensor:
-    """Unbiased variance over real tokens: `var = sum_i m_i (x_i - mean)^2 / (sum_i m_i - 1)`, 0 below two tokens.
+    """Compute the unbiased variance of real tokens: `sum_i m_i (x_i - mean)^2 / (sum_i m_i - 1)`, 0 below two tokens.
 
     In two passes, to avoid cancellation with a large mean. Equal values have a variance of exactly 0.
 

@@ -94,7 +94,9 @@ def test_steps_begin_anew_after_a_step_that_they_read_and_no_other() -> None:
 def test_a_finished_step_with_other_options_is_an_error_that_says_what_to_do() -> None:
     run()
     before, changed = dict(outputs()), TEXT.replace("prompts.jsonl", "other.jsonl")
-    with pytest.raises(ValueError, match=r"ppo was .* other options: dataset_name='prompts.jsonl' is 'oth") as error:
+    with pytest.raises(
+        ValueError, match=r"ppo was .* other options: dataset_name='prompts.jsonl' is now 'oth"
+    ) as error:
         run(changed)
     assert dict(outputs()) == before
 

@@ -78,7 +78,7 @@ def test_what_the_judge_s_section_names_is_not_taken_from_other_steps(
         ("output_dir: x\nppo: {}\nsftt: {}", r"has the unknown sections \['sftt'\]"),
         ("output_dir: x\nppo: [a]", r"ppo=\['a'\] must be options"),
         ("output_dir: x\nsft: {output_dir: y}", "must be options, one per line, without output_dir"),
-        ("output_dir: x\nppo: {seed: 4}", "seeds are on top"),
+        ("output_dir: x\nppo: {seed: 4}", "seeds are at the top"),
         ("output_dir: x\nsft: {a: 1, a: 2}", "the key a is repeated"),
         ("output_dir: x\nppo: {sft_model_path: m}", "ppo has no reward"),
         ("output_dir: x\nppo: {reward_funcs: length}", "ppo has no language model to start from"),
