@@ -74,7 +74,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
     "failed_calls": (
         series("tools/failure_frequency", [0.9, 0.6, 0.7]),
         series("tools/failure_frequency", [0.9, 0.5, 0.9]),
-        "70% of the calls",
+        "70% of the tool calls",
     ),
     "cut_episodes": (
         series("episode/cut_by_length_frac", [0.3, 0.4, 0.3], **CUT),
