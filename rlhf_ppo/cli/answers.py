@@ -71,7 +71,7 @@ def respond(
     engine = make_engine(config, model, Accelerator(), tokenizer, strings)
     longest = max(len(row["input_ids"]) for row in encoded)
     limit = getattr(engine, "longest_sequence", None)  # of vLLM, which would cut responses
-    fix = "lower max_new_tokens, leave out prompts, or take another engine"
+    fix = "lower max_new_tokens, leave out prompts, or use another engine"
     check_lengths(longest, args.max_new_tokens, limit, "max_new_tokens", fix)
     how = (sampling_config if args.temperature else greedy_config)(config, ends)
     set_seed(args.seed)

@@ -548,7 +548,7 @@ def _refuse_cut_rows(
         length, prompt = int(lengths[row]), int(prompts.attention_mask[row].sum())
         if stop_strings is not None and stop_strings.is_in(answer.ids[row, :length].tolist()):
             continue
-        fix = getattr(engine, "cut_rows_advice", "give a row's stop token, or that many tokens")
+        fix = getattr(engine, "cut_rows_advice", "end a row with its stop token, or return that many tokens")
         raise RuntimeError(
             f"{called(engine)} cut the response to row {row} of the batch: {length} tokens after a prompt of "
             f"{prompt}, where {most} were asked for, and no stop token at its end; {fix}"

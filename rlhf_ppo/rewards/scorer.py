@@ -146,7 +146,7 @@ class ScoringBatch:
 
 @dataclass(frozen=True)
 class Answer:
-    """A response to a prompt: in tokens, from a policy, or as text, from a data set.
+    """A response to a prompt: tokens from a policy, or a text from a data set.
 
     Attributes:
         prompt: The data set's prompt, a text or a conversation; None if only its ids are known.
@@ -302,7 +302,7 @@ class Scores:
 
     Attributes:
         scores: Weighted sum over the sources that gave the response one number, float32 `(B,)`: 0 if it has only token
-            rewards, NaN if no source scored it whose weight is not 0.
+            rewards, NaN if no source with a weight other than 0 scored it.
         token_scores: Weighted sum over the sources that reward tokens, float32 `(B, T)`, 0 outside the response mask.
         by_source: Each source's scores before weighting, float32 `(B,)`, NaN where it gave none; for a source that
             rewards tokens, their sum.

@@ -144,7 +144,7 @@ def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:
     tiny_scorer(num_labels=2).save_pretrained(tmp_path / "two")
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two")
     adapted(base, TaskType.SEQ_CLS).save_pretrained(tmp_path / "adapter")
-    expected = r"/two' holds score.weight of the shape \(2, 32\), .* has 2 labels, and one number per text is needed"
+    expected = r"/two' holds score.weight of the shape \(2, 32\), .* has 2 labels, but one number per text is needed"
     for argument in ("reward_model", "value_model"):
         for directory in ("two", "adapter"):
             with pytest.raises(ValueError, match=f"{argument}=.*{expected}"):
