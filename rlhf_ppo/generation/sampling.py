@@ -80,33 +80,17 @@ class Sampler:
         role = "policy" if isinstance(plain, PolicyAndValue) else "reference"
         whole = whole_policy(model, self.accelerator, self.args.ds3_gather_for_generation)
         with nullcontext(plain.policy) if self.engine.reads_sharded else whole as policy:
-            naming = naming_the_model(policy, role, self.when())
-            with naming, self.accelerator.autocast():
-                yield policy
-
-
-@contextmanager
-def naming_the_model(model: torch.nn.Module, role: str, when: str) -> Iterator[None]:
-    """Name the model and the position of the run in a `NonFiniteLogitsError`.
-
-    Args:
-        model: The model that generates.
-        role: Its role, for example `policy`.
-        when: The position of the run, for example `update 3`.
-    """
-    try:
-        yield
-    except NonFiniteLogitsError as error:
-        path = getattr(getattr(model, "config", None), "_name_or_path", "")
-        name = f"{type(model).__name__}{f' from {path}' if path else ''}"
-        raise NonFiniteLogitsError(
-            f"{when}: the {role} ({name}) gives no probabilities to sample from: {error}. "
-            + advice_by_type(
-                model,
-                "Its weights are NaN or too large: lower learning_rate or max_grad_norm, and resume from an earlier "
-                "checkpoint",
-            )
-        ) from error
+            try:
+                with self.accelerator.autocast():
+                    yield policy
+            except NonFiniteLogitsError as error:
+                path = getattr(getattr(policy, "config", None), "_name_or_path", "")
+                name = f"{type(policy).__name__}{f' from {path}' if path else ''}"
+                fix = "lower learning_rate or max_grad_norm, and resume from an earlier checkpoint"
+                raise NonFiniteLogitsError(
+                    f"{self.when()}: the {role} ({name}) gives no probabilities to sample from: {error}. "
+                    + advice_by_type(policy, f"Its weights are NaN or too large: {fix}")
+                ) from error
 
 
 @contextmanager

@@ -70,9 +70,9 @@ def reads_last_token(model: nn.Module) -> bool:
     ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device) % text_config(model).vocab_size
     mask = torch.ones_like(ids, dtype=torch.bool)
     with in_eval_mode(model), _no_id_is_padding(base):
-        ours = _last_token_outputs(model, ids, mask)
+        ours = last_token_score(model, ids, mask)
         with autocast_if_stored_in_16_bits(base):
-            theirs = base(input_ids=ids, attention_mask=mask.long()).logits.float()[:, : ours.shape[1]]
+            theirs = base(input_ids=ids, attention_mask=mask.long()).logits.float()[:, 0]
     are_finite = bool(ours.isfinite().all() and theirs.isfinite().all())
     _READ_LAST[model] = torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3) if are_finite else by_name
     return _READ_LAST[model]
@@ -135,15 +135,10 @@ def last_token_score(
     Returns:
         One score per row, float32 `(B,)`.
     """
-    return _last_token_outputs(model, input_ids, attention_mask, images).squeeze(-1)
-
-
-def _last_token_outputs(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, images: Sequence[RowImages] | None = None
-) -> Tensor:
     places = dataclasses.replace(PackedIndices.of(input_ids, attention_mask), images=images)
     states = hidden_states(model, input_ids, attention_mask, places)
-    return _apply_head(model, states[torch.arange(len(states), device=states.device), last_real(attention_mask)])
+    last = states[torch.arange(len(states), device=states.device), last_real(attention_mask)]
+    return _apply_head(model, last).squeeze(-1)
 
 
 def last_real(mask: Tensor) -> Tensor:
