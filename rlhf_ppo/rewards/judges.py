@@ -82,14 +82,6 @@ class ScoringJudge(ABC):
         by_answer = dict(zip(rows, scored, strict=True))
         return [self._verdict(by_answer[id(first)], by_answer[id(second)]) for first, second in pairs]
 
-    def __call__(self, prompts: Sequence[str | Messages], pairs: Sequence[Sequence[str]]) -> list[float | None]:
-        """Judge pairs of texts, from a data set."""
-        answers = [
-            (Answer(prompt, first), Answer(prompt, second))
-            for prompt, (first, second) in zip(prompts, pairs, strict=True)
-        ]
-        return self.judge_answers(answers, {})
-
     def _verdict(self, first: float | None, second: float | None) -> float | None:
         return None if first is None or second is None else self.verdict(first, second)
 

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
+from rlhf_ppo.rewards.scorer import Answer
 from tests.conftest import make_tokenizer, save_models, tiny_scorer
 
 
@@ -83,10 +84,11 @@ def test_a_reward_model_judges_by_the_difference_of_its_scores(model_path: str) 
         torch.tensor(score(prompt + second) - score(prompt + first)).sigmoid().item()
         for prompt, (first, second) in zip(prompts, pairs, strict=True)
     ]
-    assert judge(prompts, pairs) == pytest.approx(expected, abs=1e-6)
+    answers = [(Answer(asked, one), Answer(asked, two)) for asked, (one, two) in zip(prompts, pairs, strict=True)]
+    assert judge.judge_answers(answers, {}) == pytest.approx(expected, abs=1e-6)
     rewards = compare(judge, ["w4", "w8"], ["w5 w6 w7", "w9"], prompts=prompts)
     differences = [
         score(prompt + pair[0]) - score(prompt + pair[1]) for prompt, pair in zip(prompts, pairs, strict=True)
     ]
     assert rewards == pytest.approx([math.tanh(difference / 2) for difference in differences], abs=1e-5)
-    assert pickle.loads(pickle.dumps(judge))(prompts, pairs) == pytest.approx(expected, abs=1e-6)
+    assert pickle.loads(pickle.dumps(judge)).judge_answers(answers, {}) == pytest.approx(expected, abs=1e-6)
