@@ -23,7 +23,6 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from rlhf_ppo.algorithm.masked import ScoreMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
-from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional
 from rlhf_ppo.data.prompts import TRAINER_COLUMNS, num_rows, renders_chats
 from rlhf_ppo.data.rollout import Prompts
@@ -455,7 +454,7 @@ class TrainerBase(Steps, Trainer):
         if args.push_to_hub:
             self._push_from_checkpoint(str(run.last_checkpoint))
         if args.should_save:
-            rotate_checkpoints(output_directory(args), args.save_total_limit, self.state.best_model_checkpoint)
+            rotate_checkpoints(str(args.output_dir), args.save_total_limit, self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with saving.without_frozen(self._run, self.model_wrapped):
@@ -473,7 +472,7 @@ class TrainerBase(Steps, Trainer):
             DivergenceError: A weight is not finite; nothing is written.
         """
         args, accelerator = self.args, self.accelerator
-        directory = output_dir or output_directory(args)
+        directory = output_dir or str(args.output_dir)
         if not is_unfinished(directory):
             self._guard.check_weights(together=processes.is_sharding(accelerator))
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -482,11 +481,11 @@ class TrainerBase(Steps, Trainer):
             self._save(output_dir, state_dict=accelerator.get_state_dict(self.model_wrapped))  # pyright: ignore
         super().save_model(output_dir, _internal_call)
         if not _internal_call and args.process_index == 0 and not args.disable_tqdm:
-            print_text(where_results_are(directory, output_directory(args)))
+            print_text(where_results_are(directory, str(args.output_dir)))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if self.args.should_save:
-            saving.save_all(self._run, output_dir or output_directory(self.args), state_dict)
+            saving.save_all(self._run, output_dir or str(self.args.output_dir), state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:

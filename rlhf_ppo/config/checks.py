@@ -302,8 +302,13 @@ def _matches(value: object, annotation: Any) -> bool:
 _BOOL = "tag:yaml.org,2002:bool"
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """YAML loader that rejects repeated keys."""
+class PlainWords(yaml.SafeLoader):
+    """YAML loader that reads `yes`, `no`, `on` and `off` as text, as YAML 1.2 does, and rejects repeated keys."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Raise if a key is repeated."""
@@ -312,15 +317,6 @@ class UniqueKeys(yaml.SafeLoader):
         if twice:
             raise ValueError(f"the key {', '.join(twice)} is repeated")
         return super().construct_mapping(node, deep)
-
-
-class PlainWords(UniqueKeys):
-    """YAML loader that reads `yes`, `no`, `on` and `off` as text, as YAML 1.2 does."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
-        for first, resolvers in UniqueKeys.yaml_implicit_resolvers.items()
-    }
 
 
 PlainWords.add_implicit_resolver(_BOOL, re.compile("true|True|TRUE|false|False|FALSE"), list("tTfF"))

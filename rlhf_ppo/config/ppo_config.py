@@ -136,11 +136,6 @@ def run_length(
     return math.ceil(total_episodes / batch_size), total_episodes
 
 
-def output_directory(args: TrainingArguments) -> str:
-    """Return `output_dir` as a text."""
-    return str(args.output_dir)
-
-
 def settings_of(value: Any) -> dict[str, Any] | None:
     """Return an argument that was parsed to a dict or None."""
     return value

@@ -18,7 +18,6 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, read_judgements
@@ -141,7 +140,7 @@ def save_settings(args: PPOConfig, made_of: Mapping[str, object], health: Mappin
         health: The settings of its health checks.
     """
     settings = RunSettings(args.to_dict(), installed_versions(), dict(made_of), dict(health))
-    write_json(Path(output_directory(args), SETTINGS_NAME), json.loads(json.dumps(asdict(settings), default=str)))
+    write_json(Path(str(args.output_dir), SETTINGS_NAME), json.loads(json.dumps(asdict(settings), default=str)))
 
 
 # Results

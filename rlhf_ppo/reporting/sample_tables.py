@@ -15,7 +15,6 @@ from rich.table import Table
 from transformers.image_utils import load_image
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.data.images import IMAGES_COLUMN, thumbnails
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 NUM_PRINTED, MAX_CHARACTERS = 2, 300
 """Rows of a table in the terminal, and characters of a text there; files and trackers have all."""
 
-PROMPT_COLUMNS, TEXT_COLUMNS = ("query", "prompt"), ("model response", "model", "opponent")
+QUERY_COLUMNS, TEXT_COLUMNS = ("query", "prompt"), ("model response", "model", "opponent")
 """Text columns in the terminal: prompts show their end, the others their beginning."""
 
 _COLUMNS = {"query": "query", "model response": "response", "score": "score"}
@@ -142,7 +141,7 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
     if shown != printed:
         with beside_bars():
             print_table(df, title=title)
-    path = Path(output_directory(trainer.args), SAMPLES_DIR, f"update-{step:05d}.csv")
+    path = Path(str(trainer.args.output_dir), SAMPLES_DIR, f"update-{step:05d}.csv")
     with optional("A sample table"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, df.to_csv(index=False))
@@ -161,12 +160,12 @@ def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_
         pairs = zip(df["messages"], df["model response"], strict=True)
         shown = [as_lines(messages) if isinstance(messages, str) else text for messages, text in pairs]
         df = df.assign(**{"model response": shown}).drop(columns="messages")
-    for column in {*PROMPT_COLUMNS} & {*df.columns}:
+    for column in {*QUERY_COLUMNS} & {*df.columns}:
         prompts = [str(prompt) for prompt in df[column]]
         start = os.path.commonprefix(prompts).rfind("\n") + 1  # noqa: RUF071 - of characters, no paths
         if start and len({*prompts}) > 1:
             df = df.assign(**{column: [f"...{prompt[start:]}" for prompt in prompts]})
-    texts = [column for column in df.columns if column in (*PROMPT_COLUMNS, *TEXT_COLUMNS)]
+    texts = [column for column in df.columns if column in (*QUERY_COLUMNS, *TEXT_COLUMNS)]
     first, *others = (column for column in df.columns if column not in texts)
     table = Table(show_lines=True, title=None if title is None else cell(title), title_justify="left")
     for column in (*texts, first):
@@ -179,7 +178,7 @@ def print_table(df: pd.DataFrame, title: str | None = None, num_rows: int = NUM_
 
 
 def _shortened(text: str, column: str) -> str:
-    is_prompt = column in PROMPT_COLUMNS
+    is_prompt = column in QUERY_COLUMNS
     text = re.sub(r"\n\s*\n", "\n\n", text.strip() if is_prompt else text)
     if len(text) <= MAX_CHARACTERS:
         return text

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
 from rlhf_ppo.generation.sampling import Sampler, join_responses
@@ -63,7 +62,7 @@ class CriticAuditor:
         run.logged.drain()
         result = audit(prefixes_of(torch.cat(columns)), run.args.seed)
         if run.args.process_index == 0:
-            result.save(output_directory(run.args))
+            result.save(str(run.args.output_dir))
         return result
 
     def _columns(self, prompts: Prompts) -> Tensor:

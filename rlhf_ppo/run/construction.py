@@ -15,7 +15,7 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLControlle
 from rlhf_ppo.algorithm.masked import RunningMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_optimization, check_output_dir, check_ptx, parse_weights
-from rlhf_ppo.config.ppo_config import Sizes, output_directory
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import NoPrompts, num_rows
 from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
@@ -123,7 +123,7 @@ def load(trainer: Trainer, inputs: TrainerInputs) -> LoadedInputs:
         needs_reference=needs_reference(args, functions, inputs.kl_controller),
         accelerator=early_accelerator(trainer, args),
     )
-    loading.check_start_elsewhere((models.policy, models.value_model), output_directory(args))
+    loading.check_start_elsewhere((models.policy, models.value_model), str(args.output_dir))
     tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
     processor = loading.load_processor(inputs.processing_class, models.policy, tokenizer)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from rlhf_ppo.algorithm.advantages import FixedKLController, KLController
 from rlhf_ppo.algorithm.masked import ScoreMoments
-from rlhf_ppo.config.ppo_config import output_directory
 from rlhf_ppo.data.rollout import Experience, PackedIndices, Prompts, Responses, Rollout, forward_in_batches
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput, Reference
 from rlhf_ppo.reporting import metrics
@@ -149,7 +148,7 @@ class RolloutMetrics:
             rows = completion_rows(latest, run.tokenizer, run.args.kl_estimator, num_rows)
         rows = gather_object(rows)
         if rows and run.args.process_index == 0:
-            write_completions(output_directory(run.args), rows[:NUM_KEPT_COMPLETIONS])
+            write_completions(str(run.args.output_dir), rows[:NUM_KEPT_COMPLETIONS])
 
 
 def metrics_of_evaluation(

@@ -24,7 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import Sizes, output_directory
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.generation.sampling import SpecialTokens, changed
 from rlhf_ppo.models.adapters import adapter_kind, load_adapter_weights, save_adapter
 from rlhf_ppo.models.heads import ValueHead
@@ -261,8 +261,8 @@ def writing_checkpoint(run: RunState, progress: Progress) -> Iterator[str]:
     """
     args, accelerator, state = run.args, run.accelerator, run.state
     name = f"checkpoint-{state.global_step}"
-    final = os.path.join(output_directory(args), name)
-    directory = os.path.join(output_directory(args), directories.UNFINISHED, name)
+    final = os.path.join(str(args.output_dir), name)
+    directory = os.path.join(str(args.output_dir), directories.UNFINISHED, name)
     with raise_on_all_ranks(accelerator):
         if args.should_save:
             shutil.rmtree(os.path.dirname(directory), ignore_errors=True)  # of a killed process
@@ -320,7 +320,7 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
         train_dataset: The prepared training set.
         resume_from_checkpoint: As `PPOTrainer.train` takes it.
     """
-    args, accelerator, directory = run.args, run.accelerator, output_directory(run.args)
+    args, accelerator, directory = run.args, run.accelerator, str(run.args.output_dir)
     check_ranks_alike(run, train_dataset)
     wanted = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
     with run.noting_error(), ExitStack() as stack:
