@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.judge_arguments import JudgeArguments
 from rlhf_ppo.cli.trainers import template_kwargs
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import PromptEncoder, eos_id

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from rlhf_ppo.cli.answers import answers_in_column, end_tokens, prompt_encoder, respond
 from rlhf_ppo.cli.arguments import parse
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.judge_arguments import JudgeArguments
 from rlhf_ppo.cli.trainers import load_tokenizer
 from rlhf_ppo.data.files import write_json
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts

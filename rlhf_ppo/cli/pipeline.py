@@ -255,7 +255,7 @@ def check_steps(steps: Iterable[Step]) -> None:
         SystemExit: An option is wrong; the message begins with the section.
     """
     from rlhf_ppo.cli.arguments import parse
-    from rlhf_ppo.cli.options import JudgeArguments
+    from rlhf_ppo.cli.judge_arguments import JudgeArguments
     from rlhf_ppo.cli.training_commands import parse_step
     from rlhf_ppo.rewards.resolve import resolve_rewards
 

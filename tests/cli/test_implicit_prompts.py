@@ -10,7 +10,7 @@ import pytest
 
 from rlhf_ppo.cli.arguments import PPOScriptArguments, train_and_eval_rows
 from rlhf_ppo.cli.judge import load_rows
-from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.judge_arguments import JudgeArguments
 
 HH = "\n\nHuman: Sky?\n\nAssistant:"
 ASKED, GOOD, BAD = (

@@ -14,7 +14,7 @@ from trl import ModelConfig, RewardConfig, ScriptArguments, SFTConfig
 
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.estimate import EstimateArguments
-from rlhf_ppo.cli.options import JudgeArguments
+from rlhf_ppo.cli.judge_arguments import JudgeArguments
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint

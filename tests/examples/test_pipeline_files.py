@@ -13,8 +13,8 @@ import yaml
 from datasets import Dataset, DatasetDict
 
 from rlhf_ppo.cli.arguments import parse
+from rlhf_ppo.cli.judge_arguments import JudgeArguments
 from rlhf_ppo.cli.main import configs, main
-from rlhf_ppo.cli.options import JudgeArguments
 from rlhf_ppo.cli.pipeline import COMMANDS, check_steps, read_pipeline, run_pipeline
 from rlhf_ppo.cli.training_commands import OPTIONS
 from tests.examples.test_ppo_example import pythia, save

@@ -1,4 +1,4 @@
-"""Options of `rlhf-ppo judge`; importing them needs neither torch nor transformers."""
+"""Options of `rlhf-ppo judge`."""
 
 import os
 import re
@@ -19,12 +19,6 @@ from rlhf_ppo.config.checks import (
 
 OPENAI_NAMES = re.compile(r"(gpt|chatgpt|o\d)-[\w.-]+|o\d")
 """Names of OpenAI's models."""
-
-CHAT_TEMPLATE_KWARGS = (
-    'JSON object of further arguments of the chat template, such as {"enable_thinking": false}. None: those that the '
-    "model was trained with, if it is a run's directory."
-)
-"""Help of `chat_template_kwargs` in commands that sample from a model."""
 
 ONE_OF = (("model", "model_column"), ("opponent", "opponent_column"), ("judge_model", "judge"))
 """Pairs of options; `rlhf-ppo judge` needs exactly one of each."""
@@ -77,7 +71,11 @@ class JudgeArguments:
     top_p: PositiveShare = option(1.0, "Sample from the most likely tokens whose probabilities sum to top_p.")
     generation_engine: EngineName = option("transformers", "Engine that generates the responses.")
     batch_size: AtLeastOne = option(32, "Prompts in a batch.")
-    chat_template_kwargs: str | None = option(None, CHAT_TEMPLATE_KWARGS)
+    chat_template_kwargs: str | None = option(
+        None,
+        'JSON object of further arguments of the chat template, such as {"enable_thinking": false}. None: those that '
+        "the model was trained with, if it is a run's directory.",
+    )
     seed: Seed = option(0, "Seed of the sampling.")
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
 
