@@ -121,7 +121,7 @@ def wanted_columns(columns: list[str], params: LLMTrainingParams) -> dict[str, s
     return pair
 
 
-_OWN_NAMES = {
+_USUAL_NAMES = {
     ("ppo", "text_column"): "prompt",
     ("reward", "text_column"): "chosen",
     ("reward", "rejected_text_column"): "rejected",
@@ -133,7 +133,7 @@ def _column(columns: list[str], option: str, params: LLMTrainingParams) -> str:
     name = getattr(params, option)
     if name in columns:
         return name
-    usual = _OWN_NAMES.get((params.trainer, option))
+    usual = _USUAL_NAMES.get((params.trainer, option))
     if usual in columns and name == getattr(LLMTrainingParams, option):
         return str(usual)
     wanted = usual if name is None else name

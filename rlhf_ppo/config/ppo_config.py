@@ -576,7 +576,7 @@ class PPOConfig(
         helps = {field.name: str(field.metadata.get("help", "")) for field in fields(self)}
         for name in RANGES:
             setattr(self, name, python_number(getattr(self, name)))
-        for name, annotation in _own_annotations().items():
+        for name, annotation in _ppo_annotations().items():
             check_type(name, getattr(self, name), annotation, helps[name])
         reject_unsupported(self)
         check_ranges(self, RANGES)
@@ -682,7 +682,7 @@ EXCLUSIVE = (
 
 
 @functools.cache
-def _own_annotations() -> dict[str, Any]:
+def _ppo_annotations() -> dict[str, Any]:
     """Return the type of each field that `TrainingArguments` does not have."""
     hints, of_parent = get_type_hints(PPOConfig), {field.name for field in fields(TrainingArguments)}
     return {field.name: hints[field.name] for field in fields(PPOConfig) if field.name not in of_parent}
