@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from rlhf_ppo.cli.judge_arguments import JudgeArguments
-from rlhf_ppo.cli.trainers import template_kwargs
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.checks import parse_object
 from rlhf_ppo.data.prompts import PromptEncoder, eos_id
 from rlhf_ppo.data.rollout import Prompts, check_lengths
 from rlhf_ppo.generation.engine_factory import make_engine
@@ -23,13 +23,16 @@ from rlhf_ppo.generation.sampling import (
     sample_with,
     sampling_config,
 )
+from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.rewards.builtin import response_texts
 from rlhf_ppo.rewards.scorer import Answer, selected, settings_of_row, silent_ids, spoken_texts
 
 
 def prompt_encoder(args: JudgeArguments, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
-    """Return the encoder of the prompts; the chat template gets the further arguments of the run."""
-    settings = template_kwargs(str(args.model or args.opponent), args.chat_template_kwargs)
+    """Return the encoder of the prompts; the chat template gets the further arguments of the run by default."""
+    recorded = RunSettings.load(str(args.model or args.opponent)).arguments.get("chat_template_kwargs")
+    text = recorded if args.chat_template_kwargs is None else args.chat_template_kwargs
+    settings = parse_object("chat_template_kwargs", text, '{"enable_thinking": false}')
     return PromptEncoder(tokenizer, args.dataset_name, len(tokenizer), template_kwargs=settings)
 
 

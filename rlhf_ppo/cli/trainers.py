@@ -41,7 +41,7 @@ from trl.trainer.utils import get_peft_config, get_quantization_config
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range, parse_object
+from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range
 from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.prompts import num_rows
@@ -64,7 +64,7 @@ from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.model_card import CARD, if_on_hub, model_origin, with_local_names
-from rlhf_ppo.reporting.run_log import SETTINGS_NAME, RunSettings, where_results_are
+from rlhf_ppo.reporting.run_log import SETTINGS_NAME, where_results_are
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
 from rlhf_ppo.run.divergence import DivergenceError
@@ -158,17 +158,6 @@ def lora_config(model_args: ModelConfig) -> Any:
     if isinstance(modules, str) and modules.isidentifier():  # no pattern, and not "all-linear"
         model_args.lora_target_modules = [modules]
     return get_peft_config(model_args)
-
-
-def template_kwargs(model: str, text: str | None) -> dict[str, Any] | None:
-    """Return further arguments of the chat template: the text's, or else those that a run trained its policy with.
-
-    Args:
-        model: A directory, of a run or not, or a hub name.
-        text: JSON, or None.
-    """
-    recorded = RunSettings.load(model).arguments.get("chat_template_kwargs") if text is None else text
-    return parse_object("chat_template_kwargs", recorded, '{"enable_thinking": false}')
 
 
 # ---- PPO ----
