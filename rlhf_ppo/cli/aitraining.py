@@ -224,7 +224,7 @@ class AutoTrainProject:
             The trainer, after training.
 
         Raises:
-            ValueError: There is no such data, column or model, or they do not fit each other.
+            ValueError: There is no such data, column or model, or they do not match.
         """
         return self.train(self.build())
 
@@ -233,7 +233,7 @@ class AutoTrainProject:
         """Load data and models and make the trainer.
 
         Raises:
-            ValueError: There is no such data, column or model, or they do not fit each other.
+            ValueError: There is no such data, column or model, or they do not match.
         """
         params, args = self.params, self.args
         if params.token is not None:

@@ -318,7 +318,7 @@ class RecipeArguments:
     ptx_coef: NotNegative = _option(
         0.0,
         "Weight of a pretraining loss: the mean negative log-likelihood of tokens of ptx_dataset. Each optimizer step "
-        "uses as many rows as the mini-batch has episodes (arXiv 2203.02155). 0: no such loss.",
+        "uses as many rows as the mini-batch has episodes (arXiv 2203.02155). 0: off.",
     )
     loss_aggregation: Literal["token", "sequence"] = _option(
         "token",

@@ -219,7 +219,7 @@ def as_blocks(
 
 
 def without_placeholders(text: str, processor: ProcessorMixin) -> str:
-    """Return a response without the tokens in whose place a processor puts images, videos and sounds."""
+    """Return a response without the tokens that a processor replaces by images, videos and sounds."""
     for kind in ("image", "video", "audio"):
         text = text.replace(getattr(processor, f"{kind}_token", None) or "\0", "")
     return text

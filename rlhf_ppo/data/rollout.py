@@ -240,7 +240,7 @@ class Prompts:
         on_host: A copy of the mask on the host, and the mask that was copied; None if there is no copy.
 
     Raises:
-        ValueError: A prompt is empty, or the mask has another shape than the ids.
+        ValueError: A prompt is empty, or mask and ids differ in shape.
     """
 
     input_ids: Tensor

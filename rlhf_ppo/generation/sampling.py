@@ -243,7 +243,7 @@ class StopStrings:
 
     def is_completed(self, ids: Sequence[int]) -> bool:
         """Return whether a response's last token completes a stop string."""
-        # Only the whole response decides: a tail's first token may decode to another text than inside the response.
+        # Only the whole response decides: a tail's first token may decode differently from inside the response.
         return self.is_in(ids[-self.num_tail_tokens :]) and self.is_in(ids)
 
     def is_in(self, ids: Sequence[int]) -> bool:

@@ -258,7 +258,7 @@ def _model_of_server(args: PPOConfig, vllm: VLLMGeneration) -> tuple[str, int]:
 
 
 def _say_precision(args: PPOConfig, policy: nn.Module, accelerator: Accelerator, sampled: str) -> None:
-    """Warn if vLLM computes in another precision than the policy."""
+    """Warn if vLLM computes in a different precision from the policy."""
     corrected = (
         f"importance_sampling_correction={args.importance_sampling_correction}"
         f"{' corrects' if args.importance_sampling_correction else ' does not correct'} for the difference"

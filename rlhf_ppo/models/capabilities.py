@@ -84,7 +84,7 @@ class Vocabulary:
         size: Number of ids, 0 to `size - 1`.
         limited_by: Name of the model with the fewest ids, for error messages.
         num_logits: Number of ids that the policy or the reference could sample.
-        image_token: The token in whose place the policy reads images, or None.
+        image_token: The token that the policy reads as an image, or None.
     """
 
     size: int

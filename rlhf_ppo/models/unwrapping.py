@@ -78,7 +78,7 @@ def backbone(model: nn.Module) -> nn.Module:
     body = base.base_model
     if body is not base:
         return body
-    # Some classes declare another prefix than the name of their backbone (Llama4).
+    # Some classes declare a prefix other than the name of their backbone (Llama4).
     parts = [child for child in base.children() if isinstance(child, PreTrainedModel)]
     if len(parts) > 1 and base.get_output_embeddings() is not None:  # Llama4 with vision
         return base.get_decoder()

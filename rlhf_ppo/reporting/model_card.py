@@ -244,7 +244,7 @@ def names_of_parts(
 
     Args:
         policy: The policy.
-        reference: The separate reference, if there is one; recorded if it is another model than the policy was.
+        reference: The separate reference, if there is one; recorded if it is not the initial policy.
         reward_models: The reward models.
         names: The names of all reward sources.
         reward_funcs: The reward functions, as the trainer was given them; texts are recorded, without secrets.

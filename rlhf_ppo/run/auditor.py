@@ -51,7 +51,7 @@ class CriticAuditor:
         self._generator = np.random.default_rng((run.args.seed, run.args.process_index))
 
     def audit(self, batches: Iterable[Prompts]) -> CriticAudit:
-        """Audit the value model over the held-out prompts of all ranks, of which `batches` are this rank's.
+        """Audit the value model over the held-out prompts of all ranks; `batches` are this rank's.
 
         Rank 0 writes the result into the run's directory.
         """

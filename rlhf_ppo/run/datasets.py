@@ -138,7 +138,7 @@ def check_ranks_alike(run: RunState, dataset: Any) -> None:
     for rank, other in zip(range(1, world), others, strict=True):
         if names := [name for name, value in first.items() if other.get(name) != value]:
             changed = ", ".join(f"{name}={other.get(name)} (rank 0: {first[name]})" for name in names)
-            raise ValueError(f"rank {rank} has other arguments than rank 0: {changed}; give all ranks the same")
+            raise ValueError(f"rank {rank} has different arguments from rank 0: {changed}; give all ranks the same")
 
 
 @contextmanager
@@ -484,7 +484,7 @@ class PromptPreparation:
         return next((index for index, row in enumerate(rows) if list(row["input_ids"][:2]) == [bos, bos]), None)
 
     def _warn_of_turn_end(self) -> None:
-        """Warn if the chat template ends answers with another token than the stop token: Gemma's is not its EOS."""
+        """Warn if the chat template ends answers with a token other than the stop token: Gemma's is not its EOS."""
         args, tokenizer = self.args, self.tokenizer
         if not self.stops or args.stop_strings:
             return

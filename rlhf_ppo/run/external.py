@@ -165,7 +165,7 @@ def _logprobs(per_row: Sequence[Tensor], rows: Responses) -> Tensor:
 
 
 def _are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
-    """Return whether scores are rewards of tokens: a list of tensors, of which one has several numbers."""
+    """Return whether scores are rewards of tokens: a list of tensors, one of them with several numbers."""
     if not isinstance(scores, list | tuple):
         return False
     return all(isinstance(row, Tensor) and row.dim() == 1 for row in scores) and any(len(row) > 1 for row in scores)

@@ -99,7 +99,7 @@ def test_an_error_of_one_rank_and_other_settings_of_one_are_raised_on_all(models
         of_settings, ("learning_rate=0.1 (rank 0: 0.001)", "train_dataset=32 rows"), strict=True
     ):
         assert first == second
-        assert first.startswith(f"ValueError: rank 1 has other arguments than rank 0: {name}")
+        assert first.startswith(f"ValueError: rank 1 has different arguments from rank 0: {name}")
 
 
 @pytest.mark.parametrize(("config", "where"), [("fsdp2", "reward model"), ("deepspeed_zero3", "generation")])
