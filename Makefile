@@ -15,7 +15,7 @@ WORKERS ?= 2
 PYTEST := $(PYTHON) -m pytest -n $(WORKERS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations $(or $(DURATIONS),20)
 ONE_PROCESS := not learning and not slow and not distributed and not vllm
 FAST := $(ONE_PROCESS) and not thorough
-# Tests of what only this package, Python, torch and the operating system decide.
+# Tests whose results depend only on this package, Python, torch and the operating system.
 WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu pipeline \
 	docs reporting/test_critic_audit.py test_architecture.py
 
@@ -23,7 +23,7 @@ WITHOUT_LIBRARIES := algorithm benchmarks demo estimate examples faults gpu pipe
 export REQUIRE_SHARED_DATA ?= $(if $(filter true,$(CI)),1,0)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Container images often set this; every process of the tests would compile all that it imports, for seconds.
+# Container images often set this; every test process would then compile all that it imports, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 check test test-one-process test-long test-learning test-distributed test-kills test-fuzz test-models test-pretend-gpu test-oldest test-newest test-vllm fast: export OMP_NUM_THREADS = 1
 
@@ -128,7 +128,7 @@ docs: $(VENV)/installed-docs ## Build the documentation into site/
 clean: ## Remove the environments and build outputs
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-trl $(VENV)-vllm site dist .coverage .pytest_cache .ruff_cache
 
-# The newest pip reads an index in a third of the time of the one that Python brings; without it that one does.
+# The newest pip reads an index in a third of the time of Python's own, which serves if the newest is missing.
 # torch goes first and pinned, so that nothing that is installed after it can choose another build.
 # Arguments: the environment, its constraints, the extra with the tools.
 define make_venv
@@ -155,8 +155,8 @@ $(VENV)-trl/installed: constraints-trl.txt
 	$(VENV)-trl/bin/python -m pip install --quiet --no-compile -c $< trl transformers accelerate datasets peft
 	@touch $@
 
-# Packages that vLLM asks for and that text models do not need; an index may have them for another torch, or for CUDA,
-# and then transformers cannot be imported.
+# Packages that vLLM requires and text models do not need: an index may have them for another torch, or for CUDA, and
+# transformers could then not be imported.
 $(VENV)-vllm/installed: pyproject.toml constraints-vllm.txt
 	@test -n "$(PYTHON_BASE)" || { echo "No Python >= 3.11 with venv found; name one with PYTHON_BASE=..."; exit 1; }
 	$(PYTHON_BASE) -m venv $(VENV)-vllm
