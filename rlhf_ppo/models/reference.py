@@ -86,7 +86,8 @@ def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_n
     others = [name for name in adapters if name != active_adapter(policy)]
     if ref_adapter_name not in others:
         raise ValueError(
-            f"ref_adapter_name={ref_adapter_name!r} is not a second adapter of the policy; there are {others}"
+            f"ref_adapter_name={ref_adapter_name!r} is not an adapter of the policy other than the "
+            f"trained one; there are {others}"
         )
 
 

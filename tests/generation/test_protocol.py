@@ -79,7 +79,7 @@ def test_a_row_that_was_cut_is_an_error(
     expected = (
         rf"engine=Answers cut the response to row {row} of the batch: {length} tokens after a prompt of {prompt}"
     )
-    with pytest.raises(RuntimeError, match=expected + r", where 4 were asked for, and no stop token at its end; give"):
+    with pytest.raises(RuntimeError, match=expected + r", where 4 were asked for, and no stop token at its end; end"):
         ask(answer, **given)
 
 

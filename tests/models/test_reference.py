@@ -85,7 +85,7 @@ def test_an_adapter_in_16_bits_is_copied_bit_for_bit() -> None:
 
 def test_a_reference_that_would_be_trained_along_is_an_error() -> None:
     policy = trained_adapter()
-    with pytest.raises(ValueError, match=r"ref_adapter_name='default' is not an adapter of the policy beside"):
+    with pytest.raises(ValueError, match=r"ref_adapter_name='default' is not an adapter of the policy other than"):
         make_reference(policy, None, "default", adapter_is_new=False, temperature=1.0)
     with pytest.raises(ValueError, match=r"ref_model holds parameters that the policy trains .*lora_A"):
         make_reference(policy, policy.get_base_model(), None, adapter_is_new=False, temperature=1.0)

@@ -100,7 +100,7 @@ def test_a_failed_request_is_repeated_and_the_last_one_names_its_rows(
     server.replies = [failure] * 3
     assert ask(endpoint(server, retries=3, backoff=0.5), ["a"]) == [1.0] and waits == [0.5, 1.0, 2.0]
     server.replies = [lengths, failure, failure]
-    wanted = f"^the endpoint {url(server)}, asked for the rows 1 to 1, .*last of 2 times"
+    wanted = f"^the endpoint {url(server)}, asked for the rows 1 to 1, .*last of 2 attempts"
     with pytest.raises(ConnectionError, match=wanted):
         ask(endpoint(server, retries=1, batch_size=1, concurrency=1), ["a", "b"])
 
@@ -108,7 +108,7 @@ def test_a_failed_request_is_repeated_and_the_last_one_names_its_rows(
 def test_the_first_request_that_fails_ends_the_call(server: Any) -> None:
     """Repetitions go before requests that have not begun, so the wait does not grow with the number of responses."""
     server.replies = [drop] * 200
-    with pytest.raises(ConnectionError, match=r"rows [01] to [01], .*last of 3 times"):
+    with pytest.raises(ConnectionError, match=r"rows [01] to [01], .*last of 3 attempts"):
         ask(endpoint(server, retries=2, batch_size=1, concurrency=2), ["a"] * 40)
     assert len(server.requests) <= 2 * 3
 
