@@ -178,7 +178,7 @@ class PPOTrainer(TrainerBase):
         if responses is None:
             with run.timer.phase("generate"):
                 responses, prompts = self._respond(prompts)
-        batch = ScoringBatch.of(responses, prompts, self.tokens)
+        batch = ScoringBatch(responses, prompts, self.tokens.ended(responses), self.tokens.stops)
         # Rewards have their own random numbers, also those that run while the models compute.
         with run.streams.rewards.in_use(), self.scorer.start(batch) if scores is None else nullcontext() as pending:
             with run.timer.phase("evaluate"):
@@ -252,7 +252,7 @@ class PPOTrainer(TrainerBase):
         """
         with self._run.streams.rewards.in_use():
             if pending is None:
-                return self.scorer(ScoringBatch.of(responses, prompts, self.tokens))
+                return self.scorer(ScoringBatch(responses, prompts, self.tokens.ended(responses), self.tokens.stops))
             return pending.result()
 
     # ---- 2. Advantages ----

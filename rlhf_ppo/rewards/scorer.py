@@ -35,19 +35,6 @@ MAX_SCORE = 1e12
 """The largest absolute value of a score: its squares, summed over a batch, are still finite in float32."""
 
 
-class EndTokens(Protocol):
-    """The tokens that end a response: `rlhf_ppo.generation.sampling.SpecialTokens`."""
-
-    @property
-    def stops(self) -> Sequence[int]:
-        """The stop tokens."""
-        ...
-
-    def ended(self, responses: Responses) -> Tensor:
-        """Return which responses ended by themselves, bool `(B,)`."""
-        ...
-
-
 @dataclass(frozen=True)
 class ScoringBatch:
     """Prompts and responses for a reward source, already truncated after the stop token.
@@ -59,7 +46,7 @@ class ScoringBatch:
         responses: `B` prompts with their responses, and their masks.
         prompts: The prompts of the same rows, with the data set's other columns.
         ended: Whether the response ended with a stop token or a stop string, bool `(B,)`, see
-            `rlhf_ppo.generation.sampling.ended`.
+            `rlhf_ppo.generation.sampling.SpecialTokens.ended`.
         stops: The tokens that end a response, which texts leave out if they are special.
     """
 
@@ -68,11 +55,6 @@ class ScoringBatch:
     ended: Tensor
     stops: Sequence[int] = ()
     _computed: dict[tuple[str, int], list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, responses: Responses, prompts: Prompts, tokens: EndTokens) -> ScoringBatch:
-        """Make a batch of responses and their prompts; the special tokens tell which ended."""
-        return cls(responses, prompts, tokens.ended(responses), tokens.stops)
 
     def __len__(self) -> int:
         return len(self.responses)
