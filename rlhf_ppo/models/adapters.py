@@ -353,7 +353,7 @@ def activate_adapter(policy: nn.Module, name: str | None) -> None:
     active, adapters = active_adapter(policy), list(adapted.peft_config)
     fault = "is not an adapter" if name not in (None, *adapters) else None
     if name is None and len(adapted.active_adapters) > 1:
-        fault = "does not say which one to train of the active adapters"
+        fault = "does not name one of the active adapters"
     if fault is not None:
         raise ValueError(f"model_adapter_name={name!r} {fault} of the policy, which has {adapters}")
     is_trained = any(weight.requires_grad for weight in policy.parameters())  # not so if loaded for inference

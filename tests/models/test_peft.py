@@ -234,7 +234,7 @@ def both_active() -> Any:
         (lambda: {"model": trained_adapter(), **VALUE_ADAPTER}, "value_model starts from an adapter"),
         (lambda: {"reward_model": adapted_scorer(), **VALUE_ADAPTER}, "value_model starts from an adapter"),
         (lambda: {"model": with_trained_norm()}, r"model trains .*\.norm\.weight, which PEFT does not save"),
-        (lambda: {"model": both_active()}, "model_adapter_name=None does not say which one to train"),
+        (lambda: {"model": both_active()}, "model_adapter_name=None does not name one of the active"),
         (
             lambda: {"model": trained_adapter(), "share_base_model": True, "value_peft_config": PISSA},
             "value_peft_config has init_lora_weights='pissa'",
