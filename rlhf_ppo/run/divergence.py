@@ -111,5 +111,5 @@ class DivergenceGuard:
             resume = "no checkpoint was saved before"
         else:
             resume = f"the last good checkpoint is {saved}"
-        fix = fix or advice_by_type(self.models, "Look at the rewards, or lower learning_rate or kl_coef")
+        fix = fix or advice_by_type(self.models, "Look at the rewards, lower learning_rate, or raise kl_coef")
         return f"{self.run.position()}: {reason}. Nothing from this update was saved; {resume}. {fix}"
