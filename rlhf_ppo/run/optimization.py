@@ -225,6 +225,8 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
         if all(parts):
             group["params"] = parts[0]
             optimizer.add_param_group({**group, "params": parts[1], "lr": group["lr"] if rate is None else rate})
+        elif parts[1] and rate is not None and "initial_lr" not in group:  # that of a schedule which has begun
+            group["lr"] = rate
     return optimizer
 
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_ppo import PPOTrainer
 from tests.conftest import tiny_policy
+from tests.models.test_peft import lora
 from tests.runs import QUICK, MakeTrainer, parameters
 
 
@@ -49,6 +50,28 @@ def test_an_optimizer_without_the_value_model_is_refused(make_trainer: MakeTrain
         ValueError, match=rf"\(SGD\) lacks {count} of the {2 * count} .* value_model\.model\.embed_tokens.*make_opt"
     ):
         make_trainer(model=policy, optimizers=(SGD(policy.parameters(), 0.1), None))
+
+
+# ---- The value model's learning rate ----
+
+
+@pytest.mark.parametrize("value_model", ["a model", "policy"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+def test_all_of_the_value_model_has_its_rate(value_model: str, adapters: bool, make_trainer: MakeTrainer) -> None:
+    """Adapters have no norms or biases, so the value model's are alone in the group without weight decay."""
+    options: dict[str, Any] = {"peft_config": lora()} if adapters else {}
+    if value_model == "policy":
+        options["value_model"] = "policy"
+    trainer = make_trainer(**QUICK, **options, learning_rate=0.3, critic_learning_rate=0.05)
+    trainer.train()
+    rate_of = {id(p): group["initial_lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+    expected = {name: 0.05 if "value_model." in name else 0.3 for name, _ in named}
+    assert {name: rate_of[id(p)] for name, p in named} == expected
+    assert {*expected.values()} == {0.05, 0.3}
+    assert trainer.optimizer.param_groups[0]["lr"] < 0.3, "training again must not undo the schedule"
+    assert trainer.create_optimizer() is trainer.optimizer
+    assert all(group["lr"] < group["initial_lr"] for group in trainer.optimizer.param_groups)
 
 
 # ---- Functions that make optimizer and scheduler ----
