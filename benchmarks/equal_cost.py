@@ -102,7 +102,7 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
     """Summarize the trials and, of each method's chosen one, the final seeds at each mark."""
     from intervals import mean  # pyright: ignore
 
-    lines = ["| trial, 10 minutes | seeds | all ten | KL, nats | updates' steps |", "|---|---|---|---|---|"]
+    lines = ["| trial, 10 minutes | seeds | all ten | KL, nats | steps |", "|---|---|---|---|---|"]
     for name in METHODS:
         for trial in TRIALS:
             runs = [row for seed in SELECTION if (row := rows.get((label(name, trial), seed, SELECTED_AT)))]

@@ -419,9 +419,10 @@ class TrainerBase(Steps, Trainer):
             TypeError: The function returned no optimizer.
             ValueError: Its optimizer lacks trainable parameters, or holds foreign ones.
         """
+        if self.optimizer is not None:  # the user's, or that of an earlier call
+            return self.optimizer
         prepared = self.model if model is None else model
-        if self.optimizer is None:
-            self.optimizer = self._optimization.make_optimizer(prepared)
+        self.optimizer = self._optimization.make_optimizer(prepared)
         return self._optimization.rated(super().create_optimizer(model), prepared, self.args)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:

@@ -258,18 +258,24 @@ def _answers(
     args: JudgeArguments, rows: Any, tokenizers: Mapping[str, PreTrainedTokenizerBase]
 ) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
-    answers = {name: _respond(args, rows, tokenizer, name) for name, tokenizer in tokenizers.items()}
+    answers = {name: _respond(args, rows, tokenizers, name) for name in tokenizers}
     ours = answers.get("model") or answers_in_column(list(rows), str(args.model_column))
     return ours, answers.get("opponent") or answers_in_column(list(rows), str(args.opponent_column), ours)
 
 
-def _respond(args: JudgeArguments, rows: Any, tokenizer: PreTrainedTokenizerBase, argument: str) -> list[Answer]:
-    path, trusts = getattr(args, argument), args.trust_remote_code
+def _respond(
+    args: JudgeArguments, rows: Any, tokenizers: Mapping[str, PreTrainedTokenizerBase], argument: str
+) -> list[Answer]:
+    path, trusts, tokenizer = getattr(args, argument), args.trust_remote_code, tokenizers[argument]
     loaded = load_pretrained(AutoModelForCausalLM, path, argument, dtype="auto", trust_remote_code=trusts)
     model: Any = load_policy(loaded, argument)
     config, recorded = model.generation_config, RunSettings.load(str(args.model or args.opponent)).arguments
     config.stop_strings = config.stop_strings or recorded.get("stop_strings")
-    config.eos_token_id = end_tokens(model, tokenizer, recorded.get("stop_token_id"))
+    stop = recorded.get("stop_token_id")
+    if stop is not None and argument == "opponent":  # its tokenizer may give the same token another id
+        token = next(iter(tokenizers.values())).convert_ids_to_tokens(stop)
+        stop = tokenizer.get_vocab().get(token)
+    config.eos_token_id = end_tokens(model, tokenizer, stop)
     return respond(model.to(PartialState().device), tokenizer, list(rows), args)
 
 

@@ -107,6 +107,9 @@ def gather_columns(columns: Mapping[str, Tensor], gather: Callable[[Tensor], Ten
     return dict(zip(columns, gathered.unbind(dim=1), strict=True))
 
 
+_OF_SCORES = ("objective/rlhf_reward", "objective/scores")
+
+
 def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     """Average the episode columns of all ranks.
 
@@ -116,18 +119,16 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
     have one. `objective/raw_scores`, with scaling only, is the mean before shaping, in the reward's unit.
 
     Args:
-        columns: The gathered `episode_columns`; NaN: no score.
+        columns: The gathered `episode_columns`, in training with `non_score_reward`; NaN: no score.
 
     Returns:
         Metrics by their logged keys, without those of scores if no episode has one.
     """
     means = {name: float(values.mean()) for name, values in columns.items() if not name.startswith("rewards/")}
-    score, non_score = columns["scores"].nanmean(), means.get("non_score_reward", 0.0)  # an evaluation has none
+    score = columns["scores"].nanmean()
     metrics = {
         **({"objective/kl": means["kl"]} if "kl" in means else {}),
         "objective/entropy": means["entropy"],
-        "objective/non_score_reward": non_score,
-        "objective/rlhf_reward": float(score) + non_score,
         "objective/scores": float(score),
         "val/num_eos_tokens": float(columns["ended"].sum()),
         "response/length_mean": means["length"],
@@ -135,8 +136,10 @@ def rollout_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
         "response/length_max": float(columns["length"].max()),
         "response/ended_frac": means["ended"],
     }
+    if (non_score := means.get("non_score_reward")) is not None:  # an evaluation shapes no rewards
+        metrics |= {"objective/non_score_reward": non_score, "objective/rlhf_reward": float(score) + non_score}
     if score.isnan():
-        del metrics["objective/rlhf_reward"], metrics["objective/scores"]
+        metrics = {key: value for key, value in metrics.items() if key not in _OF_SCORES}
     elif "raw_scores" in columns:
         metrics["objective/raw_scores"] = float(columns["raw_scores"].nanmean())
     for name, values in columns.items():

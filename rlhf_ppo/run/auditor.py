@@ -86,9 +86,8 @@ class CriticAuditor:
         width, longest = rollout.responses.context_length + args.response_length, self.sampler.longest_sequence
         slack = math.inf if longest is None else longest.tokens - width
         batches = batches_of(cuts, self.num_continuations, args.eval_batch_size, slack)
-        num_batches = int(
-            run.gather(torch.tensor([len(batches)], device=args.device)).max()
-        )  # the same number on every rank
+        most = run.gather(torch.tensor([len(batches)], device=args.device)).max()
+        num_batches = int(most)  # the same number on every rank
         returns = np.full((*cuts.shape, self.num_continuations), np.nan)
         for index in range(num_batches):
             batch = batches[min(index, len(batches) - 1)]

@@ -215,7 +215,7 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
     """Move the value model's parameters into separate groups, with the same schedule.
 
     Args:
-        optimizer: A new optimizer over both models, or one with these groups already.
+        optimizer: A new optimizer over both models.
         model: The prepared `PolicyAndValue`.
         rate: The value model's learning rate; None keeps the current one.
     """
@@ -224,9 +224,11 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
         parts = [[p for p in group["params"] if (id(p) in critic) is of_critic] for of_critic in (False, True)]
         if all(parts):
             group["params"] = parts[0]
-            optimizer.add_param_group({**group, "params": parts[1], "lr": group["lr"] if rate is None else rate})
-        elif parts[1] and rate is not None and "initial_lr" not in group:  # that of a schedule which has begun
-            group["lr"] = rate
+            optimizer.add_param_group({**group, "params": parts[1]})
+    if rate is not None:
+        for group in optimizer.param_groups:
+            if critic.issuperset(map(id, group["params"])):
+                group["lr"] = rate
     return optimizer
 
 

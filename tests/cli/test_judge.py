@@ -18,6 +18,7 @@ from rlhf_ppo.cli.judge import judge as evaluate
 from rlhf_ppo.rewards.scorer import Answer
 from tests.conftest import (
     THINKING,
+    WORDS,
     make_tokenizer,
     needs_continuous,
     save_models,
@@ -68,6 +69,20 @@ def test_the_opponent_stops_at_the_stop_token_of_the_run_too(places):
     evaluate(compared)
     words = str(pd.read_parquet("judged/judged.parquet")["opponent"][0]).split()
     stop = make_tokenizer().convert_tokens_to_ids(words[1])
+    Path("one/ppo_settings.json").write_text(json.dumps({"arguments": {"stop_token_id": stop}}))
+    evaluate(compared)
+    stopped = str(pd.read_parquet("judged/judged-2.parquet")["opponent"][0]).split()
+    assert stopped == words[: words.index(words[1]) + 1] != words
+
+
+def test_an_opponent_with_other_ids_stops_at_the_same_token(places):
+    """Its id of the run's stop token is another token's in the run: that one does not end a response."""
+    compared = ["--model", "one", "--opponent", "two", "--judge", "length", *SHORT]
+    make_tokenizer(words=WORDS[::-1]).save_pretrained("two")
+    evaluate(compared)
+    words = str(pd.read_parquet("judged/judged.parquet")["opponent"][0]).split()
+    stop = make_tokenizer().convert_tokens_to_ids(words[1])
+    assert stop != make_tokenizer(words=WORDS[::-1]).convert_tokens_to_ids(words[1])
     Path("one/ppo_settings.json").write_text(json.dumps({"arguments": {"stop_token_id": stop}}))
     evaluate(compared)
     stopped = str(pd.read_parquet("judged/judged-2.parquet")["opponent"][0]).split()

@@ -69,8 +69,7 @@ def test_all_of_the_value_model_has_its_rate(value_model: str, adapters: bool, m
     expected = {name: 0.05 if "value_model." in name else 0.3 for name, _ in named}
     assert {name: rate_of[id(p)] for name, p in named} == expected
     assert {*expected.values()} == {0.05, 0.3}
-    assert trainer.optimizer.param_groups[0]["lr"] < 0.3, "training again must not undo the schedule"
-    assert trainer.create_optimizer() is trainer.optimizer
+    assert trainer.create_optimizer() is trainer.optimizer, "a second call must not undo the schedule"
     assert all(group["lr"] < group["initial_lr"] for group in trainer.optimizer.param_groups)
 
 
