@@ -274,7 +274,7 @@ def _respond(
     stop = recorded.get("stop_token_id")
     if stop is not None and argument == "opponent":  # its tokenizer may give the same token another id
         token = next(iter(tokenizers.values())).convert_ids_to_tokens(stop)
-        stop = tokenizer.get_vocab().get(token)
+        stop = tokenizer.get_vocab().get(str(token))
     config.eos_token_id = end_tokens(model, tokenizer, stop)
     return respond(model.to(PartialState().device), tokenizer, list(rows), args)
 
