@@ -115,10 +115,11 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
         for mark in MARKS:
             runs = final_rows(name, mark, rows)
             if runs:
-                columns = ([accuracy(run) for run in runs], [run["single"] for run in runs])
-                columns += ([run["pairs"] for run in runs], [kl(run) for run in runs])
+                columns = [[accuracy(run) for run in runs]]
+                columns += [[run[key] for run in runs] for key in ("single", "pairs")]
+                columns += [[kl(run) for run in runs]] if mark == MARKS[-1] else []
                 figures = " | ".join(mean(column).shown(2) for column in columns)
-                lines.append(f"| {description} | {mark} | {len(runs)} | {figures} |")
+                lines.append(f"| {description} | {mark} | {len(runs)} | {figures} |{'' if len(columns) == 4 else ' |'}")
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,8 @@
 
 All arms have the example's prompts, rewards, episodes, sampling and optimizer steps; further arguments are the
 example's. A stopped run resumes with `--resume_from_checkpoint True`. The result is a line of `--results`; with
-`--minutes 5 10 20` there is one after each of these CPU minutes of training, and the run ends after the last.
+`--minutes 5 10 20` there is one after each of these CPU minutes of training, and the run ends after the last. Greedy
+answers to all held-out prompts are measured at each mark; sampled ones, with their score and KL, at the end only.
 
 start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states
 (linear-head in the rows: the head of one layer that it had first). no-critic: the Reinforce of docs/research.md. grpo:
@@ -62,7 +63,7 @@ class Clock(TrainerCallback):
         self.arm, self.marks, self.results, self.arguments = arm, sorted(minutes), results, arguments
         self.before, self.began = 0.0, time.process_time()
         self.trainer: Any = None
-        """Has `measure`, which returns a table and metrics, and `obeys`: whether a callback can end it."""
+        """Has `table_of_answers()`, `evaluate()` and `obeys`: whether a callback can end it."""
 
     def seconds(self) -> float:
         """Return the CPU seconds of training so far."""
@@ -85,17 +86,19 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write a row if the next mark has passed; end the run after the last mark."""
         if self.marks and self.seconds() >= self.marks[0] * 60:
-            self.record(args, state.global_step, self.marks.pop(0))
+            mark = self.marks.pop(0)
+            self.record(args, state.global_step, mark, samples=not self.marks)
             control.should_training_stop = not self.marks
             if control.should_training_stop and not self.trainer.obeys:
                 raise TimeIsUp
 
-    def record(self, args: Any, steps: int, mark: float | None = None) -> None:
-        """Measure, while the clock stands still, and append a row."""
+    def record(self, args: Any, steps: int, mark: float | None = None, samples: bool = True) -> None:
+        """Measure, while the clock stands still, and append a row; `samples`: evaluate sampled answers, too."""
         self.before = self.seconds()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        table, evaluation = self.trainer.measure()
+        table = self.trainer.table_of_answers()
+        evaluation = self.trainer.evaluate() if samples else {}
         torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
@@ -133,10 +136,10 @@ class Measured(PPOTrainer):
         """Return the last table."""
         return self.table
 
-    def measure(self) -> Any:
-        """Return greedy answers to all held-out prompts, and the metrics of sampled ones."""
+    def table_of_answers(self) -> Any:
+        """Return greedy answers to all held-out prompts."""
         self.table = super().generate_completions()
-        return self.table, self.evaluate()
+        return self.table
 
 
 class Start(Measured):
@@ -189,12 +192,19 @@ class Theirs:
         """Return the last table."""
         return self.table
 
-    def measure(self) -> Any:
-        """Return greedy answers to all held-out prompts, and the metrics of sampled ones."""
+    def copied(self) -> Any:
+        """Return a trainer of ours that has a copy of the policy."""
         trained = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        measures = self.measures(copy.deepcopy(getattr(trained, "policy", trained)))
-        self.table = measures.generate_completions()
-        return self.table, measures.evaluate()
+        return self.measures(copy.deepcopy(getattr(trained, "policy", trained)))
+
+    def table_of_answers(self) -> Any:
+        """Return greedy answers to all held-out prompts."""
+        self.table = self.copied().generate_completions()
+        return self.table
+
+    def evaluate(self) -> Any:
+        """Return the metrics of sampled answers to all held-out prompts."""
+        return self.copied().evaluate()
 
     def train(self, resume_from_checkpoint: Any = None) -> None:
         """Train until the end or the last mark."""
