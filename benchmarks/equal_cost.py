@@ -5,10 +5,13 @@
     python benchmarks/equal_cost.py --dataset_name FILE --trl-path trl-1.12.0    # runs what is missing
     python benchmarks/equal_cost.py --table    # prints the tables, draws docs/assets/equal-cost.svg
 
-Every method tries the same learning rates and KL coefficients (`TRIALS`) for 10 CPU minutes on two seeds. The best of
-them below 12 nats of KL trains for 20 minutes on five other seeds, measured after 5, 10 and 20. The learning rate is
-constant, so no method needs to know its last step. A stopped run resumes at its last checkpoint, except TRL's PPO,
-which starts again. A run has one thread; `--jobs 2` runs two at a time, which makes each of them slower.
+Every method trains for 20 CPU minutes on five seeds with the preset's learning rate and KL coefficient, measured after
+5, 10 and 20. Then each tries the same settings (`TRIALS`) for 10 minutes on two other seeds, and trains again with the
+best of them below 12 nats of KL, if it is another. The learning rate falls in a line to 0 at the last minute, so no
+method needs to know how many updates it will make. The rows of `one-body` without `--decay` are the preset as it is:
+its rate falls over 36 updates, 19 CPU minutes. A stopped run
+resumes at its last checkpoint, except TRL's PPO, which starts again. A run has one thread; `--jobs 2` runs two at a
+time, which makes each of them slower.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ METHODS = {
     "critic": "PPO, value model of its own",
     "trl-ppo": "PPO of TRL 1.12",
 }
-TRIALS = ((3e-4, 0.02), (6e-4, 0.02), (6e-4, 0.05))
-"""Learning rate and KL coefficient."""
+TRIALS = ((5e-4, 0.05), (3e-4, 0.05), (1e-3, 0.05))
+"""Learning rate and KL coefficient; the first are those of the preset `recommended-lora`."""
 SELECTION, FINAL = (11, 12), (1, 2, 3, 4, 5)
 SELECTED_AT, MARKS, MOST_KL = 10, (5, 10, 20), 12
+START = 0.056
+"""Accuracy before training: the row `start` of follow.jsonl."""
 
 
 def label(method: str, trial: tuple[float, float]) -> str:
@@ -68,12 +73,17 @@ def chosen(method: str, rows: dict[tuple[str, int, float], dict[str, Any]]) -> t
     return max(allowed, key=lambda trial: fmean(accuracy(run) for run in measured[trial]))
 
 
+def setting(method: str, rows: dict[tuple[str, int, float], dict[str, Any]]) -> tuple[float, float]:
+    """Return a method's chosen trial; the preset's until all trials have their rows."""
+    return chosen(method, rows) or TRIALS[0]
+
+
 def missing(rows: dict[tuple[str, int, float], dict[str, Any]]) -> list[tuple[str, tuple[float, float], int]]:
-    """Return the runs without their last row: a trial of all methods before the next, then the final seeds."""
+    """Return the runs without their last row: the final seeds, a seed of all methods before the next, then trials."""
+    finals = [(name, setting(name, rows), seed) for seed in FINAL for name in METHODS]
     trials = [(name, trial, seed) for trial in TRIALS for seed in SELECTION for name in METHODS]
-    runs = [run for run in trials if (label(*run[:2]), run[2], SELECTED_AT) not in rows]
-    finals = [(name, trial, seed) for seed in FINAL for name in METHODS if (trial := chosen(name, rows))]
-    return runs + [run for run in finals if (label(*run[:2]), run[2], MARKS[-1]) not in rows]
+    runs = [(run, MARKS[-1]) for run in finals] + [(run, SELECTED_AT) for run in trials]
+    return [run for run, mark in runs if (label(*run[:2]), run[2], mark) not in rows]
 
 
 def train(run: tuple[str, tuple[float, float], int], options: argparse.Namespace) -> None:
@@ -84,7 +94,7 @@ def train(run: tuple[str, tuple[float, float], int], options: argparse.Namespace
     minutes = [SELECTED_AT] if seed in SELECTION else MARKS
     command = [
         sys.executable, FOLDER / "follow.py", method, f"--label={name}", f"--results={options.results}",
-        f"--beta={coefficient}", "--minutes", *minutes, f"--seed={seed}", f"--output_dir={directory}",
+        f"--beta={coefficient}", "--decay", "--minutes", *minutes, f"--seed={seed}", f"--output_dir={directory}",
         f"--learning_rate={rate}", f"--kl_coef={coefficient}", "--lr_scheduler_type=constant", "--max_steps=400",
         "--use_cpu", "--report_to=none", "--disable_tqdm=True", f"--dataset_name={options.dataset_name}",
     ]  # fmt: skip
@@ -119,7 +129,8 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
                 columns += [[run[key] for run in runs] for key in ("single", "pairs")]
                 columns += [[kl(run) for run in runs]] if mark == MARKS[-1] else []
                 figures = " | ".join(mean(column).shown(2) for column in columns)
-                lines.append(f"| {description} | {mark} | {len(runs)} | {figures} |{'' if len(columns) == 4 else ' |'}")
+                end = " |" if len(columns) == 4 else " | |"
+                lines.append(f"| {description} | {mark} | {len(runs)} | {figures}{end}")
     return "\n".join(lines) + "\n"
 
 
@@ -129,27 +140,31 @@ def kl(row: dict[str, Any]) -> float:
 
 
 def final_rows(method: str, mark: float, rows: dict[tuple[str, int, float], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a method's chosen trial at a mark."""
-    trial = chosen(method, rows)
-    return [row for seed in FINAL if trial and (row := rows.get((label(method, trial), seed, mark)))]
+    """Return the rows of a method's setting at a mark."""
+    name = label(method, setting(method, rows))
+    return [row for seed in FINAL if (row := rows.get((name, seed, mark)))]
 
 
 def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None:
-    """Draw the accuracy over CPU minutes: means over seeds with 95% intervals."""
+    """Draw the accuracy over CPU minutes: means over seeds, with 95% intervals of three seeds or more."""
     import matplotlib.pyplot as plt
     from intervals import mean  # pyright: ignore
 
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, description in METHODS.items():
-        points = {mark: runs for mark in MARKS if len(runs := final_rows(name, mark, rows)) > 1}
-        means = [mean([accuracy(run) for run in runs]) for runs in points.values()]
-        values = [estimate.value for estimate in means]
-        axes.plot([*points], values, marker="o", label=description)
-        low, high = ([e.value + side * e.half for e in means] for side in (-1, 1))
-        axes.fill_between([*points], low, high, alpha=0.15)
+        points = {mark: runs for mark in MARKS if (runs := final_rows(name, mark, rows))}
+        if not points:
+            continue
+        seeds = min(map(len, points.values()))
+        values = [fmean(accuracy(run) for run in runs) for runs in points.values()]
+        (line,) = axes.plot([0, *points], [START, *values], marker="o", label=f"{description}, seeds: {seeds}")
+        if seeds >= 3:
+            halves = [0.0, *(mean([accuracy(run) for run in runs]).half for runs in points.values())]
+            low, high = ([v + side * h for v, h in zip([START, *values], halves, strict=True)] for side in (-1, 1))
+            axes.fill_between([0, *points], low, high, alpha=0.15, color=line.get_color())
     axes.set(xlabel="CPU minutes of training", ylabel="answers that satisfy all", ylim=(0, None), xlim=(0, None))
     axes.legend()
-    figure.savefig(path, bbox_inches="tight")
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def main() -> None:

@@ -5,14 +5,18 @@
 
 All arms have the example's prompts, rewards, episodes, sampling and optimizer steps; further arguments are the
 example's. A stopped run resumes with `--resume_from_checkpoint True`. The result is a line of `--results`; with
-`--minutes 5 10 20` there is one after each of these CPU minutes of training, and the run ends after the last. Greedy
-answers to all held-out prompts are measured at each mark; sampled ones, with their score and KL, at the end only.
+`--minutes 5 10 20` there is one after each of these CPU minutes of training, and the run ends after the last; if
+`--max_steps` ends it before, the last row is of its end. Greedy answers to all held-out prompts are measured at each
+mark; sampled ones, with their score and KL, at the end only.
 
-start: the model before training. critic: the example as it is. one-body: the value is a head on the policy's states
-(linear-head in the rows: the head of one layer that it had first). no-critic: the Reinforce of docs/research.md. grpo:
-TRL's GRPO, 8 responses a prompt. trl-ppo: TRL 1.12's PPO (follow_trl.py), which `pip install --no-deps --target
-trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it cannot resume. Rows named after a preset, full weights or
-60 updates are critic or one-body with other `arguments`.
+start: the model before training. one-body: the example as it is. critic: the value model is an adapter of its own
+over the same base. no-critic: the Reinforce of docs/research.md. grpo: TRL's GRPO, 8 responses a prompt. trl-ppo: TRL
+1.12's PPO (follow_trl.py), which `pip install --no-deps --target trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0`
+give; it cannot resume.
+
+The rows of follow.jsonl are of an earlier example: 16 episodes an update, `lam` 0.95, temperature 0.7. linear-head is
+the head of one layer that one-body had first; rows named after a preset, full weights or 60 updates are critic or
+one-body with other `arguments`.
 """
 
 from __future__ import annotations
@@ -55,12 +59,16 @@ class Clock(TrainerCallback):
     Args:
         arm: The name in the rows.
         minutes: Marks in CPU minutes of training, of which the last ends the run; none: one row after training.
+        decays: Whether the learning rates fall in a line to 0 at the last mark, whatever their scheduler says.
         results: The file of rows.
         arguments: Those of the example, for the rows.
     """
 
-    def __init__(self, arm: str, minutes: list[float], results: Path, arguments: list[str]) -> None:
+    def __init__(
+        self, arm: str, minutes: list[float], results: Path, arguments: list[str], decays: bool = False
+    ) -> None:
         self.arm, self.marks, self.results, self.arguments = arm, sorted(minutes), results, arguments
+        self.end = self.marks[-1] * 60 if decays else float("inf")
         self.before, self.began = 0.0, time.process_time()
         self.trainer: Any = None
         """Has `table_of_answers()`, `evaluate()` and `obeys`: whether a callback can end it."""
@@ -69,13 +77,19 @@ class Clock(TrainerCallback):
         """Return the CPU seconds of training so far."""
         return self.before + time.process_time() - self.began
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def decay(self, optimizer: Any) -> None:
+        """Set the learning rates by the seconds of training so far."""
+        for group in optimizer.param_groups if self.end < float("inf") else ():
+            group["lr"] = group["initial_lr"] * max(0.0, 1 - self.seconds() / self.end)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Continue from the seconds of the checkpoint, whose marks have rows."""
         if state.global_step:
             seconds = json.loads(Path(args.output_dir, "seconds.json").read_text())
             self.before = seconds[str(state.global_step)]
             self.marks = [mark for mark in self.marks if mark * 60 > self.before]
         self.began = time.process_time()
+        self.decay(optimizer)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the seconds of a checkpoint."""
@@ -83,8 +97,9 @@ class Clock(TrainerCallback):
         seconds = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(seconds | {str(state.global_step): self.seconds()}))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Write a row if the next mark has passed; end the run after the last mark."""
+        self.decay(optimizer)
         if self.marks and self.seconds() >= self.marks[0] * 60:
             mark = self.marks.pop(0)
             self.record(args, state.global_step, mark, samples=not self.marks)
@@ -126,9 +141,10 @@ class Measured(PPOTrainer):
     clock: Clock
     obeys = True
     table = NO_TABLE
+    value: str | None = "policy"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs | {"value_model": self.value})
         self.clock.trainer = self
         self.add_callback(self.clock)
 
@@ -140,6 +156,12 @@ class Measured(PPOTrainer):
         """Return greedy answers to all held-out prompts."""
         self.table = super().generate_completions()
         return self.table
+
+
+class OwnCritic(Measured):
+    """Trains a value model of its own."""
+
+    value = None
 
 
 class Start(Measured):
@@ -178,9 +200,10 @@ class Theirs:
         peft_config: Any,
         make: Any,
         obeys: bool,
+        value_model: str,
         **rows: Any,
     ) -> None:
-        measures = partial(PPOTrainer, value_model="policy", ref_model=model.name_or_path)
+        measures = partial(PPOTrainer, value_model=value_model, ref_model=model.name_or_path)
         self.measures = partial(measures, args, tokenizer, reward_funcs=reward_funcs, **rows)
         self.trainer = make(args, tokenizer, model, reward_funcs, peft_config, rows["train_dataset"])
         self.is_world_process_zero, self.state = self.trainer.is_world_process_zero, self.trainer.state
@@ -240,7 +263,7 @@ def grpo(args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: 
 
 
 ARMS = {
-    "start": Start, "critic": Measured, "one-body": Measured, "no-critic": Reinforce, "grpo": Theirs,
+    "start": Start, "critic": OwnCritic, "one-body": Measured, "no-critic": Reinforce, "grpo": Theirs,
     "trl-ppo": Theirs,
 }  # fmt: skip
 
@@ -251,22 +274,28 @@ def main() -> None:
     parser.add_argument("arm", choices=ARMS)
     parser.add_argument("--beta", type=float, default=0.02, help="of GRPO")
     parser.add_argument("--minutes", type=float, nargs="+", default=[], help="of training on a CPU, for a row each")
+    parser.add_argument(
+        "--decay", action="store_true", help="the learning rates fall in a line to 0 at the last minute"
+    )
     parser.add_argument("--label", help="in the rows, in place of the arm")
     parser.add_argument("--results", type=Path, default=Path("follow.jsonl"))
     options, others = parser.parse_known_args()
     torch.set_num_threads(1)
-    clock = Clock(options.label or options.arm, options.minutes, options.results, others)
+    if options.decay and not options.minutes:
+        parser.error("--decay needs --minutes")
+    clock = Clock(options.label or options.arm, options.minutes, options.results, others, options.decay)
     ARMS[options.arm].clock = clock
     how: dict[str, Any] = {
-        "critic": {},
         "grpo": {"make": partial(grpo, beta=options.beta), "obeys": True},
         "trl-ppo": {"make": make_trainer, "obeys": False},
-    }.get(options.arm, {"value_model": "policy"})
+    }.get(options.arm, {})
+    if options.arm == "critic":
+        others.append("--share_base_model=True")
     rlhf_ppo.PPOTrainer = partial(ARMS[options.arm], **how)  # pyright: ignore
     sys.argv = [str(EXAMPLE), *others]
     ran = runpy.run_path(str(EXAMPLE), run_name="__main__")
-    if not options.minutes:
-        clock.record(ran["args"], clock.trainer.state.global_step)
+    if clock.marks or not options.minutes:
+        clock.record(ran["args"], clock.trainer.state.global_step, clock.marks[-1] if clock.marks else None)
 
 
 if __name__ == "__main__":

@@ -11,29 +11,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import runpy
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from follow import EXAMPLE, Measured
+from follow import EXAMPLE, Clock, Measured, OwnCritic
 
 import rlhf_ppo
 
 
 class Finished(Measured):
-    """Makes no table and saves no model."""
-
-    def generate_completions(self, *args: Any, **kwargs: Any) -> Any:
-        """Return an empty table."""
-        return self.table
+    """Saves no model."""
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
+
+
+class FinishedOwnCritic(Finished, OwnCritic):
+    """Saves no model; its value model is its own."""
 
 
 def main() -> None:
@@ -46,14 +44,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("audits.jsonl"))
     given, others = parser.parse_known_args()
     torch.set_num_threads(1)
-    rlhf_ppo.PPOTrainer = partial(Finished, value_model="policy") if given.arm == "one-body" else Finished  # pyright: ignore
+    rlhf_ppo.PPOTrainer = Finished if given.arm == "one-body" else FinishedOwnCritic  # pyright: ignore
+    Finished.clock = Clock(given.arm, [], given.results, others)
     sys.argv = [str(EXAMPLE), *others]
     ran = runpy.run_path(str(EXAMPLE), run_name="__main__")
-    draw, kinds = random.Random(0).choice, ran["kinds"] + ran["PAIRS"]
-    rows = [
-        ran["row"](ran["asked"][index % 16], draw(kinds), draw([0, 1]), draw(ran["WORDS"][:-1]))
-        for index in range(given.prompts)
-    ]
+    held_out = ran["all_questions"][: ran["NUM_HELD_OUT"]]
+    rows = ran["rows_to_train_on"](held_out, seed=0)[: given.prompts]
     began = time.process_time()
     found = ran["trainer"].audit_critic(rows, num_prefixes=given.prefixes, num_continuations=given.continuations)
     row = {

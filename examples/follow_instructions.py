@@ -20,7 +20,7 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo import PPOConfig, PPOTrainer, preset
 
 TOPICS = """
 bread winter trains coffee gardens bicycles music mountains letters markets dreams lighthouses rivers honey deserts
@@ -196,27 +196,22 @@ def report(trainer, when):
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
     parser.set_defaults(
-        # Model: one base with LoRA adapters for policy and value model
+        **preset("recommended-lora"),
+        # Model
         model_name_or_path="chat-model" if os.path.isdir("chat-model") else "HuggingFaceTB/SmolLM2-135M-Instruct",
         use_peft=True,
         lora_target_modules=["all-linear"],
-        share_base_model=True,
         gradient_checkpointing=False,
         # Rollout
-        per_device_train_batch_size=16,
-        per_device_eval_batch_size=32,
+        per_device_train_batch_size=32,
+        per_device_eval_batch_size=88,
         response_length=32,
         stop_token="eos",
         # Reward
         reward_weights=[1.0, 0.5],
         missing_eos_penalty=0.5,
-        kl_coef=0.02,
         # Optimization
-        max_steps=60,
-        num_ppo_epochs=2,
-        num_mini_batches=4,
-        learning_rate=3e-4,
-        critic_learning_rate=1e-3,
+        max_steps=36,
         # Results
         output_dir="runs/follow",
         logging_steps=1,
@@ -231,6 +226,7 @@ if __name__ == "__main__":
         args,
         AutoTokenizer.from_pretrained(path),
         AutoModelForCausalLM.from_pretrained(path, dtype=model_args.dtype),
+        value_model="policy",
         reward_funcs=[strict, partial],
         train_dataset=rows_to_train_on(all_questions[NUM_HELD_OUT:], args.seed),
         eval_dataset=rows_to_test_on(all_questions[:NUM_HELD_OUT]),

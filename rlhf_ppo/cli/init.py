@@ -66,7 +66,7 @@ SLOW = 10_000_000
 SLOW_BATCH, SLOW_UPDATES, SLOW_HELD_OUT = 16, 10, 64
 RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 LORA_RATES = {"sft": 2e-4, "reward": 1e-4, "ppo": 7e-5}
-"""Learning rates for a billion weights; PPO's for LoRA gives the preset's 2e-4 at 135 million."""
+"""Learning rates for a billion weights."""
 
 
 def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:

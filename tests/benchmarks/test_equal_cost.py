@@ -36,17 +36,26 @@ def selection(**changes: tuple[float, float]) -> list[dict[str, Any]]:
     return [row(label("grpo", trial), seed, 10, single, kl) for trial, single, kl in trials for seed in SELECTION]
 
 
-def test_all_methods_try_a_trial_before_the_next_and_final_seeds_come_last(tmp_path: Path) -> None:
+def test_a_seed_of_all_methods_comes_before_the_next_and_trials_come_last(tmp_path: Path) -> None:
     from equal_cost import FINAL, METHODS, SELECTION, TRIALS, missing, read
 
     nothing = missing(read(tmp_path / "absent.jsonl"))
-    assert len(nothing) == len(METHODS) * len(TRIALS) * len(SELECTION)
-    assert {trial for _, trial, _ in nothing[: 2 * len(METHODS)]} == {TRIALS[0]}
+    finals = len(FINAL) * len(METHODS)
+    assert len(nothing) == finals + len(METHODS) * len(TRIALS) * len(SELECTION)
     assert [name for name, *_ in nothing[: len(METHODS)]] == [*METHODS]
-    rows = read(write(tmp_path / "rows.jsonl", selection(trial1=(0.9, 5.0))))
-    runs = missing(rows)
-    assert runs[-len(FINAL) :] == [("grpo", TRIALS[1], seed) for seed in FINAL]
-    assert "grpo" not in [name for name, _, seed in runs if seed in SELECTION]
+    assert {(trial, seed in FINAL) for _, trial, seed in nothing[:finals]} == {(TRIALS[0], True)}
+    assert {seed for *_, seed in nothing[finals:]} == {*SELECTION}
+
+
+def test_a_method_trains_again_with_the_best_of_its_trials(tmp_path: Path) -> None:
+    from equal_cost import FINAL, SELECTION, TRIALS, label, missing, read
+
+    of_preset = [row(label("grpo", TRIALS[0]), seed, 20) for seed in FINAL]
+    runs = missing(read(write(tmp_path / "rows.jsonl", of_preset + selection(trial1=(0.9, 5.0)))))
+    assert [run for run in runs if run[0] == "grpo"] == [("grpo", TRIALS[1], seed) for seed in FINAL]
+    runs = missing(read(write(tmp_path / "rows.jsonl", of_preset + selection(trial0=(0.9, 5.0)))))
+    assert not [run for run in runs if run[0] == "grpo"]
+    assert {seed for *_, seed in missing(read(write(tmp_path / "rows.jsonl", of_preset)))} == {*FINAL, *SELECTION}
 
 
 def test_a_run_with_its_last_mark_is_not_missing(tmp_path: Path) -> None:
@@ -125,25 +134,30 @@ def test_the_clock_stands_still_while_it_measures_and_continues_after_a_checkpoi
     args = SimpleNamespace(output_dir=str(tmp_path), seed=7, max_steps=9, learning_rate=0.5)
     control = SimpleNamespace(should_training_stop=False)
 
+    optimizer = SimpleNamespace(param_groups=[{"initial_lr": 0.5}, {"initial_lr": 1.0}])
+
     def clock() -> Any:
-        clock_of_run = follow.Clock("an arm", [2, 1, 5], tmp_path / "rows.jsonl", ["--x"])
+        clock_of_run = follow.Clock("an arm", [2, 1, 5], tmp_path / "rows.jsonl", ["--x"], decays=True)
         clock_of_run.trainer = Trainer(now)
         return clock_of_run
 
     def step(of: Any, number: int, seconds: float) -> None:
         now[0] += seconds
-        of.on_step_end(args, SimpleNamespace(global_step=number), control)
+        of.on_step_end(args, SimpleNamespace(global_step=number), control, optimizer=optimizer)
         of.on_save(args, SimpleNamespace(global_step=number), control)
 
     first = clock()
-    first.on_train_begin(args, SimpleNamespace(global_step=0), control)
+    first.on_train_begin(args, SimpleNamespace(global_step=0), control, optimizer=optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.0]
     for number, seconds in enumerate((59, 2, 70, 10), 1):
         step(first, number, seconds)
     now[0] += 10_000  # killed; the checkpoint of the third step is the last that is read
     second = clock()
-    second.on_train_begin(args, SimpleNamespace(global_step=3), control)
+    second.on_train_begin(args, SimpleNamespace(global_step=3), control, optimizer=optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5 * 169 / 300, 169 / 300])
     assert second.marks == [5] and not control.should_training_stop
     step(second, 4, 170)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
     assert control.should_training_stop
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(row["minutes"], row["steps"], row["cpu_seconds"]) for row in rows] == [
