@@ -206,10 +206,15 @@ class Theirs:
         measures = partial(PPOTrainer, value_model=value_model, ref_model=model.name_or_path)
         self.measures = partial(measures, args, tokenizer, reward_funcs=reward_funcs, **rows)
         self.trainer = make(args, tokenizer, model, reward_funcs, peft_config, rows["train_dataset"])
-        self.is_world_process_zero, self.state = self.trainer.is_world_process_zero, self.trainer.state
+        self.is_world_process_zero = self.trainer.is_world_process_zero
         self.save_model, self.table, self.obeys = self.trainer.save_model, NO_TABLE, obeys
         self.clock.trainer = self
         self.trainer.add_callback(self.clock)
+
+    @property
+    def state(self) -> Any:
+        """Return Trainer's state, which training replaces."""
+        return self.trainer.state
 
     def generate_completions(self) -> Any:
         """Return the last table."""
@@ -218,7 +223,10 @@ class Theirs:
     def copied(self) -> Any:
         """Return a trainer of ours that has a copy of the policy."""
         trained = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return self.measures(copy.deepcopy(getattr(trained, "policy", trained)))
+        policy = copy.deepcopy(getattr(trained, "policy", trained))
+        for module in policy.modules():  # wrappers call the model that was copied
+            vars(module).pop("forward", None)
+        return self.measures(policy)
 
     def table_of_answers(self) -> Any:
         """Return greedy answers to all held-out prompts."""
