@@ -7,11 +7,10 @@
 
 Every method trains for 20 CPU minutes on five seeds with the preset's learning rate and KL coefficient, measured after
 5, 10 and 20. Then each tries the same settings (`TRIALS`) for 10 minutes on two other seeds, and trains again with the
-best of them below 12 nats of KL, if it is another. The learning rate falls in a line to 0 at the last minute, so no
-method needs to know how many updates it will make. The rows of `one-body` without `--decay` are the preset as it is:
-its rate falls over 36 updates, 19 CPU minutes. A stopped run
-resumes at its last checkpoint, except TRL's PPO, which starts again. A run has one thread; `--jobs 2` runs two at a
-time, which makes each of them slower.
+best of them below 12 nats of KL, if that is not the preset's. The learning rate falls in a line to 0 at the last
+minute, so no method needs to know how many updates it will make. The rows of `one-body` without `--decay` are the
+preset as it is: its rate falls over 36 updates, 18 to 20 CPU minutes. A stopped run resumes at its last checkpoint,
+except TRL's PPO, which starts again. A run has one thread; `--jobs 2` runs two at a time, which makes each slower.
 """
 
 from __future__ import annotations
@@ -125,12 +124,10 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
         for mark in MARKS:
             runs = final_rows(name, mark, rows)
             if runs:
-                columns = [[accuracy(run) for run in runs]]
-                columns += [[run[key] for run in runs] for key in ("single", "pairs")]
-                columns += [[kl(run) for run in runs]] if mark == MARKS[-1] else []
-                figures = " | ".join(mean(column).shown(2) for column in columns)
-                end = " |" if len(columns) == 4 else " | |"
-                lines.append(f"| {description} | {mark} | {len(runs)} | {figures}{end}")
+                columns = [list(map(accuracy, runs)), *([run[key] for run in runs] for key in ("single", "pairs"))]
+                figures = [mean(column).shown(2) for column in columns]
+                at_end = mean(list(map(kl, runs))).shown(2) + " " if mark == MARKS[-1] else ""
+                lines.append(f"| {description} | {mark} | {len(runs)} | {' | '.join(figures)} | {at_end}|")
     return "\n".join(lines) + "\n"
 
 

@@ -59,9 +59,9 @@ class Clock(TrainerCallback):
     Args:
         arm: The name in the rows.
         minutes: Marks in CPU minutes of training, of which the last ends the run; none: one row after training.
-        decays: Whether the learning rates fall in a line to 0 at the last mark, whatever their scheduler says.
         results: The file of rows.
         arguments: Those of the example, for the rows.
+        decays: Whether the learning rates fall in a line to 0 at the last mark, whatever their scheduler says.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Theirs:
         """Return a trainer of ours that has a copy of the policy."""
         trained = self.trainer.accelerator.unwrap_model(self.trainer.model)
         policy = copy.deepcopy(getattr(trained, "policy", trained))
-        for module in policy.modules():  # wrappers call the model that was copied
+        for module in policy.modules():  # a wrapper would run the original
             vars(module).pop("forward", None)
         return self.measures(policy)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/follow_read.py ANSWERS.jsonl ...    # files beside --results: LABEL-SEED-MINUTES.jsonl
 
-An answer *talks about the constraint* if it has a word of `ABOUT_FORM` that its question has not, *repeats* if a word
-comes twice in a row or a content word three times, and *misses the topic* if it has no content word of the question.
+An answer *talks about the constraint* if it contains a word of `ABOUT_FORM` that its question lacks. It *repeats* if a
+word comes twice in a row or a content word three times. It *misses the topic* without a content word of the question.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 
 def row(arm: str, seed: int, minutes: float, single: float = 0.5, kl: float = 5.0) -> dict[str, Any]:
@@ -182,3 +183,19 @@ def test_a_trainer_that_does_not_obey_is_ended_by_an_error(monkeypatch: pytest.M
     args = SimpleNamespace(output_dir=str(tmp_path), seed=7, max_steps=9, learning_rate=0.5)
     with pytest.raises(follow.TimeIsUp):
         clock.on_step_end(args, SimpleNamespace(global_step=1), SimpleNamespace())
+
+
+def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights() -> None:
+    import follow
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for module in (model, model[0]):
+        vars(module)["forward"] = lambda inputs, original=module: type(original).forward(original, inputs)
+    theirs = object.__new__(follow.Theirs)
+    theirs.measures = lambda policy: policy
+    theirs.trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(unwrap_model=lambda wrapped: wrapped))
+    copied, inputs = theirs.copied(), torch.ones(1, 2)
+    before = copied(inputs)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert torch.equal(copied(inputs), before) and not torch.equal(model(inputs), before)
