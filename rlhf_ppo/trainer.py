@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, token_rewards
+from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, masked_whiten, token_rewards
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
-from rlhf_ppo.algorithm.masked import masked_whiten
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine

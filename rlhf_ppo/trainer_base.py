@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, rotate_checkpoints
 
-from rlhf_ppo.algorithm.masked import ScoreMoments
+from rlhf_ppo.algorithm.advantages import ScoreMoments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
 from rlhf_ppo.data.files import optional
@@ -38,7 +38,7 @@ from rlhf_ppo.reporting.health import health_settings
 from rlhf_ppo.reporting.metrics import MetricWindow
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
-from rlhf_ppo.run import construction, datasets, divergence, evaluator, rollouts, saving
+from rlhf_ppo.run import construction, datasets, evaluator, rollouts, saving
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import is_unfinished
 from rlhf_ppo.run.external import ExternalRun
@@ -115,7 +115,7 @@ class TrainerBase(Steps, Trainer):
 
         # Make the parts that need it.
         self._run = run = construction.make_run(self, policy_and_value, loaded)
-        self._critic_only, self._guard = CriticOnly(run), divergence.DivergenceGuard(run)
+        self._critic_only, self._guard = CriticOnly(run), rollouts.DivergenceGuard(run)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
         self._window, self._progress = MetricWindow(), Progress()
         self._external_run = ExternalRun(run)

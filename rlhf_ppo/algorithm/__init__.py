@@ -1,8 +1,8 @@
 """The mathematics of PPO from human feedback, as pure tensor functions.
 
-In the order of the computation: `advantages` turns scores into token rewards, and these into advantages and returns;
-`masked` whitens them over the real tokens of all ranks, and `losses` computes the losses. This package imports only
-torch and itself.
+In the order of the computation: `advantages` turns scores into token rewards, and these into advantages and returns,
+and whitens them over the real tokens of all ranks; `losses` computes the losses. This package imports only torch and
+itself.
 
 All functions compute in float32. Masks are True on real tokens; other values, including NaN and inf, do not affect any
 result.
@@ -12,9 +12,13 @@ from rlhf_ppo.algorithm.advantages import (
     clip_scores,
     gae,
     kl_estimate,
+    masked_mean,
+    masked_var,
+    masked_whiten,
     penalize_missing_eos,
     replace_missing_eos,
     token_rewards,
+    zero_outside,
 )
 from rlhf_ppo.algorithm.losses import (
     PolicyLoss,
@@ -26,7 +30,6 @@ from rlhf_ppo.algorithm.losses import (
     importance_weights,
     token_mean,
 )
-from rlhf_ppo.algorithm.masked import masked_mean, masked_var, masked_whiten, zero_outside
 
 __all__ = [
     "PolicyLoss",

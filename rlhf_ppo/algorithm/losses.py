@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_ppo.algorithm.masked import ReduceSum, masked_var, zero_outside
+from rlhf_ppo.algorithm.advantages import ReduceSum, masked_var, zero_outside
 
 NO_FIGURES: Mapping[str, Tensor] = MappingProxyType({})
 

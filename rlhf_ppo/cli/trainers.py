@@ -67,7 +67,7 @@ from rlhf_ppo.reporting.model_card import CARD, if_on_hub, model_origin, with_lo
 from rlhf_ppo.reporting.run_log import SETTINGS_NAME, where_results_are
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
-from rlhf_ppo.run.divergence import DivergenceError
+from rlhf_ppo.run.rollouts import DivergenceError
 from rlhf_ppo.run.saving import stopping_as_trained
 from rlhf_ppo.terminal import (
     RedactsSecrets,

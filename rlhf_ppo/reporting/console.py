@@ -172,7 +172,7 @@ class LogLines(PrinterCallback):
         """Record the start time and the first update."""
         self._start = time.monotonic(), state.global_step
 
-    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+    def on_epoch_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Record when the first update starts."""
         self._first_update = self._first_update or time.monotonic()
 

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rlhf_ppo.algorithm.advantages import kl_estimate, token_rewards
+from rlhf_ppo.algorithm.advantages import (
+    ReduceSum,
+    ScoreMoments,
+    kl_estimate,
+    masked_range,
+    token_rewards,
+    zero_outside,
+)
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, approx_kl, explained_variance
-from rlhf_ppo.algorithm.masked import ReduceSum, ScoreMoments, masked_range, zero_outside
 from rlhf_ppo.data.rollout import Experience, Responses, Rollout, sent
 from rlhf_ppo.models.policy_and_value import PolicyAndValueOutput
 from rlhf_ppo.ranks.processes import get_logger

@@ -16,8 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from rlhf_ppo.algorithm.advantages import clip_scores, penalize_missing_eos, replace_missing_eos
-from rlhf_ppo.algorithm.masked import ScoreMoments, zero_outside
+from rlhf_ppo.algorithm.advantages import (
+    ScoreMoments,
+    clip_scores,
+    penalize_missing_eos,
+    replace_missing_eos,
+    zero_outside,
+)
 from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import MARK, is_conversation, is_special, template_settings, text_of_content

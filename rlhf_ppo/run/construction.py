@@ -11,8 +11,13 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer
 
-from rlhf_ppo.algorithm.advantages import AdaptiveKLController, FixedKLController, KLController, check_coefficient
-from rlhf_ppo.algorithm.masked import RunningMoments
+from rlhf_ppo.algorithm.advantages import (
+    AdaptiveKLController,
+    FixedKLController,
+    KLController,
+    RunningMoments,
+    check_coefficient,
+)
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import check_optimization, check_output_dir, check_ptx, parse_weights
 from rlhf_ppo.config.ppo_config import Sizes

@@ -21,7 +21,7 @@ from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.reporting.metrics import evaluation_columns, gather_columns, noting_out_of_memory, warn_of_unscored
 from rlhf_ppo.reporting.sample_tables import sample_rows
 from rlhf_ppo.rewards.scorer import Scores
-from rlhf_ppo.run.divergence import DivergenceGuard
+from rlhf_ppo.run.rollouts import DivergenceGuard
 from rlhf_ppo.run.run_state import RunState
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_ppo.algorithm.masked import masked_mean, masked_range, masked_var, masked_whiten, zero_outside
+from rlhf_ppo.algorithm.advantages import masked_mean, masked_range, masked_var, masked_whiten, zero_outside
 
 NAN, INF = float("nan"), float("inf")
 

@@ -18,7 +18,7 @@ EXPECTED = {
         "generation/transformers_engine.py:check_beside": 3,
     },
     "score": {"rewards/scorer.py:_rows": 1, "rewards/scorer.py:weighted_sum": 1},
-    "learn": {"trainer.py:optimizer_step": 2, "run/divergence.py:check_step": 2},
+    "learn": {"trainer.py:optimizer_step": 2, "run/rollouts.py:check_step": 2},
 }
 """Waits of an update of two mini-batches, of two micro-batches each, without those in transformers.
 
@@ -53,5 +53,5 @@ def test_the_host_waits_where_it_must_and_nowhere_else(phase: str, waits: dict[s
 
 def test_a_micro_batch_waits_at_most_twice(waits: dict[str, Counter[str]]) -> None:
     """Of learning's waits only these are of its steps; the others are once an update."""
-    of_steps = waits["learn"]["trainer.py:optimizer_step"] + waits["learn"]["run/divergence.py:check_step"]
+    of_steps = waits["learn"]["trainer.py:optimizer_step"] + waits["learn"]["run/rollouts.py:check_step"]
     assert 0 < of_steps <= 2 * 4

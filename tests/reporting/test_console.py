@@ -78,7 +78,7 @@ def test_the_end_of_training_is_told_once_after_the_first_update(monkeypatch: An
     lines, state = LogLines(), SimpleNamespace(global_step=7, max_steps=20, is_world_process_zero=True)
     lines.on_train_begin(None, state, None)
     for step in (8, 9):  # 12 of 13 updates are left after the first
-        lines.on_step_begin(None, state, None)
+        lines.on_epoch_begin(None, state, None)
         state.global_step = step
         lines.on_step_end(None, state, None)
     printed = capsys.readouterr().out

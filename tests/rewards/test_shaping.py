@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.algorithm.masked import ScoreMoments
+from rlhf_ppo.algorithm.advantages import ScoreMoments
 from rlhf_ppo.data.rollout import Responses, Rollout
 from rlhf_ppo.rewards.scorer import scaling_scores, scores_in_reward_unit, shape_scores
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.run.divergence import DivergenceError
+from rlhf_ppo.run.rollouts import DivergenceError
 from tests.conftest import tiny_policy
 from tests.runs import QUICK, At, MakeTrainer
 
