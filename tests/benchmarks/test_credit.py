@@ -1,0 +1,59 @@
+"""The task in which each sentence has a reward of its own: which token gets it, and the baseline without a critic."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+VALENCE = {"happy": 2.0, "sad": -2.0, "cried": -1.0}
+TEXT = "Lily was happy. Tim was sad and cried! Then happy. She was sad. They were happy. And"
+
+
+def decode(ids: list[int], skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens of three characters."""
+    return "".join(TEXT[3 * number : 3 * number + 3] for number in ids)
+
+
+def test_sentences_are_paid_in_turn_for_glad_and_sad_words() -> None:
+    from credit import rewards_of
+
+    two, three = 2 / 19**0.5, 3 / 24**0.5  # VADER's squashing, s / sqrt(s^2 + 15)
+    assert rewards_of(TEXT, VALENCE) == pytest.approx([two, three, two, two])
+    assert rewards_of("She was sad. It was happy. No end", VALENCE) == pytest.approx([-two, -two])
+
+
+def test_a_sentence_is_paid_at_the_token_that_ends_it() -> None:
+    from credit import at_tokens, rewards_of
+
+    ids = list(range(-(-len(TEXT) // 3)))
+    rewards = at_tokens(ids, VALENCE, decode)
+    ends = [position for position, letter in enumerate(TEXT) if letter in ".!"][:4]
+    assert {number: reward for number, reward in enumerate(rewards) if reward} == {
+        end // 3: reward for end, reward in zip(ends, rewards_of(TEXT, VALENCE), strict=True)
+    }
+
+
+def test_without_a_critic_the_baseline_is_the_mean_at_the_same_place() -> None:
+    from credit import NoCritic
+
+    rewards = torch.tensor([[1.0, 0.0, 2.0], [0.0, 4.0, 0.0]])
+    rollout: Any = SimpleNamespace(loss_mask=torch.tensor([[True, True, True], [True, True, False]]))
+    compute: Any = NoCritic.compute_advantages
+    advantages, returns = compute(None, rollout, rewards)
+    assert returns.tolist() == [[3.0, 2.0, 2.0], [4.0, 4.0, 0.0]]
+    assert advantages.tolist() == [[-0.5, -1.0, 0.0], [0.5, 1.0, 0.0]]
+
+
+def test_the_rate_with_the_highest_objective_is_chosen() -> None:
+    from credit import KL_COEF, MARKS, RATES, SELECTION, chosen_rate
+
+    def row(rate: float, reward: float, kl: float) -> dict[str, Any]:
+        return {"arm": "head", "seed": SELECTION[0], "rate": rate, "mark": MARKS[-1], "reward": reward, "kl": kl}
+
+    first, second = RATES
+    assert chosen_rate("head", [row(first, 1.0, 0.0)]) is None
+    assert chosen_rate("head", [row(first, 1.0, 0.0), row(second, 1.1, 0.2 / KL_COEF)]) == first
+    assert chosen_rate("head", [row(first, 1.0, 0.3 / KL_COEF), row(second, 1.1, 0.2 / KL_COEF)]) == second
