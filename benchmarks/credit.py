@@ -49,7 +49,7 @@ ARMS = {
     "none-total": "no critic, total",
     "grpo": "GRPO (TRL 1.16), total",
 }
-MARKS, RATES, KL_COEF = (15, 30, 60), (1e-4, 2e-4), 0.02
+MARKS, RATES, KL_COEF = (15, 30, 60), (5e-5, 1e-4, 2e-4), 0.02
 SELECTION, FINAL = (10,), (0, 1, 2, 3, 4)
 SIGNS = (1, -1, 1, -1)
 """Of the paid sentences: glad, sad, glad, sad."""

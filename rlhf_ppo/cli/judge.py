@@ -71,7 +71,7 @@ def judge(argv: Sequence[str] | None = None, prog: str = "rlhf-ppo judge") -> Wi
         check_single_process()
         if not args.dry_run:
             return judge_responses(args)
-        make_judge(args)
+        prepare(args)
     print_text(f"Dry run: no problems found; the verdicts would be in {args.output_dir}.")
     return None
 
@@ -93,11 +93,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     """
     folder = Path(os.path.expanduser(args.output_dir))
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = make_judge(args)
-    rows = load_rows(args)
-    trusts, named = args.trust_remote_code, {"model": args.model, "opponent": args.opponent}
-    tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items() if path is not None}
-    rows = fitting_rows(args, rows, tokenizers, chosen)  # before any generation
+    chosen, rows, tokenizers = prepare(args)
     ours, theirs = _answers(args, rows, tokenizers)
     table = pd.DataFrame(
         {
@@ -130,6 +126,19 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     if card := show_judgements(folder.parent if folder.name == JUDGED else folder):
         print_text(f"The win rate is on the model card {card}")
     return win_rate
+
+
+def prepare(args: JudgeArguments) -> tuple[Any, Dataset, dict[str, PreTrainedTokenizerBase]]:
+    """Return the judge, the prompts that fit, and the tokenizer of each model that responds.
+
+    Raises:
+        OSError, ValueError: The data, a tokenizer or the judge is wrong.
+    """
+    chosen = make_judge(args)
+    rows = load_rows(args)
+    trusts, named = args.trust_remote_code, {"model": args.model, "opponent": args.opponent}
+    tokenizers = {name: load_tokenizer(path, trusts, name) for name, path in named.items() if path is not None}
+    return chosen, fitting_rows(args, rows, tokenizers, chosen), tokenizers
 
 
 def _again(path: Path) -> str:

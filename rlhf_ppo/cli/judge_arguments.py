@@ -81,7 +81,7 @@ class JudgeArguments:
 
     output_dir: str = option("judged", "Directory of the results; tables of earlier calls are kept.")
     num_shown: Count = option(5, "Judged pairs to print.")
-    dry_run: bool = option(False, "Check files, columns, models and judge, list all problems, and exit.")
+    dry_run: bool = option(False, "Check data, columns, tokenizers and judge, and exit.")
 
     def __post_init__(self) -> None:
         """Check the numbers and the pairs of options."""

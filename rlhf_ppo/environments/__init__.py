@@ -1,1 +1,1 @@
-"""Environments of several turns and tools: discovery, pool, a round's calls, processes, and adapters."""
+"""Environments of several turns and tools: discovery, pool, a round's calls, and waiting with a time limit."""

@@ -53,7 +53,8 @@ def test_the_rate_with_the_highest_objective_is_chosen() -> None:
     def row(rate: float, reward: float, kl: float) -> dict[str, Any]:
         return {"arm": "head", "seed": SELECTION[0], "rate": rate, "mark": MARKS[-1], "reward": reward, "kl": kl}
 
-    first, second = RATES
-    assert chosen_rate("head", [row(first, 1.0, 0.0)]) is None
-    assert chosen_rate("head", [row(first, 1.0, 0.0), row(second, 1.1, 0.2 / KL_COEF)]) == first
-    assert chosen_rate("head", [row(first, 1.0, 0.3 / KL_COEF), row(second, 1.1, 0.2 / KL_COEF)]) == second
+    kl = 0.2 / KL_COEF  # nats that cost 0.2
+    rows = [row(rate, *figures) for rate, figures in zip(RATES, [(1.0, 0.0), (1.1, kl), (0.5, 0.0)], strict=True)]
+    assert chosen_rate("head", rows[:2]) is None
+    assert chosen_rate("head", rows) == RATES[0]
+    assert chosen_rate("head", [row(RATES[0], 1.0, 2 * kl), *rows[1:]]) == RATES[1]

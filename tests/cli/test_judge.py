@@ -98,6 +98,27 @@ def test_an_opponent_that_is_not_there_is_said_before_the_model_answers(places, 
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--opponent", "two", "--dataset_name", "absent.jsonl"], "absent.jsonl"),
+        (["--opponent_column", "theirs"], "has no column 'theirs'"),
+        (["--opponent", "absent"], "opponent='absent'"),
+        ([], None),
+    ],
+)
+def test_a_dry_run_reads_data_and_tokenizers(change, words, places, capsys):
+    command = ["--model", "one", "--judge", "length", *SHORT, "--dry_run", *(change or ["--opponent", "two"])]
+    if words is None:
+        evaluate(command)
+        assert "no problems found" in capsys.readouterr().out
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            evaluate(command)
+        assert words in capsys.readouterr().err
+    assert not Path("judged").exists()
+
+
+@pytest.mark.parametrize(
     ("positions", "recorded", "longest"), [((64, 32, 16), None, 8), ((16, 32, 32), None, 8), ((64, 64, 64), 5, 5)]
 )
 def test_prompts_without_room_in_any_model_or_that_training_dropped_are_dropped_for_all(

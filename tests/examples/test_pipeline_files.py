@@ -17,6 +17,7 @@ from rlhf_ppo.cli.judge_arguments import JudgeArguments
 from rlhf_ppo.cli.main import configs, main
 from rlhf_ppo.cli.pipeline import COMMANDS, check_steps, read_pipeline, run_pipeline
 from rlhf_ppo.cli.training_commands import OPTIONS
+from rlhf_ppo.rewards.resolve import resolve_rewards
 from tests.examples.test_ppo_example import pythia, save
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,10 +41,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_option_is_known(name: str, place: Path) -> None:
+def test_every_option_reward_and_judge_is_known(name: str, place: Path) -> None:
     for step in read_pipeline(f"examples/{name}").steps:
         if step.kind != "report":
-            parse(OPTIONS.get(COMMANDS[step.kind], (JudgeArguments,)), step.kind, step.argv())
+            for part in parse(OPTIONS.get(COMMANDS[step.kind], (JudgeArguments,)), step.kind, step.argv()):
+                resolve_rewards(getattr(part, "reward_funcs", None))
+                resolve_rewards(getattr(part, "judge", None))
 
 
 def in_this_process(words: Sequence[str]) -> int:
