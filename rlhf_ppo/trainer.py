@@ -20,6 +20,7 @@ from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
+from rlhf_ppo.ranks.processes import raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import minibatch_generator
 from rlhf_ppo.reporting.metrics import UpdateStatistics
 from rlhf_ppo.rewards.resolve import RewardSpec
@@ -342,6 +343,8 @@ class PPOTrainer(TrainerBase):
                     statistics.grad_norm = self.optimizer_step(minibatch, statistics)
                 if args.kl_stop is not None and statistics.kl_of_epoch(run.sum_over_ranks) > args.kl_stop:
                     break
+        if statistics.losses:
+            self._tr_loss += torch.stack(statistics.losses).mean()
         self.sampler.engine.policy_changed()
         return statistics
 
@@ -379,23 +382,22 @@ class PPOTrainer(TrainerBase):
         """Clip the gradients, step and clear them.
 
         Args:
-            losses: Losses of the step's micro-batches; Trainer logs their mean over the update's steps.
-            statistics: Of the update; those of the step's micro-batches are the last.
+            losses: Losses of the step's micro-batches.
+            statistics: Of the update; those of the step's micro-batches are the last. Gets the step's loss.
 
         Returns:
             Gradient norm before clipping.
         """
-        run, args = self._run, self.args
+        run, loss = self._run, torch.stack(list(losses)).sum()
         self._critic_only.drop_policy_gradients()
         norms = learning.gradient_norms(self.accelerator, run.models)
         grad_norm = self._clip_gradients()
-        self._guard.check_step(statistics, len(losses), torch.stack(list(losses)).sum(), grad_norm)
+        self._guard.check_step(statistics, len(losses), loss, grad_norm)
         statistics.add_grad_norms(norms)
         run.fire("on_pre_optimizer_step")
         self.optimizer.step()
         run.fire("on_optimizer_step")
-        for loss in losses:
-            self._tr_loss += loss / (args.num_ppo_epochs * args.num_mini_batches)
+        statistics.losses.append(loss)
         self.model_wrapped.zero_grad()
         if self.ptx is not None:
             self.ptx.count_step()
@@ -566,7 +568,8 @@ class PPOTrainer(TrainerBase):
             RunStopped: A signal ended the run.
         """
         external = ExternalRows(queries, responses, scores, response_masks, sampling_logprobs, ended)
-        rows, row_scores = external.padded(self._run, self.sizes.local_batch_size, self._preparation)
+        with raise_on_all_ranks(self.accelerator):
+            rows, row_scores = external.padded(self._run, self.sizes.local_batch_size, self._preparation)
         with self._external_run.update(self._begin_external_run, self._leave_if_stopped, self._finish_run):
             self._run.fire("on_step_begin")
             rollout = self.collect_rollout(Prompts.of_responses(rows), rows, row_scores)

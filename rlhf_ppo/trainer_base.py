@@ -360,6 +360,7 @@ class TrainerBase(Steps, Trainer):
 
         Raises:
             TypeError: Its state cannot be in a checkpoint.
+            ValueError: Another object has the name.
         """
         self._run.stateful.register(name, part)
 

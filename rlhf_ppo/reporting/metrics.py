@@ -286,6 +286,7 @@ class UpdateStatistics:
         named: Names of additional figures of the losses.
         watches_kl: Whether `KL` is one of these figures.
         num_epochs: Number of learned epochs, if a limit on the KL may end them early.
+        losses: Loss of each optimizer step.
         grad_norms: Gradient norms of policy and value model at each optimizer step, float32 `(2,)`.
         learns_ptx: Whether the update also learns from texts; their two sums then precede the number of tokens.
         ptx: The sums of the step that comes next, float32 `(2,)`: negative log-likelihood and tokens.
@@ -312,6 +313,7 @@ class UpdateStatistics:
     named: tuple[str, ...] = ()
     watches_kl: bool = False
     num_epochs: int | None = None
+    losses: list[Tensor] = field(default_factory=list)
     grad_norms: list[Tensor] = field(default_factory=list)
     learns_ptx: bool = False
     ptx: Tensor | None = None

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from rlhf_ppo.data.rollout import Responses, check_lengths
+from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.models.capabilities import Vocabulary
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.run.datasets import PromptPreparation
@@ -67,7 +67,12 @@ class ExternalRows:
         _check_ids("responses", self.responses, preparation.vocabulary)
         device = run.args.device
         padded = padded_responses(self.queries, self.responses, self.response_masks, num_rows, run.tokens.pad, device)
-        check_lengths(padded.context_length, padded.response_ids.shape[1], preparation.longest_sequence)
+        limit, longest = preparation.longest_sequence, int(padded.lengths.argmax())
+        if limit is not None and (tokens := int(padded.lengths[longest])) > limit.tokens:
+            raise ValueError(
+                f"query and response {longest} have {tokens} tokens together, but {limit.reason}: shorten them, or "
+                f"{limit.remedy}"
+            )
         responses = replace(
             padded,
             sampling_logprobs=None if self.sampling_logprobs is None else _logprobs(self.sampling_logprobs, padded),

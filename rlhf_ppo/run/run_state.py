@@ -251,7 +251,10 @@ class StatefulParts:
 
         Raises:
             TypeError: The part's state cannot be in a checkpoint.
+            ValueError: Another part has the name.
         """
+        if self._parts.get(name, part) is not part:
+            raise ValueError(f"register_stateful: the name {name!r} is taken by another part; choose another")
         self._initial[name] = copy.deepcopy(_state_of(name, part))
         self._parts[name] = part
 

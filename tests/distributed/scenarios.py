@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -321,7 +322,10 @@ def two_updates_of_scaled_rewards(
 
 
 def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size: int, **recipe: Any) -> dict[str, Any]:
-    """Call `step` twice, each time with this rank's share of eight responses, some with a hole."""
+    """Call `step` twice, each time with this rank's share of eight responses, some with a hole.
+
+    Before each, the last rank passes too few rows: an error on all ranks, after which the trainer is unchanged.
+    """
     trainer = make_trainer(
         output_dir, models, gradient_accumulation_steps=local_batch_size // 2,
         given={"train_dataset": None, "eval_dataset": None, "reward_funcs": None, "ref_model": f"{models}/policy"},
@@ -336,6 +340,9 @@ def two_steps_of_given_responses(output_dir: str, models: str, local_batch_size:
         responses = [torch.randint(1, 12, (length,), generator=generator) for length in lengths]
         masks = [torch.arange(length) != 1 + row % 5 for row, length in enumerate(lengths)]
         scores = torch.randn(8, generator=generator)
+        is_last = trainer.args.process_index == trainer.args.world_size - 1
+        with pytest.raises(ValueError, match="entries, but an update takes"):
+            trainer.step(queries[own][is_last:], responses[own], scores[own], masks[own])
         trainer.step(queries[own], responses[own], scores[own], masks[own])
     return report(trainer, parameters=whole_parameters(trainer), score_moments=trainer.score_moments.state_dict())
 

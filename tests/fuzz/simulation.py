@@ -365,8 +365,7 @@ class Simulation:
 
     def _end(self, known: Known, logged: dict[str, float], figures: list[TokenLosses]) -> None:
         settings = self.settings
-        num_steps = settings.num_ppo_epochs * settings.num_mini_batches
-        self.waiting_losses.append(sum(each.loss for each in figures) / num_steps)
+        self.waiting_losses.append(sum(each.loss for each in figures) / max(1, len(figures)))
         logged["lr"] = settings.learning_rate * settings.rate(self.update)
         self.episode += settings.batch_size
         logged["episode"] = self.episode

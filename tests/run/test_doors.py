@@ -83,6 +83,15 @@ def test_a_run_with_states_resumes_bit_for_bit(make_trainer: MakeTrainer, tmp_pa
     assert resumed.score_moments.moments == whole.score_moments.moments
 
 
+def test_a_name_of_a_part_is_taken_once(make_trainer: MakeTrainer) -> None:
+    trainer, part = make_trainer(kl_target=3.0), Adding()
+    trainer.register_stateful("adding", part)
+    trainer.register_stateful("adding", part)
+    for name in ("adding", "kl_controller"):
+        with pytest.raises(ValueError, match=f"'{name}' is taken"):
+            trainer.register_stateful(name, Adding())
+
+
 class Lengths(RewardSource):
     """A tenth of a point for each token."""
 

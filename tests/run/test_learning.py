@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_ppo.models.unwrapping import backbone
-from tests.runs import QUICK, MakeTrainer, parameters
+from tests.runs import QUICK, MakeTrainer, logged, parameters
 
 RUN = QUICK | {"gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "vf_coef": 0.7, "learning_rate": 0.01}
 
@@ -64,3 +64,11 @@ def test_equal_scores_teach_the_policy_nothing(make_trainer: MakeTrainer, option
     policy = [name for name in before if name.startswith("policy.")]
     assert policy and all(torch.equal(before[name], after[name]) for name in policy)
     assert any(not torch.equal(before[name], after[name]) for name in before if name not in policy)
+
+
+def test_the_loss_is_the_mean_over_the_steps_that_were_taken(make_trainer: MakeTrainer) -> None:
+    """`kl_stop` ends the update after the second epoch, before which the policy has not moved."""
+    whole = make_trainer(**{**RUN, "num_ppo_epochs": 2, "total_episodes": 4})
+    stopped = make_trainer(**{**RUN, "num_ppo_epochs": 4, "kl_stop": 1e-12, "total_episodes": 4})
+    losses = [logged(trainer.train() and trainer, "loss")[0] for trainer in (whole, stopped)]
+    assert losses[0] == losses[1] != 0

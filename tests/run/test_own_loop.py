@@ -88,6 +88,10 @@ LOGPROBS = [torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-3.0])]
 NO_UPDATE: list[tuple[dict[str, Any], str]] = [
     ({"queries": QUERIES[:1]}, "queries has 1 entries, but an update takes 2 responses on each process"),
     ({"queries": [QUERIES[0], torch.tensor([6, 32])]}, r"queries\[1\] holds .* token ids 0 to 31 of the policy"),
+    (
+        {"queries": [torch.full((62,), 6), QUERIES[1]]},
+        "query and response 0 have 65 tokens together, but the model has 64",
+    ),
     ({"responses": [RESPONSES[0][:0], RESPONSES[1]]}, "row 0: response_mask has no real token"),
     ({"scores": [1.0]}, "scores has 1 entries"),
     ({"scores": [torch.ones(2), torch.ones(1)]}, r"scores\[0\] has 2 values for the 3 tokens"),
@@ -124,3 +128,9 @@ def test_rewards_of_tokens_and_ended_are_taken_as_they_are(make_stepper: Steps) 
     assert rollout.token_scores.tolist() == [[0.5, 0.0, -1.0], [2.0, 0.0, 0.0]]
     assert rollout.scores.tolist() == [0.0, 0.0] and rollout.ended.tolist() == [False, True]
     assert trainer.shape_rewards(rollout).tolist() == [[0.5, 0.0, -4.0], [2.0, 0.0, 0.0]]
+
+
+def test_each_row_may_use_all_positions(make_stepper: Steps) -> None:
+    """A long query stands beside a long response: together they would be too long for the model's 64 positions."""
+    queries, responses = [torch.full((50,), 6), torch.tensor([7])], [torch.tensor([8]), torch.full((50,), 9)]
+    assert make_stepper().step(queries, responses, SCORES)["objective/scores"] == float(SCORES.mean()) - 0.5  # no EOS
