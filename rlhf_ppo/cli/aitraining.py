@@ -279,13 +279,15 @@ def reward_sources(params: LLMTrainingParams) -> tuple[str | None, list[Callable
     model, weights = params.rl_reward_model_path, params.rl_reward_weights
     function = None if params.rl_reward_fn is None else _resolved(params.rl_reward_fn)
     settings: dict[str, Any] = {}
-    functions = [function] if function else [] if model else [resolve_reward("default")]
+    functions = [function] if function else []
     if params.environment is not None:
         config = json_object("rl_env_config", params.rl_env_config)
         if params.environment == "preference_comparison" and model is not None and not _JUDGES & config.keys():
             config, model = {**config, "preference_model": model}, None
         environment = make_environment(params.environment, config, reward_weights=weights, reward_fn=function)
         functions, settings, weights = environment.reward_funcs, environment.settings, environment.reward_weights
+    if not functions and model is None:
+        functions = [resolve_reward("default")]
     if weights is not None:
         ones = ({} if model is None else {REWARD_MODEL: 1.0}) | ({function_name(function): 1.0} if function else {})
         settings = {**settings, "reward_weights": ones | json_object("rl_reward_weights", weights)}

@@ -195,7 +195,7 @@ def make_judge(args: JudgeArguments) -> Any:
             f"judge_model={path!r} is a language model, not a reward model; serve it (`transformers serve`, `vllm "
             "serve`) and give its address as judge_url"
         )
-    judge = RewardModelJudge(path, trust_remote_code=trusts)
+    judge = RewardModelJudge(path, trust_remote_code=trusts, argument="judge_model")
     judge.model  # noqa: B018
     return judge
 

@@ -190,10 +190,7 @@ def ppo_trainer(
     starts_from_adapter = is_adapter_directory(args.sft_model_path)
     if starts_from_adapter and peft_config is not None:
         peft_config = None
-        print_text(
-            f"{args.sft_model_path} is an adapter: it is trained further as it is, and the options of a new adapter "
-            "have no effect."
-        )
+        _say_adapter_stays(args.sft_model_path)
     is_whole = peft_config is None and not starts_from_adapter
     if ref_model is None and is_whole and asks_for_reference(args):
         ref_model = args.sft_model_path  # loaded again: a policy that ZeRO-3 has sharded cannot be copied
@@ -455,6 +452,8 @@ def _trl_trainer(
     set_seed(args.seed)  # determines a new head or adapter
     model, peft_config = path, lora_config(model_args)
     if is_adapter:
+        if peft_config is not None:
+            _say_adapter_stays(path)
         model, peft_config = _adapted_model(trainer_class, path, settings, model_args), None
     else:
         args.model_init_kwargs = settings
@@ -464,6 +463,12 @@ def _trl_trainer(
     use_console(trainer, "line")
     trainer.add_callback(_LogsShortRuns())
     return trainer
+
+
+def _say_adapter_stays(path: str) -> None:
+    print_text(
+        f"{path} is an adapter: it is trained further as it is, and the options of a new adapter have no effect."
+    )
 
 
 def _adapted_model(trainer_class: object, path: str, settings: dict[str, object], model_args: ModelConfig) -> Any:

@@ -96,10 +96,18 @@ class RewardModelJudge(ScoringJudge):
         path: Directory or hub name of a sequence-classification model with one label, with its tokenizer.
         batch_size: Texts in one forward pass.
         trust_remote_code: Whether to run code that comes with the model.
+        argument: What the user named the model by, for errors.
     """
 
-    def __init__(self, path: str, batch_size: int = 32, trust_remote_code: bool = False) -> None:
-        self.path, self.batch_size, self.trust_remote_code = path, batch_size, trust_remote_code
+    def __init__(
+        self, path: str, batch_size: int = 32, trust_remote_code: bool = False, argument: str = "preference_model"
+    ) -> None:
+        self.path, self.batch_size, self.trust_remote_code, self.argument = (
+            path,
+            batch_size,
+            trust_remote_code,
+            argument,
+        )
 
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, object]) -> list[float | None]:
         """Score answers; those with more tokens than the model has positions have no score."""
@@ -118,7 +126,7 @@ class RewardModelJudge(ScoringJudge):
     @functools.cached_property
     def model(self) -> RewardModel:
         """The reward model, loaded at the first access."""
-        model = load_classifier(self.path, "preference_model", trust_remote_code=self.trust_remote_code)
+        model = load_classifier(self.path, self.argument, trust_remote_code=self.trust_remote_code)
         scorer = FrozenScorer(model.to(PartialState().device))
         return RewardModel(scorer, self.batch_size, max_positions=positions(model))
 
@@ -159,6 +167,8 @@ class FunctionJudge(ScoringJudge):
             "completions": [_as_completion(answer) for answer in answers],
             "completion_ids": ids,
         }
+        if "policy_answers" in named_parameters(self.function):
+            offered["policy_answers"] = answers
         arguments = accepted_arguments(self.function, offered)
         with naming(self.__name__):
             returned = finished(self.function(**arguments))

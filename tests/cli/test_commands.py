@@ -152,6 +152,8 @@ def test_the_adapter_of_sft_is_trained_further_and_the_next_use_of_a_directory_r
     assert not torch.equal(trained, start) and trainer.policy_model.active_peft_config.r == 2
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained("out")), trained)
 
+    training_commands.sft([*TEXTS, "--model_name_or_path", "sft", *QUICK, *LORA])
+    assert "sft is an adapter: it is trained further as it is" in capsys.readouterr().out
     whole = training_commands.sft([*TEXTS, *QUICK]).model
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("out")), logits(whole))
     assert not Path("out/ppo_settings.json").exists()

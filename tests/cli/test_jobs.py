@@ -16,6 +16,7 @@ from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import aitraining
 from rlhf_ppo.cli.aitraining import AutoTrainProject, llm
 from rlhf_ppo.compat.params import LLMTrainingParams
+from rlhf_ppo.rewards.builtin import Default
 from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer, write_rows
 
 WORDS = ["w4 w5", "w6 w7 w8", "w9 w10"]
@@ -225,3 +226,12 @@ def test_adapters_are_merged_unless_switched_off(trainer: str, merge: bool, work
         with torch.no_grad():
             wanted, found = trained.model.eval()(ids).logits, auto.from_pretrained("out")(ids).logits
         assert torch.allclose(wanted, found, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"rl_env_type": "text_generation", "rl_env_config": '{"stop_sequences": ["END"]}'}]
+)
+def test_without_a_reward_model_the_reward_is_default(environment: dict[str, str]) -> None:
+    params = LLMTrainingParams(trainer="ppo", model_ref="base", **environment)
+    model, functions, _ = aitraining.reward_sources(params)
+    assert (model, functions) == (None, [Default()])

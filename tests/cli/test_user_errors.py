@@ -180,6 +180,10 @@ MISTAKES = [
         "judge --dataset_name rows.jsonl --model base --opponent_column completion --judge_model gpt-4o-mini",
         "OPENAI_API_KEY is not",
     ),
+    (
+        "judge --dataset_name rows.jsonl --model base --opponent_column completion --judge_model nowhere",
+        "judge_model='now",
+    ),
     (f"{LLM} --rl-reward-fn custom", "--rl-reward-fn custom needs the function"),
     (f"{LLM} --rl-reward-weights '{{'", "rl_reward_weights='{' must be a dict or the JSON text of an object"),
     (f"{LLM} --rl-mini-batch-size 3", "--rl-mini-batch-size 3 does not divide the 8 episodes"),

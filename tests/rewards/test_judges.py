@@ -16,6 +16,8 @@ from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.models.frozen import FrozenScorer
+from rlhf_ppo.rewards.judges import FunctionJudge
+from rlhf_ppo.rewards.scorer import Answer
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import url
 from tests.rewards.test_reward_model_tokens import TEMPLATE, responses
@@ -175,3 +177,17 @@ def test_what_training_accepts_as_judge_eval_accepts(places: None, server: Any) 
         assert evaluate([*OPTIONS, kind]) == expected, kind
     body = server.requests[-1][1]
     assert set(body) == {"prompts", "completions", "completion_ids", "columns"} and "topic" in body["columns"]
+
+
+def test_a_function_judges_the_beginning_that_the_template_wrote() -> None:
+    """As in training: the template opens `<think>`, and a format is read with it."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+    def begins(completions: list[str], policy_answers: list[Answer], **_: Any) -> list[float]:
+        return [float(one.prefilled == "w4") for one in policy_answers]
+
+    asked = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w4"}]
+    ids = tokenizer("w5 w4")["input_ids"]
+    answers = [Answer(asked, "w6", prompt_ids=ids, response_ids=[6], tokenizer=tokenizer), Answer("w5", "w6")]
+    assert FunctionJudge(begins).scores(answers, {}) == [1.0, 0.0]
