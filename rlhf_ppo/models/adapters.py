@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -63,6 +64,12 @@ _LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that change the weights below the adapter, or how these begin."""
+
+_CHANGE_NO_OUTPUT = frozenset(
+    "auto_mapping base_model_name_or_path inference_mode peft_version revision runtime_config task_type "
+    "total_step".split()  # the last is AdaLoRA's, which grows with the run
+)
+"""Settings of adapters that a resumed run may change, besides dropout, which is off."""
 
 
 def check_adapter(model: nn.Module, argument: str) -> None:
@@ -326,17 +333,37 @@ def _name_in(model: nn.Module, part: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is part)
 
 
-def load_adapter_weights(model: nn.Module, directory: str) -> None:
+def load_adapter_weights(model: nn.Module, directory: str) -> list[str]:
     """Read the active adapter's weights, as `save_adapter` wrote them, into a `PeftModel`.
 
     Args:
         model: The `PeftModel`.
         directory: The directory that was given to `save_adapter`.
+
+    Returns:
+        The names of weights that only the model or only the directory has.
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
     weights = load_peft_weights(directory, device="cpu")
-    set_peft_model_state_dict(model, weights, adapter_name=active_adapter(model))
+    result = set_peft_model_state_dict(model, weights, adapter_name=active_adapter(model))
+    return [*(adapter_state(model).keys() - weights.keys()), *result.unexpected_keys]
+
+
+def changed_settings(model: nn.Module, directory: str) -> list[str]:
+    """Describe each setting of a `PeftModel`'s active adapter in which a saved adapter computes something else."""
+    before, now = _settings(adapter_config(directory)), _settings(with_adapters(model).active_peft_config)
+    return [f"{name}={before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
+
+
+def _settings(config: PeftConfig) -> dict[str, Any]:
+    """Return an adapter's settings as JSON values, without those that change no output; sets of names are sorted."""
+    values = json.loads(json.dumps(config.to_dict(), default=list))
+    return {
+        name: sorted({*value}) if isinstance(value, list) and all(isinstance(item, str) for item in value) else value
+        for name, value in values.items()
+        if name not in _CHANGE_NO_OUTPUT and "dropout" not in name
+    }
 
 
 def activate_adapter(policy: nn.Module, name: str | None) -> None:

@@ -26,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.generation.sampling import SpecialTokens, changed
-from rlhf_ppo.models.adapters import adapter_kind, load_adapter_weights, save_adapter
+from rlhf_ppo.models.adapters import adapter_kind, changed_settings, load_adapter_weights, save_adapter
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_start_elsewhere, remove_saved_models
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
@@ -144,11 +144,14 @@ def load_models(models: PolicyAndValue, checkpoint: str, load: Callable[[str, nn
         models: Both models.
         checkpoint: The checkpoint's directory.
         load: Loads a model's weights from a directory, as Trainer does.
+
+    Raises:
+        ValueError: Weights are missing or unknown: the checkpoint is of another model.
     """
     of_values = os.path.join(checkpoint, VALUE_MODEL_DIR)
     for part, directory in ((models.policy, checkpoint), (models.value_model, of_values)):
         if is_peft_model(part):
-            load_adapter_weights(part, directory)
+            _check_same_model(load_adapter_weights(part, directory))
         elif isinstance(part, ValueHead):
             part.load(directory)
         elif is_converted_on_save(part):
@@ -174,8 +177,8 @@ def check_loaded(models: PolicyAndValue, result: Any) -> None:
 def _check_same_model(differences: Sequence[str]) -> None:
     if differences:
         raise ValueError(
-            f"the checkpoint is of another model, which differs in {sorted(differences)[:3]}; pass the model that the "
-            "run was started with"
+            f"the checkpoint is of another model, which differs in {sorted(differences)[:3]}; pass the model, and "
+            "the adapter's settings, that the run was started with"
         )
 
 
@@ -186,6 +189,19 @@ def kinds_of(models: PolicyAndValue) -> dict[str, str]:
         whole = "a head on the policy" if isinstance(part, ValueHead) else "all weights"
         kinds[argument] = f"a {adapter_kind(part)} adapter" if is_peft_model(part) else whole
     return kinds
+
+
+def _check_same_kinds(models: PolicyAndValue, checkpoint: str) -> None:
+    """Check that a checkpoint has the same kinds of models, and adapters of the same settings."""
+    before, now = Progress.load(checkpoint).kinds, kinds_of(models)
+    _check_same_model([f"{name}: {before[name]}, now {now[name]}" for name in before if before[name] != now[name]])
+    of_values = os.path.join(checkpoint, VALUE_MODEL_DIR)
+    for argument, part, directory in (
+        ("model", models.policy, checkpoint),
+        ("value_model", models.value_model, of_values),
+    ):
+        if is_peft_model(part):
+            _check_same_model([f"{argument}: {change}" for change in changed_settings(part, directory)])
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -332,9 +348,7 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 start = directories.find_start(directory, wanted, args.overwrite_output_dir)
                 if start is not None:
                     check_backend(start, accelerator)
-                    before, now = Progress.load(start).kinds, kinds_of(run.models)
-                    differing = [name for name in before if before[name] != now[name]]
-                    _check_same_model([f"{name}: {before[name]}, now {now[name]}" for name in differing])
+                    _check_same_kinds(run.models, start)
                 elif args.overwrite_output_dir:
                     for checkpoint in directories.list_checkpoints(directory):
                         shutil.rmtree(checkpoint)

@@ -183,6 +183,49 @@ def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer,
     die_and_resume(make_trainer, tmp_path, arguments)
 
 
+@pytest.mark.parametrize(
+    ("start", "later", "difference"),
+    [
+        ({"peft_config": lora()}, {"peft_config": lora(lora_alpha=32)}, r"model: lora_alpha=8, now 32"),
+        ({"peft_config": lora()}, {"peft_config": lora(use_rslora=True)}, "model: use_rslora=False, now True"),
+        (
+            {"peft_config": lora()},
+            {"peft_config": lora(target_modules=["o_proj", "q_proj"])},
+            r"model: target_modules=\['q_proj', 'v_proj'\], now \['o_proj', 'q_proj'\]",
+        ),
+        (
+            {"value_peft_config": lora()},
+            {"value_peft_config": lora(layers_to_transform=[1])},
+            r"value_model: layers_to_transform=None, now \[1\]",
+        ),
+        ({"peft_config": lora()}, {"model": lambda: tiny_policy(num_hidden_layers=1)}, r"layers\.1\..*lora_A"),
+        ({"peft_config": lora()}, {"model": lambda: tiny_policy(num_hidden_layers=3)}, r"layers\.2\..*lora_A"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_is_refused(
+    make_trainer: MakeTrainer, start: dict[str, Any], later: dict[str, Any], difference: str
+) -> None:
+    saving = {**QUICK, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(**saving | {"total_episodes": 2} | start).train()
+    trainer = make_trainer(
+        **saving | {name: value() if name == "model" else value for name, value in (start | later).items()}
+    )
+
+    with pytest.raises(
+        ValueError, match=rf"the checkpoint is of another model, which differs in \[.*{difference}.*pass"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_is_resumed_with_settings_that_change_no_output(make_trainer: MakeTrainer) -> None:
+    saving = {**QUICK, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(**saving | {"total_episodes": 2}, peft_config=lora()).train()
+    trainer = make_trainer(**saving, peft_config=lora(lora_dropout=0.5, target_modules={"v_proj", "q_proj"}))
+    trainer.train(resume_from_checkpoint=True)
+
+    assert trainer._initial_global_step == 1
+
+
 def test_each_trainer_of_a_model_compares_with_the_adapter_as_it_was_at_its_start(
     make_trained: MakeTrainer, tmp_path: Path
 ) -> None:
