@@ -58,6 +58,9 @@ LOADED = "_hf_peft_config_loaded"
 MERGED = "_has_merged_adapter"
 """Attribute of a model whose weights hold an adapter that was merged in memory: no directory holds them. True."""
 
+ADAPTER_DIRECTORY = "adapter_directory"
+"""Attribute of a model over which an adapter was loaded, also after a merge: the adapter's directory."""
+
 _LORA_WEIGHT = re.compile(r"\.lora_(embedding_)?[AB]\.")
 _LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
 """The factor that is 0 in a new adapter."""
@@ -152,6 +155,7 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
 
     config = adapter_config(path)
+    setattr(base, ADAPTER_DIRECTORY, os.fspath(path))
     if config.task_type != "CAUSAL_LM" or hasattr(base, "prepare_inputs_for_generation"):
         return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
     config.task_type, config.inference_mode = "SEQ_CLS", False

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from rlhf_ppo.models.adapters import (
+    ADAPTER_DIRECTORY,
     LOADED,
     MERGED,
     base_of_adapter,
@@ -402,17 +403,21 @@ def check_start_elsewhere(models: Iterable[nn.Module], directory: str) -> None:
     """Check that saving does not replace a model that the run starts from, which a resumed run loads again.
 
     Args:
-        models: The models that are saved, with adapters or without.
-        directory: Where they are saved.
+        models: The models that the run loads, with adapters or without.
+        directory: Where the trained ones are saved.
 
     Raises:
-        ValueError: A model, or the base of an adapter, is there or in the directory's `critic`.
+        ValueError: A model, an adapter or its base is there or in the directory's `critic`.
     """
     replaced = [os.path.realpath(path) for path in (directory, os.path.join(directory, CRITIC_DIR))]
     for model in models:
-        start = getattr(transformers_model(model), "name_or_path", None)
-        if start and os.path.realpath(start) in replaced:
-            what = "the base of the trained adapter" if is_peft_model(model) else "the model that the run starts from"
-            raise ValueError(
-                f"output_dir={directory!r}: saving there would replace {start!r}, {what}; choose another output_dir"
-            )
+        base = transformers_model(model)
+        what = "the base of the trained adapter" if is_peft_model(model) else "the model that the run starts from"
+        starts = {"name_or_path": what, ADAPTER_DIRECTORY: "the adapter that the run starts from"}
+        for attribute, role in starts.items():
+            start = getattr(base, attribute, None)
+            if start and os.path.realpath(start) in replaced:
+                raise ValueError(
+                    f"output_dir={directory!r}: saving there would replace {start!r}, {role}; choose "
+                    "another output_dir"
+                )

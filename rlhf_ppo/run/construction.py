@@ -128,7 +128,7 @@ def load(trainer: Trainer, inputs: TrainerInputs) -> LoadedInputs:
         needs_reference=needs_reference(args, functions, inputs.kl_controller),
         accelerator=early_accelerator(trainer, args),
     )
-    loading.check_start_elsewhere((models.policy, models.value_model), str(args.output_dir))
+    loading.check_start_elsewhere(models.reading_prompts.values(), str(args.output_dir))
     tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
     processor = loading.load_processor(inputs.processing_class, models.policy, tokenizer)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.conftest import save_models, tiny_policy
+from tests.conftest import save_models, tiny_policy, tiny_scorer
 from tests.models.test_one_base import mean_id
 from tests.models.test_peft import lora
 from tests.runs import QUICK, MakeTrainer
@@ -120,6 +120,32 @@ def test_nothing_is_saved_over_what_the_run_starts_from(
     place, adapter = str(tmp_path / "base"), {role: lora()} if role else {}
     with pytest.raises(ValueError, match=rf"saving there would replace '.*base', {what}"):
         make_trainer(model=place, value_model=None, output_dir=place, **adapter)
+
+
+@pytest.mark.parametrize(("argument", "model"), [("reward_model", tiny_scorer), ("ref_model", tiny_policy)])
+def test_nothing_is_saved_over_a_frozen_model(
+    argument: str, model: Callable[[], Any], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    save_models(tmp_path, frozen=model())
+    place = str(tmp_path / "frozen")
+    with pytest.raises(ValueError, match=r"saving there would replace '.*frozen', the model that the run starts from"):
+        make_trainer(**{argument: place}, output_dir=place)
+
+
+@pytest.mark.parametrize("argument", ["model", "reward_model"])
+def test_nothing_is_saved_over_an_adapter_that_the_run_starts_from(
+    argument: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """A trained one stays an adapter, that of a reward model is merged."""
+    is_policy = argument == "model"
+    save_models(tmp_path, base=tiny_policy() if is_policy else tiny_scorer())
+    auto_class = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
+    base = auto_class.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(base, lora(task_type="CAUSAL_LM" if is_policy else "SEQ_CLS"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    place = str(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"saving there would replace '.*adapter', the adapter that the run starts"):
+        make_trainer(**{argument: place}, output_dir=place)
 
 
 def reload(folder: str) -> None:
