@@ -98,10 +98,12 @@ class Optimization:
     def rated(self, optimizer: Optimizer, model: nn.Module, args: PPOConfig) -> Optimizer:
         """Apply `args.critic_learning_rate` to the value model's parameters.
 
-        Under DeepSpeed, which flattens each group, a value model that learns alone needs separate groups too.
+        The trainer's own optimizer has separate groups without it too, so that a resumed run may set or drop it. Under
+        DeepSpeed, which flattens each group, only where they are needed: also by a value model that learns alone.
         """
         is_held = self._is_deepspeed and args.critic_warmup_steps > 0
-        if is_held or args.critic_learning_rate is not None:
+        is_own = self._make_optimizer is None and not self._is_deepspeed
+        if is_own or is_held or args.critic_learning_rate is not None:
             optimizer = with_critic_groups(optimizer, model, args.critic_learning_rate)
         if is_held:
             critic = _critic_parameters(model)

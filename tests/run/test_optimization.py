@@ -124,6 +124,17 @@ def test_a_longer_run_has_the_schedule_of_its_length_and_its_rate(make_trainer: 
     assert {group["initial_lr"] for group in trainer.optimizer.param_groups} == {4e-4}
 
 
+@pytest.mark.parametrize(("first", "later"), [(None, 0.3), (0.3, None)])
+def test_the_value_model_gets_another_rate(
+    first: float | None, later: float | None, make_trainer: MakeTrainer
+) -> None:
+    trainer = went_on(make_trainer, at=1, first={"critic_learning_rate": first}, critic_learning_rate=later)
+    critic = {id(weight) for weight in trainer.model.value_model.parameters()}
+    groups = [(id(group["params"][0]) in critic, group["initial_lr"]) for group in trainer.optimizer.param_groups]
+    assert {*groups} == {(False, 1e-3), (True, later or 1e-3)}
+    assert rates(trainer) == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+
+
 def test_a_plateau_schedule_keeps_what_it_learned(make_trainer: MakeTrainer) -> None:
     plateau = {
         "lr_scheduler_type": "reduce_lr_on_plateau",
