@@ -25,6 +25,7 @@ from rlhf_ppo.data.prompts import (
     as_the_template_reads,
     ids_of,
     is_conversation,
+    prompt_column,
     renders_chats,
     template_settings,
     text_of_content,
@@ -266,29 +267,36 @@ class EpisodeEncoder(PromptEncoder):
         schemas: The tools of each environment by its name; by None if no column names environments.
         is_mixed: Whether the column `environment` names the environment of each row.
         needs_chat: Names of the environments whose prompts must be conversations.
+        needs_prompts: Whether each row must have a prompt, because no environment makes it.
     """
 
     conversations: Conversations = field(kw_only=True)
     schemas: Mapping[str | None, list[dict[str, Any]] | None] = field(kw_only=True)
     is_mixed: bool = field(kw_only=True)
     needs_chat: frozenset[str | None] = field(kw_only=True)
+    needs_prompts: bool = field(kw_only=True)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Raise a `ValueError` if a column holds token ids, to which no observation can be appended."""
+        """Raise a `ValueError` if a column holds token ids, to which nothing can be appended, or none a prompt."""
         if "input_ids" in columns:
             raise ValueError(
                 f"{self.name} has the column input_ids, but tools and environments write into the prompt: give it as "
                 "the column `prompt`"
             )
+        if self.needs_prompts:
+            prompt_column(columns, self.name)
 
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """Return `input_ids`."""
+        """Return the new columns of a row: `input_ids`, and `prompt` if the prompt is in `text`."""
         self.check_columns(list(row))
         name = row.get("environment") if self.is_mixed else None
         if name not in self.schemas:
             fix = f"write one of {list(self.schemas)} into the column `environment`, or add it to environment_factory"
             self._fail(index, f"has environment={name!r}, which environment_factory does not have", fix)
-        prompt = row["prompt"] if row.get("prompt") is not None else self.conversations.default_prompt()
+        column = prompt_column(row, self.name) if self.needs_prompts else "prompt"
+        if row.get(column) is None and not self.needs_prompts:
+            row = {**row, column: self.conversations.default_prompt()}
+        prompt = row[column]
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"
             self._fail(index, f"has a prompt that is not a conversation ({prompt!r:.60}), which tools need", fix)
@@ -299,4 +307,4 @@ class EpisodeEncoder(PromptEncoder):
         conversations = self.conversations.of_row(row)
         ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
         self._check_vocabulary(ids, index)
-        return {"input_ids": ids}
+        return {"input_ids": ids} | ({"prompt": prompt} if column == "text" else {})

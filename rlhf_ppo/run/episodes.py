@@ -121,6 +121,7 @@ class EpisodeRollouts:
             schemas={key: kind.schemas for key, kind in kinds.items()},
             is_mixed=self.environments.is_mixed,
             needs_chat=frozenset(key for key, kind in kinds.items() if kind.tools),
+            needs_prompts=not self.has_environments,
         )
 
     # ---- Rollouts ----

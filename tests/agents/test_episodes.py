@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import Qwen3ForSequenceClassification
 
@@ -232,6 +233,22 @@ def test_an_environment_gets_its_row_where_a_reward_model_alone_scores(tmp_path:
 # ---- What cannot be trained ----
 
 
+def double(x: float) -> float:
+    """Double a number.
+
+    Args:
+        x: A number.
+    """
+    return 2 * x
+
+
+ALONE: dict[str, Any] = {
+    "environment_factory": None,
+    "tools": [double],
+    "reward_funcs": [lambda completions, **columns: [0.5] * len(completions)],
+}
+"""Tools without an environment."""
+
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no reward": ({"environment_factory": NoReward}, {}, "no reward: pass reward_funcs"),
     "unknown environment": (
@@ -244,6 +261,21 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "a data set has images, but tools, environments and rollout_func read texts only",
     ),
+    "tools without a prompt": (
+        {"train_dataset": [{"question": "Q"}] * 2, **ALONE},
+        {},
+        r"train_dataset has the columns \['question'\], but none of `prompt`",
+    ),
+    "tools and a row without a prompt": (
+        {"train_dataset": [{"prompt": ASKED}, {"prompt": None}], **ALONE},
+        {},
+        r"row 1 of train_dataset has a prompt that is not a conversation \(None\), which tools need",
+    ),
+    "tools and a text": (
+        {"train_dataset": Dataset.from_list([{"text": "Q"}] * 2), **ALONE},
+        {},
+        r"row 0 of train_dataset has a prompt that is not a conversation \('Q'\), which tools need",
+    ),
     "no stop token": ({}, {"stop_token": None}, "Nothing ends a turn: set stop_token='eos'"),
 }
 
@@ -253,6 +285,13 @@ def test_what_cannot_be_trained_is_an_error_at_construction(tmp_path: Any, case:
     given, options, message = WRONG[case]
     with pytest.raises((TypeError, ValueError), match=message):
         made(tmp_path, DONE, options=options, **given)
+
+
+def test_tools_without_an_environment_read_the_prompt_in_every_column_of_prompts(tmp_path: Any) -> None:
+    trainer = made(tmp_path, [("double", {"x": 2.0})], DONE, train_dataset=[{"text": ASKED}] * 2, **ALONE)
+    trainer.train()
+    asked = trainer.processing_class.decode(trainer.kept.responses.query_responses[0])
+    assert "<|im_start|>user\nQ<|im_end|>" in asked and "4.0" in asked
 
 
 # ---- rollout_func ----
