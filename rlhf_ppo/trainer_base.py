@@ -535,8 +535,8 @@ class TrainerBase(Steps, Trainer):
             `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._preparation.held_out(eval_dataset)
-        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+            eval_dataset = self._preparation.held_out(eval_dataset, self.train_dataset, self.eval_dataset)
+        return evaluator.evaluate_each(super().evaluate, eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -553,7 +553,7 @@ class TrainerBase(Steps, Trainer):
             returns responses.
         """
         datasets.check_rows(test_dataset, "test_dataset", needs_prompts=False)
-        test_dataset = self._preparation.prepared(test_dataset, "test_dataset")
+        test_dataset = self._preparation.prepared(test_dataset, "test_dataset", self.train_dataset, self.eval_dataset)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate(
@@ -633,7 +633,7 @@ class TrainerBase(Steps, Trainer):
         """
         sets: Any = self.eval_dataset
         if eval_dataset is not None:
-            sets = self._preparation.held_out(eval_dataset)
+            sets = self._preparation.held_out(eval_dataset, self.train_dataset, self.eval_dataset)
         check_audit(self.args, sets, num_prefixes, num_continuations, self._play is not None)
         with evaluator.apart_from_training(self._run, self.model_wrapped, self.sampler.engine):
             batches = evaluator.held_out_prompts(sets, self.get_eval_dataloader, self.args.device)

@@ -424,17 +424,18 @@ class PromptPreparation:
     chats: ImageChats | None = None
     rewards: Sequence[LoadedRewardModel] = ()
 
-    def held_out(self, eval_dataset: Any) -> Any:
-        """Check and tokenize held-out prompts that a call passes."""
+    def held_out(self, eval_dataset: Any, *own: Any) -> Any:
+        """Check and tokenize held-out prompts that a call passes; see `prepared`."""
         check_held_out(eval_dataset, needs_prompts=self.encoder is None)
-        return self.prepared(eval_dataset, "eval_dataset")
+        return self.prepared(eval_dataset, "eval_dataset", *own)
 
-    def prepared(self, dataset: Any, name: str) -> Any:
+    def prepared(self, dataset: Any, name: str, *own: Any) -> Any:
         """Tokenize and check a data set, or each of a dict of data sets.
 
         Args:
             dataset: The user's data set.
             name: Its name in errors.
+            *own: The trainer's data sets, or dicts of them; they are prepared and stay as they are.
 
         Returns:
             Rows with `input_ids`.
@@ -444,7 +445,9 @@ class PromptPreparation:
                 read.
         """
         if isinstance(dataset, Mapping):
-            return {key: self.prepared(value, f"{name}[{key!r}]") for key, value in dataset.items()}
+            return {key: self.prepared(value, f"{name}[{key!r}]", *own) for key, value in dataset.items()}
+        if any(dataset is one for sets in own for one in (sets.values() if isinstance(sets, Mapping) else [sets])):
+            return dataset
         args = self.args
         if self.columns_are_read and num_rows(dataset):
             check_columns(columns_of(dataset, name), name)

@@ -60,6 +60,30 @@ def _on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
+def evaluate_each(
+    evaluate_one: Callable[[Any, list[str] | None, str], dict[str, float]],
+    prepared: Any,
+    ignore_keys: list[str] | None,
+    prefix: str,
+) -> dict[str, float]:
+    """Evaluate a prepared data set, or each of a dict of them, and return all figures.
+
+    Trainer calls `evaluate` again for each set of a dict, which would prepare the set again.
+
+    Args:
+        evaluate_one: Evaluates a data set: Trainer's `evaluate`.
+        prepared: The set; the name of one, or None, for those of the trainer.
+        ignore_keys: Passed to `evaluate_one`.
+        prefix: Prefix of each key; the name of a set follows.
+    """
+    if not isinstance(prepared, Mapping):
+        return evaluate_one(prepared, ignore_keys, prefix)
+    figures: dict[str, float] = {}
+    for name, dataset in prepared.items():
+        figures |= evaluate_one(dataset, ignore_keys, f"{prefix}_{name}")
+    return figures
+
+
 def evaluate(
     run: RunState,
     batches: Iterable[Mapping[str, object]],

@@ -55,6 +55,22 @@ class NoReward:
     def reset(self, **row: Any) -> None: ...
 
 
+def double(x: float) -> float:
+    """Double a number.
+
+    Args:
+        x: A number.
+    """
+    return 2 * x
+
+
+ALONE: dict[str, Any] = {
+    "environment_factory": None,
+    "tools": [double],
+    "reward_funcs": [lambda completions, **columns: [0.5] * len(completions)],
+}
+"""Tools without an environment."""
+
 DONE = "Done<|im_end|>"
 
 
@@ -230,24 +246,18 @@ def test_an_environment_gets_its_row_where_a_reward_model_alone_scores(tmp_path:
     assert [row["answer"] for row in rows] == ["4", "4"]
 
 
+def test_a_call_evaluates_several_data_sets_also_the_trainers_own(tmp_path: Any) -> None:
+    rows = [{"prompt": ASKED}] * 2
+    trainer = made(tmp_path, DONE, eval_dataset={"own": rows})
+    metrics = trainer.evaluate({"given": rows, "also": rows})
+    metrics |= trainer.evaluate({"same": trainer.eval_dataset["own"], "trained": trainer.train_dataset})
+    assert [metrics[f"eval_{name}_score"] for name in ("given", "also", "same", "trained")] == [1.0] * 4
+    assert trainer.evaluate(trainer.eval_dataset)["eval_own_score"] == 1.0
+    assert trainer.predict(trainer.eval_dataset["own"]).metrics["test_score"] == 1.0
+
+
 # ---- What cannot be trained ----
 
-
-def double(x: float) -> float:
-    """Double a number.
-
-    Args:
-        x: A number.
-    """
-    return 2 * x
-
-
-ALONE: dict[str, Any] = {
-    "environment_factory": None,
-    "tools": [double],
-    "reward_funcs": [lambda completions, **columns: [0.5] * len(completions)],
-}
-"""Tools without an environment."""
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no reward": ({"environment_factory": NoReward}, {}, "no reward: pass reward_funcs"),

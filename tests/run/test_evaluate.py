@@ -13,7 +13,7 @@ from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.metrics import EVALUATED
 from tests.conftest import prompt_rows, tiny_policy
 from tests.run.test_resume import noise
-from tests.runs import QUICK, MakeTrainer, RecordingTrainer, assert_identical, end_of_run, history
+from tests.runs import QUICK, MakeTrainer, RecordingTrainer, SeenPrompts, assert_identical, end_of_run, history
 
 FIVE_ROWS = Dataset.from_list([{**row, "number": index} for index, row in enumerate(prompt_rows(5, seed=1))])
 SPEED = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
@@ -46,6 +46,18 @@ def test_each_data_set_of_a_call_has_its_own_rows_also_with_persistent_workers(m
     metrics = trainer.evaluate(sets)
     assert (metrics["eval_first_score"], metrics["eval_second_score"]) == pytest.approx((0.5, 3.0))
     assert trainer.audit_critic(sets, num_prefixes=2, num_continuations=4).num_prompts == 5
+
+
+def test_each_prompt_is_prepared_once(make_trainer: MakeTrainer) -> None:
+    """A second time the pad token at its end, which the mask marks as text, would be left out."""
+    rows = [{"input_ids": [4, 5, 0], "attention_mask": [1, 1, 1]}] * 2
+    trainer = make_trainer(SeenPrompts, **QUICK, train_dataset=rows, eval_dataset={"own": rows})
+    trainer.evaluate()
+    trainer.evaluate({"given": rows, "own": trainer.eval_dataset["own"]})
+    trainer.evaluate(trainer.eval_dataset)
+    trainer.evaluate(trainer.train_dataset)
+    trainer.predict(trainer.eval_dataset["own"])
+    assert {tuple(ids) for batch in trainer.seen for ids in batch} == {(4, 5, 0)}
 
 
 def by_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
