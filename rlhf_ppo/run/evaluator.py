@@ -139,6 +139,7 @@ def rows_of_samples(
             scores = score(responses, prompts)
         extra = run.logged.drain_columns()
         rows += gather(sample_rows(run.tokenizer, prompts, responses, scores, extra))
+    run.timer.drain()
     run.logged.drain()
     return rows
 

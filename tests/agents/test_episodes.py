@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,27 @@ def test_a_call_evaluates_several_data_sets_also_the_trainers_own(tmp_path: Any)
     assert [metrics[f"eval_{name}_score"] for name in ("given", "also", "same", "trained")] == [1.0] * 4
     assert trainer.evaluate(trainer.eval_dataset)["eval_own_score"] == 1.0
     assert trainer.predict(trainer.eval_dataset["own"]).metrics["test_score"] == 1.0
+
+
+class Slow(Box):
+    """Each call takes a fifth of a second."""
+
+    def add(self, x: float) -> str:
+        """Add a number.
+
+        Args:
+            x: A number.
+        """
+        time.sleep(0.2)
+        return super().add(x)
+
+
+def test_the_calls_of_a_sample_table_do_not_count_as_an_updates_time(tmp_path: Any) -> None:
+    options = {"num_sample_generations": 2}
+    trainer = made(tmp_path, [("add", {"x": 1.0})], DONE, options=options, environment_factory=Slow)
+    trainer.train()
+    log = next(log for log in trainer.state.log_history if "time/generate" in log)
+    assert log["time/generate"] > 0 and log["time/environment"] < 0.2  # the update's script has no call left
 
 
 # ---- What cannot be trained ----
