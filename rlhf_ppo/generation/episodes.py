@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, with_observation
-from rlhf_ppo.data.prompts import Messages, is_conversation
+from rlhf_ppo.data.prompts import Messages, is_conversation, text_of_content
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses
 from rlhf_ppo.environments.pool import Episode, EpisodeError, Round, answer_turns
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
@@ -198,8 +198,9 @@ class EpisodePlayer:
         whole = with_observation(prompt, episode.observation)
         if isinstance(prompt, str):  # tokenized separately, or a token could span both texts
             ids = conversations.prompt_ids(prompt, None)
-            if isinstance(episode.observation, str) and episode.observation:
-                ids = ids + conversations.text_ids(episode.observation, is_first=not ids)
+            observed = "" if episode.observation is None else text_of_content(episode.observation)
+            if observed:
+                ids = ids + conversations.text_ids(observed, is_first=not ids)
         else:
             ids = conversations.prompt_ids(whole, episode.kind.schemas)
         limit = self.limits.longest_sequence

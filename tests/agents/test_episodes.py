@@ -278,6 +278,33 @@ def test_the_calls_of_a_sample_table_do_not_count_as_an_updates_time(tmp_path: A
     assert log["time/generate"] > 0 and log["time/environment"] < 0.2  # the update's script has no call left
 
 
+class Blocks(NoReward):
+    """Begins with a text or with the same as blocks, and plays without a template."""
+
+    takes_messages = True
+
+    def reset(self, as_blocks: bool, **row: Any) -> Any:
+        return [{"type": "text", "text": "OBS"}] if as_blocks else "OBS"
+
+    def respond(self, text: str) -> str:
+        self.done = True
+        return ""
+
+
+@pytest.mark.parametrize("prompt", ["Q", ""])
+def test_the_policy_reads_the_blocks_of_reset_behind_a_text(tmp_path: Any, prompt: str) -> None:
+    rows = [{"prompt": prompt, "as_blocks": as_blocks} for as_blocks in (True, False)]
+    given: dict[str, Any] = {
+        "environment_factory": Blocks,
+        "train_dataset": rows,
+        "reward_funcs": ALONE["reward_funcs"],
+    }
+    trainer = made(tmp_path, DONE, options={"num_generations": 1}, **given)
+    trainer.train()
+    read = trainer.processing_class.batch_decode(trainer.kept.responses.query_responses)
+    assert read == [f"{prompt}OBS{DONE}"] * 2
+
+
 # ---- What cannot be trained ----
 
 
