@@ -265,7 +265,7 @@ def check_rows(dataset: Any, name: str, needs_prompts: bool = True) -> None:
 
 
 def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs_prompts: bool = True) -> None:
-    """Check the types of the data sets, their first rows, and that evaluation has prompts.
+    """Check the types of the data sets, their first rows, that evaluation has prompts, and the metric to follow.
 
     Args:
         args: The arguments.
@@ -275,7 +275,7 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
 
     Raises:
         TypeError: A value is not a data set, or its rows are not dicts.
-        ValueError: Prompts are missing.
+        ValueError: Prompts are missing, or `metric_for_best_model` names none of several evaluation sets.
     """
     if train_dataset is None:
         raise ValueError("train_dataset=None: pass the prompts to train on")
@@ -294,6 +294,18 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
             raise ValueError(f"{option} evaluates, but eval_dataset=None: pass the prompts to evaluate on")
     else:
         check_held_out(eval_dataset, needs_prompts)
+        if isinstance(eval_dataset, Mapping) and args.compares_models():
+            _check_metric(args, list(eval_dataset))
+
+
+def _check_metric(args: PPOConfig, names: Sequence[str]) -> None:
+    """Check that `metric_for_best_model` is a figure of one of several evaluation sets."""
+    metric = str(args.metric_for_best_model)
+    if not metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names)):
+        raise ValueError(
+            f"metric_for_best_model={metric!r} names none of the data sets of eval_dataset, {names}: set it to a "
+            f"figure of one of them, such as '{names[0]}_score'"
+        )
 
 
 def check_held_out(eval_dataset: Any, needs_prompts: bool) -> None:

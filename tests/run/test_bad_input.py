@@ -30,6 +30,12 @@ def same_twice() -> dict[str, Any]:
     return {"model": policy, "ref_model": policy}
 
 
+FOLLOWING: dict[str, Any] = {
+    **{"eval_dataset": {"a": prompt_rows(2), "b": prompt_rows(2)}, "eval_strategy": "steps", "eval_steps": 1},
+    **{"save_strategy": "steps", "save_steps": 1},
+}
+"""Evaluates two data sets."""
+
 # What is passed, and the words of the error.
 BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "no data": (lambda: {"train_dataset": None}, "train_dataset=None"),
@@ -53,6 +59,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "an evaluation prompt that is too long": (
         lambda: {"eval_dataset": of_length(61)},
         "take 65 positions, but the model has 64",
+    ),
+    "a schedule that follows the score of no data set": (
+        lambda: FOLLOWING | {"lr_scheduler_type": "reduce_lr_on_plateau"},
+        r"metric_for_best_model='score' names none of the data sets of eval_dataset, \['a', 'b'\]: set .*'a_score'",
+    ),
+    "a best model by the KL of no data set": (
+        lambda: FOLLOWING | {"load_best_model_at_end": True, "metric_for_best_model": "eval_kl"},
+        r"metric_for_best_model='eval_kl' names none .*such as 'a_score'",
     ),
     "a tokenizer with neither PAD nor EOS": (
         lambda: {"processing_class": without_eos(pad_token=None)},
@@ -107,6 +121,13 @@ def test_construction_fails_with_the_reason(case: str, make_trainer: MakeTrainer
     make, message = BAD[case]
     with pytest.raises(ValueError, match=f"(?s){message}"):
         make_trainer(**QUICK | make())
+
+
+@pytest.mark.parametrize("metric", ["b_score", "eval_b_score"])
+def test_a_schedule_follows_the_score_of_one_data_set(metric: str, make_trained: MakeTrainer) -> None:
+    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": metric, "save_strategy": "no"}
+    trainer = make_trained(**QUICK | FOLLOWING | options)
+    assert trainer.lr_scheduler.last_epoch == 3
 
 
 def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None:
