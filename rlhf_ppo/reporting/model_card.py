@@ -16,7 +16,7 @@ from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.models.capabilities import reads_images
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, read_judgements
-from rlhf_ppo.reporting.run_log import Log, installed_versions, training_log
+from rlhf_ppo.reporting.run_log import SETTINGS_NAME, Log, installed_versions, training_log
 from rlhf_ppo.rewards.identity import reward_identities
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.terminal import redact_urls, redacted
@@ -142,16 +142,18 @@ def with_local_names(card: str, name: str, base: str | None, dataset: str | None
 
 
 def show_judgements(output_dir: str | Path) -> Path | None:
-    """Add the current win rates to the card of a run.
+    """Add the current win rates to the card of a run, in place of earlier ones.
 
     Returns:
-        The card's path; None if there is no card, or nothing has changed.
+        The card's path; None if the directory is no run's or has no card, or nothing has changed.
     """
     path, judgements = Path(output_dir, CARD), read_judgements(output_dir)
-    if not judgements or not path.is_file():
+    if not judgements or not path.is_file() or not Path(output_dir, SETTINGS_NAME).is_file():
         return None
     card = path.read_text(encoding="utf-8")
-    if (judged := card.partition(_JUDGED)[0] + _judged(judgements)) == card:
+    before, _, after = card.partition(_JUDGED)
+    others = "".join(after.partition("\n## ")[1:])  # sections that somebody added
+    if (judged := before + _judged(judgements) + others) == card:
         return None
     write_text(path, judged)
     return path

@@ -172,6 +172,7 @@ def test_what_was_judged_is_kept_and_can_be_judged_again(places, monkeypatch):
 def test_the_win_rate_of_a_run_is_on_its_card(places, capsys):
     card = Path("one/README.md")
     card.write_text("# A card\n")
+    Path("one/ppo_settings.json").write_text("{}")
     before, columns = card.read_text(), ["--model_column", "model", "--opponent_column", "opponent"]
     models = ["--model", "one", "--opponent", "two", "--judge", "length", *SHORT]
     found = evaluate(models)
@@ -183,6 +184,18 @@ def test_the_win_rate_of_a_run_is_on_its_card(places, capsys):
     again = "--dataset_name one/judged/judged.parquet --judge length --output_dir one/judged"
     evaluate([*again.split(), *columns])
     assert card.read_text().count("- Win rate") == 2 and not list(Path("one").glob("*.tmp"))
+
+    card.write_text(f"{card.read_text()}\n## License\n\nMIT\n")
+    evaluate([*again.split(), *columns])
+    assert card.read_text().count("- Win rate") == 3 and card.read_text().endswith("`length`\n\n## License\n\nMIT\n")
+
+
+@pytest.mark.parametrize("folder", ["judged", "."])
+def test_the_readme_of_a_directory_that_is_no_run_stays(folder, places):
+    text = "# A project\n\n## Judged\n\nBy people.\n"
+    Path("README.md").write_text(text)
+    evaluate(["--model", "one", "--opponent", "two", "--judge", "length", "--output_dir", folder, *SHORT])
+    assert Path("README.md").read_text() == text
 
 
 @pytest.mark.parametrize("sampling", ["--temperature=0", "--top_p=1e-6"])
