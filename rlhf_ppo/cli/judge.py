@@ -118,7 +118,7 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     print_text(win_rate)
     if not win_rate.judged:
         raise ValueError(f"no verdict on any of {len(table)} prompts; judge them again with {_again(path)}")
-    run = folder.parent if folder.name == JUDGED else args.model
+    run = args.model or (folder.parent if folder.name == JUDGED else None)
     verdict = verdict_of(recorded_runs([run] if run else []), [Judgement.read(win_rate_beside(path))])
     verdict.save(folder)
     print_text("\n".join(verdict.lines()))

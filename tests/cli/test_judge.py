@@ -198,6 +198,18 @@ def test_the_readme_of_a_directory_that_is_no_run_stays(folder, places):
     assert Path("README.md").read_text() == text
 
 
+@pytest.mark.parametrize("output", [(), ("--output_dir", "one/judged"), ("--output_dir", "elsewhere/judged")])
+def test_the_verdict_is_on_the_run_that_is_named(output, places, capsys):
+    logs = [{"loss": 0.1, "objective/scores": 0.0, "objective/kl": 9.0, "step": step} for step in (1, 60)]
+    Path("one/trainer_state.json").write_text(json.dumps({"log_history": logs}))
+    Path("one/ppo_settings.json").write_text(json.dumps({"arguments": {"seed": 7}}))
+    evaluate(["--model", "one", "--opponent", "two", "--judge", "length", *output, *SHORT])
+
+    verdict = json.loads(Path(output[1] if output else "judged", "verdict.json").read_text())
+    assert verdict["seeds"] == [7] and "the policy wins" in verdict["sentence"]
+    assert "The score has not risen" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("sampling", ["--temperature=0", "--top_p=1e-6"])
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("continuous", marks=needs_continuous)])
 def test_the_likeliest_tokens_are_taken_with_any_engine(engine, sampling, places):
