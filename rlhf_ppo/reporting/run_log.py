@@ -103,8 +103,8 @@ class RunSettings:
 
     @classmethod
     def load(cls, output_dir: str | Path) -> Self:
-        """Read `ppo_settings.json`."""
-        path = Path(output_dir, SETTINGS_NAME)
+        """Read the `ppo_settings.json` of a run, or of a checkpoint's run."""
+        path = _root(Path(output_dir)) / SETTINGS_NAME
         return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
 
     def without_seed(self) -> str | None:
@@ -231,8 +231,7 @@ def grouped_directories(directories: Sequence[str], separately: bool = False) ->
     Returns:
         The directories of each label.
     """
-    roots = [_root(Path(directory)) for directory in directories]
-    settings = [RunSettings() if separately else RunSettings.load(root) for root in roots]
+    settings = [RunSettings() if separately else RunSettings.load(directory) for directory in directories]
     return _by_label(directories, _names(directories), settings)
 
 

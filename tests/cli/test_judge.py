@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,12 @@ def places(empty_place):
 SHORT = ["--dataset_name", "prompts.jsonl", "--max-new-tokens", "8", "--batch-size", "3"]
 
 
+@pytest.mark.parametrize("model", ["one", "one/checkpoint-2"])
 @pytest.mark.parametrize(("recorded", "words", "last"), THINKING)
-def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, places, monkeypatch):
+def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, model, places, monkeypatch):
     save_thinking_run("one", recorded)
     save_thinking_run("two", None)
+    shutil.copytree("one", "one/checkpoint-2", ignore=shutil.ignore_patterns("ppo_settings.json"))
     Dataset.from_list([{"prompt": [{"role": "user", "content": "w3"}]}] * 2).to_json("prompts.jsonl")
     asked = []
 
@@ -53,7 +56,7 @@ def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, pla
 
     compare_answers = module.compare
     monkeypatch.setattr(module, "compare", noted)
-    evaluate(["--model", "one", "--opponent", "two", "--judge", "length", *words, *SHORT])
+    evaluate(["--model", model, "--opponent", "two", "--judge", "length", *words, *SHORT])
     assert asked == [make_tokenizer()(f"w3 {last}")["input_ids"]] * 4
 
 
