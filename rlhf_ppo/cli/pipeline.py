@@ -97,6 +97,10 @@ class Step:
             return win_rate_beside(self.output_dir / f"{JUDGED}.parquet").exists()
         return self.kind in TRAINING and any(self.output_dir.glob("*.safetensors"))
 
+    def has_checkpoint(self) -> bool:
+        """Return whether the step would continue from a checkpoint."""
+        return self.kind in TRAINING and last_complete_checkpoint(self.output_dir) is not None
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -272,23 +276,24 @@ def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:
     """Return whether a step has finished, its output exists, and no step that it reads has run since.
 
     Raises:
-        ValueError: It was finished with other options.
+        ValueError: It was finished, or interrupted after its first checkpoint, with other options.
     """
     entry = record.get(step.name)
-    if entry is None or entry["finished"] is None or not step.has_output():
+    if entry is None or entry["inputs"] != pipeline.inputs_of(step, record):
         return False
-    if entry["inputs"] != pipeline.inputs_of(step, record):
+    finished = entry["finished"] is not None and step.has_output()
+    if not finished and not step.has_checkpoint():
         return False
     now = step.recorded_options()
     if changed := [name for name in {**entry["options"], **now} if entry["options"].get(name) != now.get(name)]:
         kept = _free(step.output_dir.with_name(f"{step.output_dir.name}-before"))
         changes = ", ".join(f"{name}={entry['options'].get(name)!r} is now {now.get(name)!r}" for name in changed)
         raise ValueError(
-            f"{step.name} was finished with other options: {changes}; restore them, name another output_dir, or run "
-            f"it again: `{shlex.join(['mv', str(step.output_dir), str(kept)])}` keeps its result, and steps that read "
-            "it run again too"
+            f"{step.name} was {'finished' if finished else 'interrupted'} with other options: {changes}; restore "
+            f"them, name another output_dir, or run it again: `{shlex.join(['mv', str(step.output_dir), str(kept)])}` "
+            "keeps its files, and steps that read them run again too"
         )
-    return True
+    return finished
 
 
 def _free(path: Path) -> Path:
@@ -317,7 +322,7 @@ def run_pipeline(
 
     Raises:
         InUseError: Another pipeline runs in the directory.
-        ValueError: A step was finished with other options.
+        ValueError: A step was finished, or interrupted after its first checkpoint, with other options.
     """
     pipeline.output_dir.mkdir(parents=True, exist_ok=True)
     with locked(str(pipeline.output_dir)), _signals() as signals:
@@ -364,7 +369,7 @@ def _run(
             kept.parent.mkdir(exist_ok=True)
             os.rename(step.output_dir, kept)
             say(f"{step.name} starts over, because {' and '.join(inputs)} ran again; its earlier files are in {kept}")
-        elif last_complete_checkpoint(step.output_dir) is not None:
+        elif step.has_checkpoint():
             words += ["--resume_from_checkpoint", "true"]
     entry = record[step.name] = {"options": step.recorded_options(), "inputs": inputs, "finished": None}
     write_json(pipeline.output_dir / RECORD, record)

@@ -104,6 +104,21 @@ def test_a_finished_step_with_other_options_is_an_error_that_says_what_to_do() -
     assert run(changed)[0] == expect("ppo judge")
 
 
+def test_a_step_does_not_continue_with_other_options() -> None:
+    """Interrupted before its first checkpoint it takes them; later it would mix two runs."""
+    run(TEXT, at("ppo", "begins", lambda: fail(Killed)))
+    changed = TEXT.replace("prompts.jsonl", "other.jsonl")
+    run(changed, at("ppo", "saved", lambda: fail(Killed)))
+    with pytest.raises(
+        ValueError, match=r"ppo was interrupted .* dataset_name='other.jsonl' is now 'prompts"
+    ) as error:
+        run()
+    assert run(changed, at("ppo", "ends", lambda: fail(Killed)))[0] == {"ppo": True}
+
+    subprocess.run(shlex.split(str(error.value).split("`")[1]), check=True)
+    assert run()[0] == expect("ppo judge")
+
+
 def test_seeds_keep_their_results_when_others_come_and_go() -> None:
     run()
     assert run("seeds: [0, 3]" + TEXT)[0] == expect("ppo-seed3 judge-seed3")
