@@ -138,9 +138,17 @@ def _newest_judgement(run: RecordedRun) -> Judgement | None:
 
 
 def _accuracy_of(name: str, runs: Sequence[RecordedRun]) -> RewardAccuracy | None:
-    """Return the accuracy of a reward model, which may have moved with a run's directory."""
-    folders = [Path(name), *(run.directory.parent / Path(name).name for run in runs)]
+    """Return the accuracy of a reward model, which may have moved together with a run beside it."""
+    folders = [Path(name)]
+    if not folders[0].exists():
+        folders = [run.directory.parent / Path(name).name for run in runs if _was_beside(run, name)]
     return next(filter(None, map(read_accuracy, folders)), None)
+
+
+def _was_beside(run: RecordedRun, name: str) -> bool:
+    """Return whether a path lay in the directory of a run's directory when the run was trained."""
+    output_dir = run.settings.arguments.get("output_dir")
+    return output_dir is not None and Path(output_dir).parent == Path(name).parent
 
 
 # ---- Reasons, each with what to do ----

@@ -35,7 +35,9 @@ def make_run(tmp_path: Path) -> MakeRun:
         logs = [{**FIRST, "step": 1, "episode": 8}, {**LAST, **changes, "step": step, "episode": 8 * step}]
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
         settings = {
-            "arguments": {"seed": seed, "sft_model_path": "out/sft", "stop_token": "eos"}, "versions": {},
+            "arguments": {
+                "output_dir": f"out/{folder.name}", "seed": seed, "sft_model_path": "out/sft", "stop_token": "eos"
+            },
             "made_of": {"policy": "out/sft", "rewards": [str(reward)], "reward_identities": ["weights 1", "a.py:f "]},
         }  # fmt: skip
         (folder / "ppo_settings.json").write_text(json.dumps(settings))
@@ -127,3 +129,24 @@ def test_a_judge_at_chance_decides_nothing(
     assert (f"84.0% of 100 prompts (95% interval 79.0 to 89.0%), but the judge is {state}" in found.sentence) == (
         outcome == "undecided"
     )
+
+
+@pytest.mark.parametrize(("judge", "outcome"), [("out/judge_reward", "undecided"), ("other/judge_reward", "better")])
+def test_a_judge_from_elsewhere_has_not_the_accuracy_of_a_sibling(
+    judge: str, outcome: str, make_run: MakeRun, tmp_path: Path
+) -> None:
+    run = make_run(0.84, judge=judge)
+    (tmp_path / "judge_reward").mkdir()
+    CHANCE.save(tmp_path / "judge_reward")
+    assert verdict_of([run]).outcome == outcome
+
+
+def test_a_judge_that_is_there_has_its_own_accuracy_or_none(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: Any
+) -> None:
+    run = make_run(0.84)
+    for folder in (tmp_path / "judge_reward", tmp_path / "new/out/judge_reward"):
+        folder.mkdir(parents=True)
+    CHANCE.save(tmp_path / "judge_reward")
+    monkeypatch.chdir(tmp_path / "new")
+    assert verdict_of([run]).outcome == "better"
