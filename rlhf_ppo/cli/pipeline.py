@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shlex
@@ -28,7 +27,7 @@ from rlhf_ppo.data.files import write_json
 from rlhf_ppo.ranks.signals import discard_closed_terminal
 from rlhf_ppo.reporting.judgements import JUDGED, win_rate_beside
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
-from rlhf_ppo.run.checkpoints import last_complete_checkpoint, locked
+from rlhf_ppo.run.checkpoints import free_path, last_complete_checkpoint, locked
 from rlhf_ppo.terminal import hide_from_ps, print_text, redact_words, redacted
 
 PROGRAM = "rlhf-ppo pipeline"
@@ -286,7 +285,7 @@ def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:
         return False
     now = step.recorded_options()
     if changed := [name for name in {**entry["options"], **now} if entry["options"].get(name) != now.get(name)]:
-        kept = _free(step.output_dir.with_name(f"{step.output_dir.name}-before"))
+        kept = free_path(step.output_dir.with_name(f"{step.output_dir.name}-before"))
         changes = ", ".join(f"{name}={entry['options'].get(name)!r} is now {now.get(name)!r}" for name in changed)
         raise ValueError(
             f"{step.name} was {'finished' if finished else 'interrupted'} with other options: {changes}; restore "
@@ -294,12 +293,6 @@ def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:
             "keeps its files, and steps that read them run again too"
         )
     return finished
-
-
-def _free(path: Path) -> Path:
-    """Return the first of `path`, `path-2`, `path-3`... that does not exist."""
-    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([path], others) if not os.path.lexists(candidate))
 
 
 def run_pipeline(
@@ -365,7 +358,7 @@ def _run(
             path.unlink(missing_ok=True)
     elif step.kind in TRAINING and step.output_dir.exists():
         if before is not None and before["inputs"] != inputs:
-            kept = _free(pipeline.output_dir / REPLACED / step.name)
+            kept = free_path(pipeline.output_dir / REPLACED / step.name)
             kept.parent.mkdir(exist_ok=True)
             os.rename(step.output_dir, kept)
             say(f"{step.name} starts over, because {' and '.join(inputs)} ran again; its earlier files are in {kept}")

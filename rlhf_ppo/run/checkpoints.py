@@ -1,8 +1,9 @@
-"""Directories of runs: their checkpoints, and the lock of the run that writes there."""
+"""Directories of runs: their checkpoints, results of earlier policies, and the lock of the run that writes there."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
 from rlhf_ppo.data.files import read_object
+from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
+from rlhf_ppo.reporting.judgements import JUDGED
+from rlhf_ppo.reporting.run_log import AUDIT_NAME, SAMPLES_DIR
+from rlhf_ppo.reporting.verdict import VERDICT
 
 try:
     import fcntl
@@ -22,6 +27,13 @@ except ImportError:  # Windows
 LOCK_NAME = "_ppo_run.lock"  # uploads to the hub skip names that begin with "_"
 UNFINISHED = "_unfinished"
 """Directory in which a checkpoint is written before it gets its name."""
+
+EARLIER = "_earlier"
+"""Directory in a run's directory for the results of a policy that was trained there before."""
+_RESULTS = (
+    *(f"{JUDGED}/", f"{JUDGED}*.parquet", "win_rate*.json", VERDICT),
+    *(f"{SAMPLES_DIR}/", f"{COMPLETIONS_DIR}/", AUDIT_NAME),
+)
 
 _held: set[str] = set()
 
@@ -95,6 +107,25 @@ def _position(checkpoint: str, checkpoints: list[str]) -> int:
     paths = [os.path.realpath(path) for path in checkpoints]
     path = os.path.realpath(checkpoint)
     return paths.index(path) + 1 if path in paths else 0
+
+
+def set_results_aside(output_dir: str | Path) -> Path | None:
+    """Move results of an earlier policy into `_earlier`, `_earlier-2`...; return that directory, or None."""
+    folder = Path(output_dir)
+    results = [path for pattern in _RESULTS for path in folder.glob(pattern)]
+    if not results:
+        return None
+    place = free_path(folder / EARLIER)
+    place.mkdir()
+    for path in results:
+        os.rename(path, place / path.name)
+    return place
+
+
+def free_path(path: Path) -> Path:
+    """Return the first of `path`, `path-2`, `path-3`... that does not exist."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], others) if not os.path.lexists(candidate))
 
 
 class InUseError(RuntimeError, ValueError):

@@ -331,6 +331,8 @@ def failing_together(accelerator: Accelerator) -> AbstractContextManager[None]:
 def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
     """Check that the ranks are alike, and lock the run's directory; yield the checkpoint to resume from, or None.
 
+    A new run first moves the results of an earlier policy into `_earlier`.
+
     Args:
         run: The run, whose models are loaded later.
         train_dataset: The prepared training set.
@@ -352,6 +354,10 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 elif args.overwrite_output_dir:
                     for checkpoint in directories.list_checkpoints(directory):
                         shutil.rmtree(checkpoint)
+                if start is None and (earlier := directories.set_results_aside(directory)) is not None:
+                    logger.warning(
+                        f"output_dir={directory!r} held results of an earlier policy: they are in {earlier}."
+                    )
         run.last_checkpoint = broadcast_object_list([start])[0]
         run.logged.forget()  # what a failed update has left
         yield run.last_checkpoint

@@ -61,6 +61,10 @@ def test_a_renamed_checkpoint_is_refused(run: Path) -> None:
         find_start(run, True, overwrite=False)
 
 
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
 def code_of_another_process(directory: Path) -> int | None:
     """Lock the directory in another process; 3: it is in use."""
 
@@ -107,3 +111,32 @@ def test_files_that_training_does_not_need_cannot_end_it(make_trainer: Any, capl
     warned = {message.partition(" could not be written")[0] for message in caplog.messages}
     what = {"The run's settings", "The model card", "The log", "A sample table", "The responses of an update"}
     assert what <= warned
+
+
+def test_a_new_run_does_not_inherit_the_results_of_an_earlier_policy(
+    make_trainer: Any, caplog: Any, tmp_path: Path
+) -> None:
+    """They are in `_earlier`; a resumed run keeps its own."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "num_sample_generations": 3}
+    run = {**QUICK, **saving, "output_dir": str(tmp_path), "overwrite_output_dir": True}
+    make_trainer(**run).train()
+    assert not (tmp_path / "_earlier").exists()
+    (tmp_path / "judged").mkdir()
+    judged = {"judged/win_rate.json", "judged.parquet", "win_rate-2.json", "verdict.json", "critic_audit.json"}
+    for name in judged:
+        (tmp_path / name).touch()
+    of_run = {
+        str(path.relative_to(tmp_path)) for name in ("_samples", "_completions") for path in files(tmp_path / name)
+    }
+    assert len(of_run) == 6
+
+    make_trainer(**run | {"total_episodes": 4}).train()
+    assert {str(path.relative_to(tmp_path / "_earlier")) for path in files(tmp_path / "_earlier")} == of_run | judged
+    assert not any((tmp_path / name).exists() for name in judged)
+    assert not (tmp_path / "_completions/completions_00003.parquet").exists()
+    assert [message for message in caplog.messages if str(tmp_path / "_earlier") in message]
+
+    make_trainer(**run).train(resume_from_checkpoint=True)
+    assert not (tmp_path / "_earlier-2").exists()
+    make_trainer(**run).train()
+    assert {path.name for path in (tmp_path / "_earlier-2").iterdir()} == {"_samples", "_completions"}
