@@ -309,7 +309,11 @@ class EpisodePlayer:
         if is_conversation(record.prompt):
             ids = record.conversations.answer_ids(messages) if messages else []
         else:
-            ids = [token for message in messages for token in self.conversations.defused_ids(str(message["content"]))]
+            ids = [
+                token
+                for message in messages
+                for token in self.conversations.defused_ids(text_of_content(message["content"]))
+            ]
         if not ids and not is_last:
             raise EpisodeError(f"{record.episode.description}: an answer has no tokens; return some text")
         return ids if len(ids) <= record.left else None

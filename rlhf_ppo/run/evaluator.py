@@ -154,7 +154,7 @@ def held_out_prompts(
         loader_of: Takes a set; returns collated batches.
         device: Device of the prompts.
     """
-    for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+    for dataset in eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]:
         for batch in loader_of(dataset):
             yield Prompts.from_collated(batch, device)
 

@@ -279,20 +279,25 @@ def test_the_calls_of_a_sample_table_do_not_count_as_an_updates_time(tmp_path: A
 
 
 class Blocks(NoReward):
-    """Begins with a text or with the same as blocks, and plays without a template."""
+    """Begins with a text or with the same as blocks, answers so once, and plays without a template."""
 
     takes_messages = True
 
     def reset(self, as_blocks: bool, **row: Any) -> Any:
-        return [{"type": "text", "text": "OBS"}] if as_blocks else "OBS"
+        self.as_blocks, self.turns = as_blocks, 0
+        return self.content("OBS")
 
-    def respond(self, text: str) -> str:
-        self.done = True
-        return ""
+    def content(self, text: str) -> Any:
+        return [{"type": "text", "text": text}] if self.as_blocks else text
+
+    def respond(self, text: str) -> Any:
+        self.turns += 1
+        self.done = self.turns == 2
+        return "" if self.done else self.content("NEXT")
 
 
 @pytest.mark.parametrize("prompt", ["Q", ""])
-def test_the_policy_reads_the_blocks_of_reset_behind_a_text(tmp_path: Any, prompt: str) -> None:
+def test_the_policy_reads_blocks_behind_a_text(tmp_path: Any, prompt: str) -> None:
     rows = [{"prompt": prompt, "as_blocks": as_blocks} for as_blocks in (True, False)]
     given: dict[str, Any] = {
         "environment_factory": Blocks,
@@ -302,7 +307,7 @@ def test_the_policy_reads_the_blocks_of_reset_behind_a_text(tmp_path: Any, promp
     trainer = made(tmp_path, DONE, options={"num_generations": 1}, **given)
     trainer.train()
     read = trainer.processing_class.batch_decode(trainer.kept.responses.query_responses)
-    assert read == [f"{prompt}OBS{DONE}"] * 2
+    assert read == [f"{prompt}OBS{DONE}NEXT{DONE}"] * 2
 
 
 # ---- What cannot be trained ----
