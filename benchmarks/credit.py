@@ -8,11 +8,12 @@ compound valence of VADER for the first and third, its negative for the second a
 glad to sad and back, and its total says nothing about any one sentence. `total` arms get the sum at the last token, as
 GRPO does, the others each reward at the last token of its sentence.
 
-critic: PPO with a value model of its own. head: with a head on the policy. none: no critic; the baseline of a token is
-the batch's mean of what follows at its place. grpo: TRL's GRPO, 8 responses a prompt. All have 64 responses an update,
-four passes of two mini-batches and constant rates. Each arm tries the same rates on another seed and takes the one
-with the highest objective at the last mark: the total minus `KL_COEF` times the KL. A row a mark: CPU seconds of
-training, 512 sampled responses to held-out prompts. A stopped run starts again.
+critic: PPO with a value model of its own. head: with a head on the policy. Both have `lam` 0.95. none: no critic; the
+baseline of a token is the batch's mean reward to come at its position. grpo: TRL's GRPO, 8 responses a prompt. All
+have 64 responses an update, four passes of two mini-batches and constant rates. Each arm tries the same rates on
+another seed and takes the one with the highest objective at the last mark: the total minus `KL_COEF` times the KL.
+Each mark, in CPU seconds of training, has a row with the means over 512 sampled responses to held-out prompts. A
+stopped run starts again.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def at_tokens(ids: Sequence[int], valence: dict[str, float], decode: Callable[..
 
 
 class NoCritic(PPOTrainer):
-    """A token's advantage is the reward to come, minus the mean of the batch at its place."""
+    """A token's advantage is the reward to come, minus the batch's mean at its position."""
 
     def compute_advantages(self, rollout: Any, rewards: Any) -> Any:
         """Compute advantages without a critic."""
@@ -186,20 +187,22 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def last(rows: list[dict[str, Any]], arm: str, rate: float, seeds: Sequence[int], mark: float) -> list[dict[str, Any]]:
+def rows_at(
+    rows: list[dict[str, Any]], arm: str, rate: float, seeds: Sequence[int], mark: float
+) -> list[dict[str, Any]]:
     """Return an arm's rows at a mark."""
     wanted = {(arm, rate, seed, mark) for seed in seeds}
     return [row for row in rows if (row["arm"], row["rate"], row["seed"], row["mark"]) in wanted]
 
 
 def objective(row: dict[str, Any]) -> float:
-    """Return what training maximizes: total minus KL penalty."""
+    """Return the quantity that training maximizes: total minus KL penalty."""
     return row["reward"] - KL_COEF * row["kl"]
 
 
 def chosen_rate(arm: str, rows: list[dict[str, Any]]) -> float | None:
     """Return the rate with the highest mean objective on the selection seeds; None until all have their rows."""
-    found = {rate: last(rows, arm, rate, SELECTION, MARKS[-1]) for rate in RATES}
+    found = {rate: rows_at(rows, arm, rate, SELECTION, MARKS[-1]) for rate in RATES}
     if any(len(runs) < len(SELECTION) for runs in found.values()):
         return None
     return max(RATES, key=lambda rate: sum(map(objective, found[rate])))
@@ -214,12 +217,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         for rate in RATES:
             lines += [
                 f"| {arm} | {rate:g} | {row['reward']:.2f} | {row['kl']:.1f} | {objective(row):.2f} |"
-                for row in last(rows, arm, rate, SELECTION, MARKS[-1])
+                for row in rows_at(rows, arm, rate, SELECTION, MARKS[-1])
             ]
     lines += ["", "| method | CPU seconds | seeds | updates | total | KL, nats | objective |", "|---" * 7 + "|"]
     for arm, name in ARMS.items():
         for mark in MARKS:
-            runs = last(rows, arm, chosen_rate(arm, rows) or 0.0, FINAL, mark)
+            runs = rows_at(rows, arm, chosen_rate(arm, rows) or 0.0, FINAL, mark)
             if runs:
                 per_update = EPOCHS * MINI_BATCHES if arm == "grpo" else 1
                 columns = (

@@ -96,7 +96,7 @@ class RewardModelJudge(ScoringJudge):
         path: Directory or hub name of a sequence-classification model with one label, with its tokenizer.
         batch_size: Texts in one forward pass.
         trust_remote_code: Whether to run code that comes with the model.
-        argument: What the user named the model by, for errors.
+        argument: The name of the option that holds the path, for errors.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def test_a_sentence_is_paid_at_the_token_that_ends_it() -> None:
     }
 
 
-def test_without_a_critic_the_baseline_is_the_mean_at_the_same_place() -> None:
+def test_without_a_critic_the_baseline_is_the_mean_at_the_same_position() -> None:
     from credit import NoCritic
 
     rewards = torch.tensor([[1.0, 0.0, 2.0], [0.0, 4.0, 0.0]])
