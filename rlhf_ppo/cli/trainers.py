@@ -54,6 +54,7 @@ from rlhf_ppo.models.loading import (
     load_classifier,
     load_pretrained,
     remove_saved_models,
+    starts_of,
     why_not_loaded,
     without_adapters,
 )
@@ -276,7 +277,7 @@ class _SavesWhole(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         directory = output_dir or str(self.args.output_dir)
-        check_start_elsewhere([as_module(self.model)], directory)
+        check_start_elsewhere(starts_of([as_module(self.model)]), directory)
         remove_saved_models(directory)
         Path(directory, SETTINGS_NAME).unlink(missing_ok=True)  # of an earlier policy
         super()._save(output_dir, state_dict)
@@ -458,7 +459,7 @@ def _trl_trainer(
     else:
         args.model_init_kwargs = settings
     trainer: Any = trainer_class(model, args, None, train_dataset, eval_dataset, tokenizer, peft_config=peft_config)
-    check_start_elsewhere([trainer.model], str(args.output_dir))
+    check_start_elsewhere(starts_of([trainer.model]), str(args.output_dir))
     drop_ignored_generation_settings(trainer.model)
     use_console(trainer, "line")
     trainer.add_callback(_LogsShortRuns())

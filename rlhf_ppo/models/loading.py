@@ -399,25 +399,36 @@ def remove_saved_models(directory: str | os.PathLike[str]) -> None:
         critic.rmdir()
 
 
-def check_start_elsewhere(models: Iterable[nn.Module], directory: str) -> None:
-    """Check that saving does not replace a model that the run starts from, which a resumed run loads again.
+def starts_of(models: Iterable[nn.Module]) -> dict[str, str]:
+    """Return the directories, or hub names, that models were loaded from, and what is there.
 
     Args:
-        models: The models that the run loads, with adapters or without.
-        directory: Where the trained ones are saved.
-
-    Raises:
-        ValueError: A model, an adapter or its base is there or in the directory's `critic`.
+        models: The models that a run loads, with adapters or without.
     """
-    replaced = [os.path.realpath(path) for path in (directory, os.path.join(directory, CRITIC_DIR))]
+    starts = {}
     for model in models:
         base = transformers_model(model)
         what = "the base of the trained adapter" if is_peft_model(model) else "the model that the run starts from"
-        starts = {"name_or_path": what, ADAPTER_DIRECTORY: "the adapter that the run starts from"}
-        for attribute, role in starts.items():
-            start = getattr(base, attribute, None)
-            if start and os.path.realpath(start) in replaced:
-                raise ValueError(
-                    f"output_dir={directory!r}: saving there would replace {start!r}, {role}; choose "
-                    "another output_dir"
-                )
+        roles = {"name_or_path": what, ADAPTER_DIRECTORY: "the adapter that the run starts from"}
+        for attribute, role in roles.items():
+            if start := getattr(base, attribute, None):
+                starts.setdefault(start, role)
+    return starts
+
+
+def check_start_elsewhere(starts: Mapping[str, str], directory: str) -> None:
+    """Check that saving does not replace a model that the run starts from, which a resumed run loads again.
+
+    Args:
+        starts: What `starts_of` returned.
+        directory: Where the trained models are saved.
+
+    Raises:
+        ValueError: One of them is there or in the directory's `critic`.
+    """
+    replaced = [os.path.realpath(path) for path in (directory, os.path.join(directory, CRITIC_DIR))]
+    for start, role in starts.items():
+        if os.path.realpath(start) in replaced:
+            raise ValueError(
+                f"output_dir={directory!r}: saving there would replace {start!r}, {role}; choose another output_dir"
+            )

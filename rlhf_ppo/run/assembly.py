@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -40,12 +41,20 @@ class Models:
         value_model: The trained value model.
         reference: The reference of the KL penalty, or None.
         rewards: The frozen reward models.
+        head_directory: The directory of the value head that the run starts from, or None.
     """
 
     policy: nn.Module
     value_model: nn.Module
     reference: Reference | None
     rewards: Sequence[LoadedRewardModel]
+    head_directory: str | None = None
+
+    @property
+    def starts(self) -> dict[str, str]:
+        """The directories that the models were loaded from; see `loading.starts_of`."""
+        head = {self.head_directory: "the value head that the run starts from"} if self.head_directory else {}
+        return head | loading.starts_of(self.reading_prompts.values())
 
     @property
     def reading_policy_tokens(self) -> dict[str, nn.Module]:
@@ -126,7 +135,9 @@ def assemble_models(
     loading.prepare_trainable(policy, critic)
     rates = {"vf_coef": args.vf_coef, "critic_learning_rate": args.critic_learning_rate}
     check_critic_alone(args.critic_warmup_steps, rates, policy, critic)
-    return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy))
+    loads_head = isinstance(critic, heads.ValueHead) and inputs.value_model != "policy"
+    head_directory = os.fspath(cast(Any, inputs.value_model)) if loads_head else None
+    return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy), head_directory)
 
 
 def _load_rewards_and_critic(

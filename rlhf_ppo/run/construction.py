@@ -128,7 +128,7 @@ def load(trainer: Trainer, inputs: TrainerInputs) -> LoadedInputs:
         needs_reference=needs_reference(args, functions, inputs.kl_controller),
         accelerator=early_accelerator(trainer, args),
     )
-    loading.check_start_elsewhere(models.reading_prompts.values(), str(args.output_dir))
+    loading.check_start_elsewhere(models.starts, str(args.output_dir))
     tokens = tokens.with_those_of(models.policy, args)
     # The prompts that all of them can read.
     processor = loading.load_processor(inputs.processing_class, models.policy, tokenizer)
@@ -265,6 +265,7 @@ def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) 
         trainer=trainer,
         args=args,
         models=models,
+        starts=loaded.models.starts,
         tokenizer=loaded.tokenizer,
         tokens=loaded.tokens,
         processor=loaded.processor,

@@ -68,6 +68,7 @@ class RunState:
         trainer: Holds Trainer's state and control.
         args: The arguments.
         models: Policy and value model without the wrappers of backends and compilation.
+        starts: The directories that models were loaded from, which are not saved over; see `starts_of`.
         tokenizer: The policy's tokenizer.
         tokens: Padding and stop tokens.
         processor: The policy's processor of images and text, or None.
@@ -84,6 +85,7 @@ class RunState:
     trainer: HoldsState
     args: PPOConfig
     models: PolicyAndValue
+    starts: Mapping[str, str]
     tokenizer: PreTrainedTokenizerBase
     tokens: SpecialTokens
     processor: ProcessorMixin | None

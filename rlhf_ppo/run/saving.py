@@ -107,7 +107,7 @@ def save_all(run: RunState, directory: str, state_dict: Mapping[str, Tensor] | N
     critic = CRITIC_DIR if run.args.save_critic or is_head else None
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
     dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
-    check_start_elsewhere((models.policy, models.value_model), directory)
+    check_start_elsewhere(run.starts, directory)
     remove_saved_models(directory)
     with stopping_as_trained(models.policy, run.tokens):
         save_models(models, directory, state_dict, value_directory, dtype)

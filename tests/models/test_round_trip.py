@@ -132,6 +132,21 @@ def test_nothing_is_saved_over_a_frozen_model(
         make_trainer(**{argument: place}, output_dir=place)
 
 
+def test_save_model_names_no_directory_that_the_run_starts_from(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    save_models(tmp_path, frozen=tiny_scorer())
+    trainer, before = make_trainer(reward_model=str(tmp_path / "frozen")), files_of(tmp_path / "frozen")
+    with pytest.raises(ValueError, match=r"saving there would replace '.*frozen', the model that the run starts from"):
+        trainer.save_model(str(tmp_path / "frozen"))
+    assert files_of(tmp_path / "frozen") == before
+
+
+def test_nothing_is_saved_over_a_value_head(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    make_trainer(value_model="policy").save_model(str(tmp_path / "run"))
+    head = str(tmp_path / "run" / "critic")
+    with pytest.raises(ValueError, match=r"would replace '.*critic', the value head that the run starts from"):
+        make_trainer(value_model=head, output_dir=str(tmp_path / "run"))
+
+
 @pytest.mark.parametrize("argument", ["model", "reward_model"])
 def test_nothing_is_saved_over_an_adapter_that_the_run_starts_from(
     argument: str, make_trainer: MakeTrainer, tmp_path: Path
