@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Judgement:
         judge: The judge's name.
         length_controlled: The win rate at equal length.
         identities: See `rlhf_ppo.rewards.identity.judge_identities`.
+        model: The policy's directory or hub name; None if its responses came from a column.
     """
 
     win_rate: float
@@ -78,6 +80,7 @@ class Judgement:
     judge: str
     length_controlled: float | None = None
     identities: tuple[str, ...] = ()
+    model: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> Judgement:
@@ -95,11 +98,17 @@ class Judgement:
             judge=judge_of(options) or "a judge",
             length_controlled=said.get("length_controlled"),
             identities=tuple(said.get("judge_identities") or ()),
+            model=options.get("model"),
         )
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Return whether a path has the name of a checkpoint, which is not the policy at the end of its run."""
+    return re.fullmatch(r"checkpoint-\d+(-\d+)?", Path(path).name) is not None
+
+
 def read_judgements(output_dir: str | Path) -> list[Judgement]:
-    """Read the win rates in a run's directory and in its `judged/`.
+    """Read the win rates of a run's policy in its directory and in its `judged/`; not those of its checkpoints.
 
     Args:
         output_dir: The run's directory; the judge writes there with `--output_dir <output_dir>/judged`.
@@ -110,10 +119,10 @@ def read_judgements(output_dir: str | Path) -> list[Judgement]:
     judgements, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
     paths = [path for folder in folders for path in folder.glob("win_rate*.json")]
     for path in sorted(paths, key=lambda path: (path.parent, len(path.name), path.name)):
-        try:
-            judgements.append(Judgement.read(path))
-        except (ValueError, KeyError):
-            continue
+        with suppress(ValueError, KeyError):
+            judgement = Judgement.read(path)
+            if not is_checkpoint(judgement.model or ""):
+                judgements.append(judgement)
     return judgements
 
 

@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
-from rlhf_ppo.reporting.judgements import JUDGED_RATE, read_judgements
+from rlhf_ppo.reporting.judgements import JUDGED_RATE, is_checkpoint, read_judgements
 
 Log = Sequence[Mapping[str, Any]]
 """A log history: a mapping of metric to value for each log of Trainer."""
@@ -249,7 +249,7 @@ def _by_label(runs: Sequence[T], names: Sequence[str], settings: Sequence[RunSet
 
 def _root(path: Path) -> Path:
     """Return the run's directory of a path that may be a checkpoint."""
-    return path.parent if re.fullmatch(r"checkpoint-\d+(-\d+)?", path.name) else path
+    return path.parent if is_checkpoint(path) else path
 
 
 def _read_run(path: Path, name: str) -> RecordedRun:

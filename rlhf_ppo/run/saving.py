@@ -331,7 +331,7 @@ def failing_together(accelerator: Accelerator) -> AbstractContextManager[None]:
 def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
     """Check that the ranks are alike, and lock the run's directory; yield the checkpoint to resume from, or None.
 
-    A new run first moves the results of an earlier policy into `_earlier`.
+    A run that does not continue one in this directory first moves the results of an earlier policy into `_earlier`.
 
     Args:
         run: The run, whose models are loaded later.
@@ -354,7 +354,8 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 elif args.overwrite_output_dir:
                     for checkpoint in directories.list_checkpoints(directory):
                         shutil.rmtree(checkpoint)
-                if start is None and (earlier := directories.set_results_aside(directory)) is not None:
+                continues = start is not None and os.path.samefile(os.path.dirname(os.path.realpath(start)), directory)
+                if not continues and (earlier := directories.set_results_aside(directory)) is not None:
                     logger.warning(
                         f"output_dir={directory!r} held results of an earlier policy: they are in {earlier}."
                     )

@@ -71,6 +71,14 @@ def test_the_interval_decides(make_run: MakeRun) -> None:
     assert unjudged.outcome == "not judged" and unjudged.win_rate is None and "rlhf-ppo judge" in unjudged.sentence
 
 
+def test_the_win_rate_of_a_checkpoint_is_not_the_policys(make_run: MakeRun) -> None:
+    run = make_run(0.44)
+    newest = json.loads((run.directory / "judged" / "win_rate.json").read_text())
+    newest |= {"win_rate": 0.9, "options": newest["options"] | {"model": str(run.directory / "checkpoint-40")}}
+    (run.directory / "judged" / "win_rate-2.json").write_text(json.dumps(newest))
+    assert verdict_of(recorded_runs([run.directory])).sentence.startswith("Worse than out/sft: the policy wins 44.0%")
+
+
 def test_seeds_widen_the_interval(make_run: MakeRun) -> None:
     """Mean .6, standard error over seeds .1 / sqrt(3), Student's quantile 4.303, half-width over prompts .05."""
     found = verdict_of([make_run(rate, seed=seed) for seed, rate in enumerate((0.5, 0.6, 0.7))])

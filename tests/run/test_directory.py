@@ -140,3 +140,9 @@ def test_a_new_run_does_not_inherit_the_results_of_an_earlier_policy(
     assert not (tmp_path / "_earlier-2").exists()
     make_trainer(**run).train()
     assert {path.name for path in (tmp_path / "_earlier-2").iterdir()} == {"_samples", "_completions"}
+
+    other = tmp_path / "other"
+    (other / "_samples").mkdir(parents=True)
+    resumed = make_trainer(**run | {"output_dir": str(other)})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert (other / "_earlier" / "_samples").is_dir()
