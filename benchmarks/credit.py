@@ -8,12 +8,12 @@ compound valence of VADER for the first and third, its negative for the second a
 glad to sad and back, and its total says nothing about any one sentence. `total` arms get the sum at the last token, as
 GRPO does, the others each reward at the last token of its sentence.
 
-critic: PPO with a value model of its own. head: with a head on the policy. Both have `lam` 0.95. none: no critic; the
-baseline of a token is the batch's mean reward to come at its position. grpo: TRL's GRPO, 8 responses a prompt. All
-have 64 responses an update, four passes of two mini-batches and constant rates. Each arm tries the same rates on
-another seed and takes the one with the highest objective at the last mark: the total minus `KL_COEF` times the KL.
-Each mark, in CPU seconds of training, has a row with the means over 512 sampled responses to held-out prompts. A
-stopped run starts again.
+critic: PPO with a value model of its own. head: with a head on the policy. Both have `lam` 0.95, critic-total-lam1 has
+1. none: no critic; the baseline of a token is the batch's mean reward to come at its position. grpo: TRL's GRPO, 8
+responses a prompt. All have 64 responses an update, four passes of two mini-batches and constant rates. Each arm tries
+the same rates on another seed and takes the one with the highest objective at the last mark: the total minus `KL_COEF`
+times the KL. Each mark, in CPU seconds of training, has a row with the means over 512 sampled responses to held-out
+prompts. A stopped run starts again.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ ARMS = {
     "head": "head on the policy, reward a sentence",
     "none": "no critic, reward a sentence",
     "critic-total": "own value model, total",
+    "critic-total-lam1": "own value model, total, lam 1",
     "none-total": "no critic, total",
     "grpo": "GRPO (TRL 1.16), total",
 }
@@ -115,7 +116,8 @@ def our_trainer(
     arm: str, policy: Any, tokenizer: Any, rows: Any, valence: dict[str, float], settings: dict[str, Any]
 ) -> Any:
     """Make rlhf_ppo's trainer of an arm."""
-    kind, _, pays_total = arm.partition("-")
+    kind, *of_arm = arm.split("-")
+    pays_total, lam = "total" in of_arm, 1.0 if "lam1" in of_arm else 0.95
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> Any:
         if pays_total:
@@ -124,7 +126,7 @@ def our_trainer(
 
     args = PPOConfig(
         **COMMON | settings, per_device_train_batch_size=BATCH, response_length=LENGTH, num_ppo_epochs=EPOCHS,
-        num_mini_batches=MINI_BATCHES, local_rollout_forward_batch_size=BATCH, total_episodes=BATCH * 1000,
+        num_mini_batches=MINI_BATCHES, lam=lam, local_rollout_forward_batch_size=BATCH, total_episodes=BATCH * 1000,
     )  # fmt: skip
     make = NoCritic if kind == "none" else PPOTrainer
     critic = None if kind == "critic" else "policy"

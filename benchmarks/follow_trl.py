@@ -22,9 +22,9 @@ from transformers import AutoModelForSequenceClassification, set_seed
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.append(str(Path(__file__).parent / "learning"))
-SAME = """output_dir seed use_cpu per_device_train_batch_size num_ppo_epochs num_mini_batches response_length
-stop_token temperature missing_eos_penalty kl_coef gamma lam cliprange cliprange_value vf_coef whiten_rewards
-lr_scheduler_type warmup_steps gradient_checkpointing disable_tqdm""".split()
+SAME = """output_dir seed use_cpu learning_rate per_device_train_batch_size num_ppo_epochs num_mini_batches
+response_length stop_token temperature missing_eos_penalty kl_coef gamma lam cliprange cliprange_value vf_coef
+whiten_rewards lr_scheduler_type warmup_steps gradient_checkpointing disable_tqdm""".split()
 
 
 def rewards_of(tokenizer: Any, rows: list[dict[str, Any]], functions: Any, weights: list[float]) -> Any:
