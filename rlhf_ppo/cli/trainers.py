@@ -597,15 +597,12 @@ def merge_adapter(directory: str, tokens: SpecialTokens | None, trust_remote_cod
         tokens: The tokens and texts that end a policy's responses; None for other models.
         trust_remote_code: Whether to run code of the base's repository.
     """
-    from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-
-    trust: Any = {"trust_remote_code": trust_remote_code}
-    scores = adapter_config(directory).task_type == "SEQ_CLS"
-    if scores:
-        adapted = AutoPeftModelForSequenceClassification.from_pretrained(directory, num_labels=1, **trust)
-    else:
-        adapted = AutoPeftModelForCausalLM.from_pretrained(directory, **trust)
-    merged: Any = adapted.merge_and_unload()
+    is_scorer = adapter_config(directory).task_type == "SEQ_CLS"
+    auto_class, head = (
+        (AutoModelForSequenceClassification, {"num_labels": 1}) if is_scorer else (AutoModelForCausalLM, {})
+    )
+    options: Any = {"dtype": "auto", "trust_remote_code": trust_remote_code, **head}
+    merged: Any = load_pretrained(auto_class, directory, "output_dir", **options).merge_and_unload()
     drop_ignored_generation_settings(merged)
     with nullcontext() if tokens is None else stopping_as_trained(merged, tokens):
         merged.save_pretrained(directory)

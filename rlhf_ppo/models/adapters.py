@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -151,17 +152,36 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load a trainable adapter over its base.
 
     A language model's adapter over a classifier of the same backbone becomes a classifier's, and the head trains too.
+
+    Raises:
+        ValueError: The adapter was trained over another class of model: weights of this one's adapter are not in it.
     """
     from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     config = adapter_config(path)
     setattr(base, ADAPTER_DIRECTORY, os.fspath(path))
     if config.task_type != "CAUSAL_LM" or hasattr(base, "prepare_inputs_for_generation"):
-        return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*Found missing adapter keys", UserWarning)
+            try:
+                return PeftModel.from_pretrained(base, os.fspath(path), is_trainable=True, config=config)
+            except UserWarning as warning:
+                raise ValueError(_DOES_NOT_FIT.format(path, type(base).__name__, str(warning))) from None
     config.task_type, config.inference_mode = "SEQ_CLS", False
     model = get_peft_model(base, config)
-    set_peft_model_state_dict(model, adapter_state(model) | load_peft_weights(os.fspath(path), device="cpu"))
+    weights = load_peft_weights(os.fspath(path), device="cpu")
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
+    if missing := [name for name in adapter_state(model).keys() - weights.keys() if prefix in name]:
+        raise ValueError(_DOES_NOT_FIT.format(path, type(base).__name__, f"{min(missing)} is missing"))
+    set_peft_model_state_dict(model, adapter_state(model) | weights)
     return model
+
+
+_DOES_NOT_FIT = (
+    "{} is an adapter over another class of model than {}, as which its base is loaded ({:.200}): load both yourself, "
+    "and pass the PeftModel"
+)
 
 
 def merged_in_place(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +19,9 @@ from transformers import (
     LlavaProcessor,
 )
 
+from rlhf_ppo.cli.trainers import merge_adapter
+from rlhf_ppo.models.adapters import save_adapter
+from rlhf_ppo.models.loading import load_classifier, load_policy
 from tests.conftest import count_w4, make_tokenizer, needs_continuous
 from tests.models.architectures import families, tiny_config, tiny_model
 from tests.models.sweep import LORA, check_family, check_rows_alone
@@ -157,3 +161,28 @@ def test_a_policy_by_path_is_saved_as_the_class_and_with_the_processor_that_it_c
         saved, info = type(policy).from_pretrained(tmp_path / name, output_loading_info=True)
         assert saved.config.architectures == [type(policy).__name__] and not info["missing_keys"]
         assert (tmp_path / name / "processor_config.json").is_file()
+
+
+def test_an_adapter_is_merged_into_the_class_that_it_was_trained_over(tmp_path: Path) -> None:
+    """Over the class for texts alone no weight of the adapter has a place: PEFT only warns."""
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(tiny_config("qwen3_5")).save_pretrained(tmp_path / "base")
+    for_texts = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    policies = {"run": load_policy(str(tmp_path / "base"), "model"), "of_texts": for_texts}
+    for name, policy in policies.items():
+        config = LoraConfig(target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        policies[name] = get_peft_model(cast(Any, policy), config).eval()
+        save_adapter(policies[name], str(tmp_path / name))
+
+    merge_adapter(str(tmp_path / "run"), None)
+    merged, ids = load_policy(str(tmp_path / "run"), "model").eval(), torch.tensor([ROWS[1]])
+    assert type(merged).__name__ == "Qwen3_5ForConditionalGeneration"
+    assert not (tmp_path / "run" / "adapter_config.json").exists()
+    with torch.no_grad():
+        trained, base = policies["run"](input_ids=ids).logits, load_policy(str(tmp_path / "base"), "model").eval()
+        assert_close(merged(input_ids=ids).logits, trained)
+        assert (base(input_ids=ids).logits - trained).abs().max() > 0.1
+
+    for load in (load_policy, load_classifier):
+        with pytest.raises(ValueError, match="of_texts is an adapter over another class of model than Qwen3_5"):
+            load(str(tmp_path / "of_texts"), "value_model")
