@@ -22,7 +22,7 @@ from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.ranks.processes import raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import minibatch_generator
-from rlhf_ppo.reporting.metrics import UpdateStatistics
+from rlhf_ppo.reporting.metrics import UpdateStatistics, named_apart
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.rewards.scorer import PendingScores, Scores, ScoringBatch, scaling_scores, shape_scores
 from rlhf_ppo.run import learning
@@ -519,6 +519,7 @@ class PPOTrainer(TrainerBase):
         if "objective/kl" in metrics and not warms_up:  # in warm-up the policy, and so the KL, is constant
             self.kl_controller.update(metrics["objective/kl"], self.sizes.batch_size)
             check_coefficient(self.kl_controller)  # before it is saved
+        metrics |= named_apart(run.logged.drain(), metrics)
         self._count_update(metrics, statistics.grad_norm)
         self._make_samples()
         self._report("on_step_end")

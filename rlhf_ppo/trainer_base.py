@@ -35,7 +35,7 @@ from rlhf_ppo.ranks.signals import stopped
 from rlhf_ppo.reporting import sample_tables
 from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
 from rlhf_ppo.reporting.health import health_settings
-from rlhf_ppo.reporting.metrics import MetricWindow
+from rlhf_ppo.reporting.metrics import MetricWindow, named_apart
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, where_results_are
 from rlhf_ppo.run import construction, datasets, evaluator, rollouts, saving
@@ -706,7 +706,7 @@ class TrainerBase(Steps, Trainer):
         """
         if "loss" not in logs:
             return super().log(logs, start_time)
-        logs.update(self._window.drain())
+        logs.update(named_apart(self._window.drain(), logs))
         with raise_on_all_ranks(self.accelerator):
             super().log(logs, start_time)
         self._run.agree_on_control()

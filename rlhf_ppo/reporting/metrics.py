@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 LATEST = frozenset({"episode", "eps", "lr"})
 """Keys logged with their latest value; others are means (or minima, maxima) over the updates since the last log."""
@@ -272,6 +274,16 @@ def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, 
     training = rollout_metrics(columns)
     names = EVALUATED | {key: key for key in training if key.startswith("rewards/")}
     return {f"{prefix}_{name}": training[key] for key, name in names.items() if key in training}
+
+
+def named_apart(logged: Mapping[str, T], own: Container[str]) -> dict[str, T]:
+    """Return what reward functions logged; what has the name of the run's own figure is called `<name> logged`.
+
+    Args:
+        logged: Metrics or columns by name.
+        own: Names that the run uses itself.
+    """
+    return {f"{name} logged" if name in own else name: value for name, value in logged.items()}
 
 
 # Updates

@@ -19,6 +19,7 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.data.images import IMAGES_COLUMN, thumbnails
 from rlhf_ppo.reporting.console import beside_bars
+from rlhf_ppo.reporting.metrics import named_apart
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
 from rlhf_ppo.terminal import cell, markdown
 
@@ -63,7 +64,7 @@ def sample_rows(
         as JSON, and prompts with images the column `images`, thumbnails as `data:` URLs.
     """
     columns = {*_COLUMNS, "messages", "images", *(scores.by_source if len(scores.by_source) > 1 else ())}
-    extra = {f"{name} logged" if name in columns else name: values for name, values in extra.items()}
+    extra = named_apart(extra, columns)
     if (episodes := extra.pop(EPISODE_COLUMN, None)) is not None:
         extra["messages"] = [as_json(episode["messages"]) for episode in episodes]
     if (images := prompts.columns.get(IMAGES_COLUMN)) is not None:

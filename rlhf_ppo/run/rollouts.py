@@ -130,7 +130,6 @@ class RolloutMetrics:
         return {
             **metrics.rollout_metrics(columns),
             "response/unique_frac": metrics.unique_fraction(rollout.responses, run.gather),
-            **run.logged.drain(),
             **metrics.critic_metrics(rollout.values, experience.returns, valued, run.sum_over_ranks, run.gather),
             **metrics.sampling_metrics(rollout, weights, run.sum_over_ranks, run.gather),
         }
@@ -170,8 +169,9 @@ def metrics_of_evaluation(
         columns["scores"], columns.pop("token_scores"), columns["ended"].bool(), run.args, score_unit
     )
     run.timer.drain()
-    extra = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}
-    return metrics.evaluation_metrics(columns, prefix) | extra
+    own = metrics.evaluation_metrics(columns, prefix)
+    logged = {f"{prefix}_{name}": value for name, value in run.logged.drain().items()}
+    return own | metrics.named_apart(logged, own)
 
 
 # ---- The stop at the first value that is not finite ----

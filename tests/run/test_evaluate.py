@@ -160,3 +160,25 @@ def test_evaluation_does_not_leak_into_the_training_log(make_trained: MakeTraine
     assert [entry["rows"] for entry in history(trainer) if "rows" in entry] == [2.0] * 3
     assert [entry["eval_rows"] for entry in history(trainer) if "eval_rows" in entry] == [5.0] * 3
     assert all("time/generate" not in entry for entry in trainer.state.log_history if "eval_score" in entry)
+
+
+def test_what_reward_functions_log_replaces_no_figure_of_the_run(make_trained: MakeTrainer) -> None:
+    """Not the score that chooses the best checkpoint, nor the KL that the coefficient follows."""
+
+    def scored(log: dict[str, float]) -> PPOTrainer:
+        def constant(log_metric: Any, completions: list[str], **columns: Any) -> list[float]:
+            for name, value in log.items():
+                log_metric(name, value)
+            return [-9.5] * len(completions)
+
+        return make_trained(
+            **QUICK, reward_funcs=constant, eval_dataset=FIVE_ROWS, eval_strategy="steps", eval_steps=1, kl_target=1.0
+        )
+
+    taken = {"objective/kl": 1e9, "loss/value_avg": 5.0, "loss": 6.0, "score": 777.0}
+    trainer, plain = scored(taken), scored({})
+    for log, expected in zip(history(trainer), history(plain), strict=True):
+        assert {key: log[key] for key in expected} == expected
+    training, evaluation = trainer.state.log_history[:2]
+    assert [training[f"{key} logged"] for key in [*taken][:3]] == [1e9, 5.0, 6.0]
+    assert evaluation["eval_score logged"] == 777.0
