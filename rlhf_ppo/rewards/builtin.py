@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -293,7 +293,19 @@ def prompt_text(prompt: str | Messages) -> str:
     """Return a prompt as one text; the messages of a conversation become paragraphs that begin with the role."""
     if isinstance(prompt, str):
         return prompt
-    return "".join(f"{message['role'].capitalize()}: {message['content']}\n\n" for message in prompt)
+    return "".join(f"{message['role'].capitalize()}: {_text_shown(message.get('content'))}\n\n" for message in prompt)
+
+
+def _text_shown(content: Any) -> str:
+    """Return a message's text; a block of another kind is its type in brackets, such as `[image]`."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    named = [{"type": "text", "text": f"[{part['type']}]"} if _is_no_text(part) else part for part in content]
+    return text_of_content(named)
+
+
+def _is_no_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type", "text") != "text"
 
 
 # Answer extraction

@@ -4,6 +4,7 @@ import importlib.util
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhf_ppo.rewards import limited
@@ -13,6 +14,7 @@ from rlhf_ppo.rewards.builtin import (
     builtin_reward,
     final_answer,
     final_number,
+    prompt_text,
     same_number,
     same_text,
 )
@@ -68,6 +70,26 @@ def test_custom_gets_prompt_response_and_both() -> None:
     conversation = [[{"role": "user", "content": "Hi"}]]  # "User: Hi\n\n" has 10 characters
     response = [[{"role": "assistant", "content": "abc"}]]
     assert builtin_reward("custom", function=joined)(prompts=conversation, completions=response) == [10 + 30 + 100]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": [{"type": "text", "text": "w3 "}, {"type": "text", "text": "w4"}]}, "w3 w4"),
+        (
+            {"content": [{"type": "image_url", "image_url": "data:AAAA"}, {"type": "text", "text": "w3"}]},
+            "[image_url]w3",
+        ),
+        ({"content": np.array([{"type": "text", "text": "w3"}])}, "w3"),
+        ({"content": None}, ""),
+        ({"tool_calls": []}, ""),
+    ],
+    ids=["blocks", "image", "parquet", "none", "missing"],
+)
+def test_a_judge_or_custom_reward_reads_the_text_of_each_message(message: dict[str, Any], text: str) -> None:
+    assert prompt_text([{"role": "user", **message}, {"role": "assistant", "content": "w9"}]) == (
+        f"User: {text}\n\nAssistant: w9\n\n"
+    )
 
 
 @pytest.mark.parametrize("answer", ["no 42", [{"type": "text", "text": "no 42"}]], ids=["text", "blocks"])
