@@ -30,7 +30,7 @@ from rlhf_ppo.environments.tools import Kind
 from rlhf_ppo.environments.waiting import run_on_event_loop
 from rlhf_ppo.ranks.processes import any_rank
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
-from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, WrongRewardError, check_scores
+from rlhf_ppo.rewards.scorer import RewardSource, ScoringBatch, WrongRewardError, check_score, check_scores
 from rlhf_ppo.terminal import escape_error
 
 LogMetric = Callable[[str, float, float], None]
@@ -329,12 +329,17 @@ class EnvironmentReward(RewardSource):
         self.cls, self.name = kind.cls, getattr(kind.cls, "__name__", "")
 
     def __call__(self, batch: ScoringBatch) -> Tensor:
-        """Return the scores, float32 `(B,)`, NaN where `get_reward` returned None or the class is another one."""
+        """Return the scores, float32 `(B,)`, NaN where `get_reward` returned None or the class is another one.
+
+        Raises:
+            WrongRewardError: `get_reward` returned something else than a finite number or None.
+        """
         episodes = [record.episode for record in batch.prompts.columns[EPISODE_COLUMN]]
         rows = [row for row, episode in enumerate(episodes) if episode.kind.cls is self.cls]
         scores = torch.full((len(batch),), math.nan)
         for row, value in zip(rows, ask_rewards([episodes[row] for row in rows]), strict=True):
-            scores[row] = math.nan if value is None else value
+            if value is not None:
+                scores[row] = check_score(value, f"get_reward of {self.name}", f"row {row}")
         return scores
 
 

@@ -508,7 +508,7 @@ def check_scores(
     if isinstance(next((value for value in values if value is not None), None), list | tuple):
         return _per_token(values, who, lengths, written or [[True] * length for length in lengths])
     return torch.tensor(
-        [math.nan if value is None else _score(value, who, f"row {row}") for row, value in enumerate(values)]
+        [math.nan if value is None else check_score(value, who, f"row {row}") for row, value in enumerate(values)]
     )
 
 
@@ -526,7 +526,7 @@ def _per_token(
                 "completion_ids[row]; for one score per completion, return a tensor after .squeeze(-1)"
             )
         numbers = [
-            _score(number, who, f"row {row}, token {token}") if is_written[token] else 0.0
+            check_score(number, who, f"row {row}, token {token}") if is_written[token] else 0.0
             for token, number in enumerate(value)
         ]
         rewards[row] = 0.0
@@ -539,7 +539,17 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _score(value: object, who: str, place: str) -> float:
+def check_score(value: object, who: str, place: str) -> float:
+    """Return a score as a number.
+
+    Args:
+        value: The score.
+        who: What gave it, in errors.
+        place: What it is for, in errors.
+
+    Raises:
+        WrongRewardError: It is not a number, not finite or beyond `MAX_SCORE`.
+    """
     number = _plain(value)
     if not isinstance(number, Real) or not abs(float(number)) <= MAX_SCORE:  # NaN too
         raise WrongRewardError(

@@ -106,20 +106,22 @@ class RolloutMetrics:
         columns = metrics.rollout_columns(rollout, run.args, kl_controller.coef, score_unit, experience.rewards)
         self._latest = RecordedUpdate(step, rollout, experience, columns, run.logged.columns)
         of_all_ranks = metrics.gather_columns(columns, run.gather)
-        self._check_scored(of_all_ranks["scores"])
+        self._check_scored(of_all_ranks)
         measured = self._measured(rollout, experience, of_all_ranks)
         if not isinstance(kl_controller, FixedKLController):
             measured["objective/kl_coef"] = float(kl_controller.coef)
         self._count_tokens(rollout.responses.attention_mask, of_all_ranks["length"])
         return measured
 
-    def _check_scored(self, scores: Tensor) -> None:
+    def _check_scored(self, columns: Mapping[str, Tensor]) -> None:
         """Warn of responses without a score on any rank; raise after three updates without any score."""
+        scores, rewards = columns["scores"], [name for name in columns if name.startswith("rewards/")]
         metrics.warn_of_unscored(scores)
         self._num_unscored = self._num_unscored + 1 if scores.isnan().all() else 0
         if self._num_unscored == 3:
             raise WrongRewardError(
-                "no response of the last three updates has a score: reward_funcs must return numbers"
+                "no response of the last three updates has a score: a reward whose weight is not 0 must return "
+                f"numbers; there are {', '.join(name.removeprefix('rewards/') for name in rewards)}"
             )
 
     def _measured(self, rollout: Rollout, experience: Experience, columns: Mapping[str, Tensor]) -> dict[str, float]:

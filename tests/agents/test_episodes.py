@@ -17,6 +17,7 @@ from transformers import Qwen3ForSequenceClassification
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import Conversations
 from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.rewards.scorer import WrongRewardError
 from tests.agents.box import Box
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
 from tests.runs import assert_identical, end_of_run
@@ -349,6 +350,25 @@ def test_what_cannot_be_trained_is_an_error_at_construction(tmp_path: Any, case:
     given, options, message = WRONG[case]
     with pytest.raises((TypeError, ValueError), match=message):
         made(tmp_path, DONE, options=options, **given)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "^get_reward of Scores returned nan for row 0: return a finite number"),
+        ("0.5", "^get_reward of Scores returned '0.5' for row 0"),
+        ([0.5], r"^get_reward of Scores returned \[0.5\] for row 0"),
+        (None, "^no response of the last three updates has a score: .*; there are Scores$"),
+    ],
+)
+def test_a_wrong_reward_of_an_environment_ends_the_run(tmp_path: Any, value: Any, message: str) -> None:
+    class Scores(NoReward):
+        def get_reward(self) -> Any:
+            return value
+
+    trainer = made(tmp_path, DONE, options={"max_steps": 4}, environment_factory=Scores)
+    with pytest.raises(WrongRewardError, match=message):
+        trainer.train()
 
 
 def test_tools_without_an_environment_read_the_prompt_in_every_column_of_prompts(tmp_path: Any) -> None:
