@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    IntervalStrategy,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
@@ -340,12 +341,21 @@ def measured_reward_trainer(
         model_args: As in `reward_trainer`.
         train_dataset: As in `reward_trainer`; nothing is held out of a stream.
         eval_dataset: As in `reward_trainer`.
+
+    Raises:
+        ValueError: `eval_strategy` asks for an evaluation, but no pair can be held out.
     """
     if eval_dataset is not None or not isinstance(train_dataset, Dataset):
         return reward_trainer(args, model_args, train_dataset, eval_dataset)
     some = train_dataset.select(range(min(len(train_dataset), args.dataset_num_proc or 1)))  # replaced below
     trainer: Any = reward_trainer(args, model_args, train_dataset, some)
     trainer.train_dataset, trainer.eval_dataset = hold_out_pairs(trainer.train_dataset)
+    if trainer.eval_dataset is None and args.eval_strategy != "no":
+        raise ValueError(
+            f"eval_strategy={IntervalStrategy(args.eval_strategy).value!r}: none of the {len(trainer.train_dataset)} "
+            "pairs can be held out, which takes at most a tenth of them and all pairs of a prompt together: name a "
+            "split with dataset_test_split, or leave eval_strategy out"
+        )
     return trainer
 
 

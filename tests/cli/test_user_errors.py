@@ -193,6 +193,11 @@ MISTAKES = [
     ("llm --train --trainer ppo --data-path rows.jsonl", "give --rl-reward-model-path"),
     (f"{JUDGE} --judge own.py:word", "the reward function 'word' returned '0.5' for row 0"),
     (f"{JUDGE} --judge own.py:numbr", "judge holds 'own.py:numbr'"),
+    (
+        f"reward {TRL} base --dataset_name rows.jsonl --eval_strategy epoch",
+        "eval_strategy='epoch': none of the 12 pairs can be held out, which takes at most a tenth of them and all "
+        "pairs of a prompt together: name a split with dataset_test_split, or leave eval_strategy out",
+    ),
     ("plot nowhere", "nowhere"),
     ("plot", "give directories of runs"),
     ("report nowhere", "nowhere"),
