@@ -105,9 +105,18 @@ def hold_out(dataset: Rows, num_rows: int) -> tuple[Any, Any]:
 
     Returns:
         The other rows, and those set aside, or None instead of fewer than one.
+
+    Raises:
+        ValueError: A stream has no other rows.
     """
     if isinstance(dataset, datasets.IterableDataset):
-        return dataset.skip(num_rows), dataset.take(num_rows)
+        others = dataset.skip(num_rows)
+        if next(iter(others.take(1)), None) is None:
+            raise ValueError(
+                f"the first {num_rows} rows of a stream are held out for evaluation, and none is left: give "
+                "dataset_test_split, or leave dataset_streaming out"
+            )
+        return others, dataset.take(num_rows)
     kept = len(dataset) - min(num_rows, len(dataset) // 10)
     held_out = dataset.select(range(kept, len(dataset))) if kept < len(dataset) else None
     return dataset.select(range(kept)), held_out

@@ -198,6 +198,11 @@ MISTAKES = [
         "eval_strategy='epoch': none of the 12 pairs can be held out, which takes at most a tenth of them and all "
         "pairs of a prompt together: name a split with dataset_test_split, or leave eval_strategy out",
     ),
+    (
+        f"{RUN} --dataset_streaming",
+        "the first 100 rows of a stream are held out for evaluation, and none is left: give dataset_test_split, or "
+        "leave dataset_streaming out",
+    ),
     ("plot nowhere", "nowhere"),
     ("plot", "give directories of runs"),
     ("report nowhere", "nowhere"),
