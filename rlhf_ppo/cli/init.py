@@ -285,6 +285,9 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
     Args:
         args: The options.
         data: The data by option.
+
+    Raises:
+        ValueError: There is only one prompt.
     """
 
     def part(source: Data, file: str, rows: Dataset) -> Data:
@@ -301,6 +304,11 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
     prompts = data["prompts"]
     rows = distinct_prompts(prompts.rows)
     if prompts.held_out is None:
+        if len(rows) < 2:
+            raise ValueError(
+                f"prompts={args.prompts!r} has {len(rows)} distinct prompt: init holds some out for the judge; "
+                "give at least 2"
+            )
         num_held_out = max(1, min(MAX_HELD_OUT, len(rows) // 5))
         shuffled = rows.shuffle(seed=0)
         rows, held_out = shuffled.select(range(num_held_out, len(rows))), shuffled.select(range(num_held_out))

@@ -203,6 +203,10 @@ MISTAKES = [
         "the first 100 rows of a stream are held out for evaluation, and none is left: give dataset_test_split, or "
         "leave dataset_streaming out",
     ),
+    (
+        "init --model base --prompts rows.jsonl --reward_funcs length",
+        "prompts='rows.jsonl' has 1 distinct prompt: init holds some out for the judge; give at least 2",
+    ),
     ("plot nowhere", "nowhere"),
     ("plot", "give directories of runs"),
     ("report nowhere", "nowhere"),
