@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import yaml
 from datasets import Dataset
 from pyarrow import DataType, types
 from transformers import TrainingArguments
@@ -45,7 +46,10 @@ class PPOArgumentParser(CommandParser, TrlParser):
         first.add_argument("--config")
         options, words = first.parse_known_args(None if args is None else [*args])
         config = [] if options.config is None else ["--config", self._config_file(options.config, words)]
-        return super().parse_args_and_config([*config, *words])
+        try:
+            return super().parse_args_and_config([*config, *words])
+        except yaml.YAMLError as error:  # it names the file and the line
+            raise ValueError(f"--config {options.config}: {error}") from error
 
     def _config_file(self, name: str, words: list[str]) -> str:
         """Return a preset's file, with LoRA's rates if only adapters are trained; any other name is a path."""

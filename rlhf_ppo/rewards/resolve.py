@@ -58,22 +58,28 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
     return load_object(name, argument, f", or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]} or 'http://host/path'")
 
 
-def resolve_tools(specs: Sequence[str] | None) -> list[Callable[..., Any]] | None:
-    """Return the tools that a command names, each a text for `load_object`."""
-    return None if specs is None else [load_object(spec, "tools") for spec in specs]
+def resolve_tools(specs: str | Sequence[str] | None) -> list[Callable[..., Any]] | None:
+    """Return the tools that a command names, each a text for `load_object`; one may stand without a list."""
+    return None if specs is None else [load_object(spec, "tools") for spec in _listed(specs)]
 
 
-def resolve_environments(specs: Sequence[str] | None) -> Any:
+def _listed(specs: str | Sequence[str]) -> Sequence[str]:
+    return [specs] if isinstance(specs, str) else specs
+
+
+def resolve_environments(specs: str | Sequence[str] | None) -> Any:
     """Return the environments that a command names: a factory, or several by name.
 
     Args:
-        specs: One 'path/file.py:Class' (or function that makes an environment), or several 'name=path/file.py:Class'.
+        specs: One 'path/file.py:Class' (or function that makes an environment), or several 'name=path/file.py:Class';
+            one may stand without a list.
 
     Raises:
         ValueError: One of several has no name.
     """
     if not specs:
         return None
+    specs = _listed(specs)
     if len(specs) == 1 and "=" not in specs[0]:
         return load_object(specs[0], "environment")
     named = [spec.partition("=") for spec in specs]

@@ -21,5 +21,7 @@ def file(tmp_path: Path) -> str:
 def test_one_environment_is_a_factory_and_several_are_a_dict(file: str) -> None:
     assert resolve_environments(None) is None and resolve_tools(None) is None
     assert resolve_environments([f"{file}:Maze"]).__name__ == "Maze"
+    assert resolve_environments(f"{file}:Maze").__name__ == "Maze"  # in YAML, without brackets
+    assert [tool.__name__ for tool in resolve_tools(f"{file}:add") or []] == ["add"]
     assert [*resolve_environments([f"a={file}:Maze", f"b={file}:Maze"])] == ["a", "b"]
     assert [tool.__name__ for tool in resolve_tools([f"{file}:add"]) or []] == ["add"]

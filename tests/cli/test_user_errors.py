@@ -45,6 +45,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("steps.yaml").write_text(f"output_dir: steps\nppo: {step}\n")
         Path("torn.jsonl").write_text('{"prompt": "w4"}\n{"prompt": \n')
         Path("unknown.yaml").write_text("learning_rte: 1e-5\n")
+        Path("open.yaml").write_text("reward_funcs: [length\n")
+        Path("game.yaml").write_text("environment: own.py:Game\n")
         Path("list.yaml").write_text("- learning_rate\n")
     return folder
 
@@ -207,6 +209,8 @@ MISTAKES = [
         "init --model base --prompts rows.jsonl --reward_funcs length",
         "prompts='rows.jsonl' has 1 distinct prompt: init holds some out for the judge; give at least 2",
     ),
+    (f"{RUN} --config open.yaml", 'while parsing a flow sequence in "open.yaml", line 1, column 15'),
+    (f"{RUN} --config game.yaml", "cannot be used: AttributeError: type object 'Game' has no attribute 'reset'"),
     ("plot nowhere", "nowhere"),
     ("plot", "give directories of runs"),
     ("report nowhere", "nowhere"),
