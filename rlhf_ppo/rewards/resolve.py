@@ -45,13 +45,19 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
         argument: Name of the argument, for errors.
 
     Raises:
-        ValueError: It is neither callable nor a text, or the text names nothing.
+        ValueError: It is neither callable nor a text, or the text names nothing, or a reward that needs settings.
     """
     if callable(spec):
         return spec
     name = str(spec)
     if name in BUILTIN_REWARDS or name in TRL_REWARDS:
-        return builtin_reward(name)
+        try:
+            return builtin_reward(name)
+        except TypeError as error:
+            raise ValueError(
+                f"{argument} holds {name!r}, which needs settings ({error}): call builtin_reward({name!r}, ...) of "
+                "rlhf_ppo.rewards.builtin in a file of your own, as reward = ..., and give file.py:reward"
+            ) from error
     parts = urllib.parse.urlsplit(name)
     if parts.scheme in ("http", "https") and parts.hostname:
         return RewardEndpoint(name)

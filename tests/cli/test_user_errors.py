@@ -211,6 +211,8 @@ MISTAKES = [
     ),
     (f"{RUN} --config open.yaml", 'while parsing a flow sequence in "open.yaml", line 1, column 15'),
     (f"{RUN} --config game.yaml", "cannot be used: AttributeError: type object 'Game' has no attribute 'reset'"),
+    (f"{RUN} --reward_funcs custom", "reward_funcs holds 'custom', which needs settings"),
+    (f"{RUN} --reward_funcs get_soft_overlong_punishment", "call builtin_reward('get_soft_overlong_punishment', ...)"),
     ("plot nowhere", "nowhere"),
     ("plot", "give directories of runs"),
     ("report nowhere", "nowhere"),
