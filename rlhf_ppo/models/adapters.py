@@ -156,7 +156,7 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     Raises:
         ValueError: The adapter was trained over another class of model: weights of this one's adapter are not in it.
     """
-    from peft import PeftModel, get_peft_model, load_peft_weights, set_peft_model_state_dict
+    from peft import PeftModel, PeftType, get_peft_model, load_peft_weights, set_peft_model_state_dict
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     config = adapter_config(path)
@@ -171,7 +171,7 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     config.task_type, config.inference_mode = "SEQ_CLS", False
     model = get_peft_model(base, config)
     weights = load_peft_weights(os.fspath(path), device="cpu")
-    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(config.peft_type)]
     if missing := [name for name in adapter_state(model).keys() - weights.keys() if prefix in name]:
         raise ValueError(_DOES_NOT_FIT.format(path, type(base).__name__, f"{min(missing)} is missing"))
     set_peft_model_state_dict(model, adapter_state(model) | weights)
