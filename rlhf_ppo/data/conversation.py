@@ -25,10 +25,12 @@ from rlhf_ppo.data.prompts import (
     as_the_template_reads,
     ids_of,
     is_conversation,
+    is_special,
     prompt_column,
     renders_chats,
     template_settings,
     text_of_content,
+    turn_end,
 )
 from rlhf_ppo.terminal import CONTROL
 
@@ -37,6 +39,11 @@ EPISODE_COLUMN = "<episode>"
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """The prompt of a row without the column `prompt`."""
+
+_REWRITES = (
+    "the chat template of processing_class renders the earlier messages differently once an answer follows: set "
+    "processing_class.chat_template to one that does not change them"
+)
 
 NEEDS = {"trl": "1.16", "transformers": "5.13"}
 """Lowest versions that tools and environments need, above the package's own."""
@@ -155,47 +162,60 @@ class Conversations:
 
     # ---- Answers ----
 
-    def answer_ids(self, answers: Messages) -> list[int]:
+    def answer_ids(self, answers: Messages, end: int) -> list[int]:
         """Return the tokens between two turns: the answers, and the opening of the policy's next turn.
 
         Args:
             answers: Messages of tools; in a text environment, of the user.
+            end: The last token of the policy's turn.
 
         Raises:
             ValueError: The template does not preserve the tokens before the answers.
         """
-        before: list[dict[str, Any]] = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": ""}]
-        if answers[0]["role"] == "tool":  # some templates take the header from the name of the call
-            function = {"name": answers[0]["name"], "arguments": {}}
-            before[1]["tool_calls"] = [{"type": "function", "function": function}]
-        else:
-            before[1]["content"] = "dummy"
+        if answers[0]["role"] == "user":
+            return self._behind_a_text(answers, end)
+        # Some templates take the header from the name of the call.
+        call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
+        calling: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        before: list[dict[str, Any]] = [{"role": "user", "content": "dummy"}, calling]
         start = self._rendered(before, add_generation_prompt=False)
         eos = self.tokenizer.eos_token_id
         ends = [place for place, token in enumerate(start) if token == eos]
         start = start[: ends[-1] + 1] if ends else start
         whole = self._with_answers(before, answers)
-        alike = [place for place, token in enumerate(whole) if token == eos][: len(ends)]
-        if answers[0]["role"] == "user" and alike and len(alike) == len(ends):
-            start = whole[: alike[-1] + 1]  # some templates drop a turn's thoughts after the next user message
         if whole[: len(start)] != start:
-            raise ValueError(
-                "the chat template of processing_class renders the earlier messages differently once an answer "
-                "follows: set processing_class.chat_template to one that does not change them"
-            )
+            raise ValueError(_REWRITES)
         return whole[len(start) :]
 
-    def _with_answers(self, before: Messages, answers: Messages) -> list[int]:
+    def _behind_a_text(self, answers: Messages, end: int) -> list[int]:
+        """Return what the template writes behind a turn, without the end of the turn, which the policy has written."""
+        text = f"{MARK}-turn"
+        turn = {"role": "assistant", "content": [{"type": "text", "text": text}]}  # some templates read blocks alone
+        ids = self._with_answers([{"role": "user", "content": "dummy"}, turn], answers, behind=text)
+        if ids[:1] != [end] and not is_special(self.tokenizer, end):  # of a stop string, which is the turn's text
+            return ids
+        written = end if end in ids else turn_end(self.tokenizer, self.settings)
+        if written is None:
+            return ids
+        if written not in ids:
+            raise ValueError(_REWRITES)
+        return ids[ids.index(written) + 1 :]
+
+    def _with_answers(self, before: Messages, answers: Messages, behind: str = "") -> list[int]:
+        """Return the tokens behind a text of a conversation, up to the opening of the policy's next turn."""
         texts = [text_of_content(answer["content"]) for answer in answers]
-        if not any(self._added.search(text) for text in texts):
-            return self._rendered([*before, *answers], add_generation_prompt=True)
-        marks = [f"{MARK}-{number}" for number in range(len(answers))]
-        marked = [{**answer, "content": mark} for answer, mark in zip(answers, marks, strict=True)]
-        conversation: list[Any] = [*before, *marked]
+        marks: list[str] = []
+        if any(self._added.search(text) for text in texts):
+            marks = [f"{MARK}-{number}" for number in range(len(answers))]
+            answers = [{**answer, "content": mark} for answer, mark in zip(answers, marks, strict=True)]
+        shown: list[Any] = as_the_template_reads([*before, *answers], self.tokenizer, self.template, self.settings)
         how = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": True} | self.settings
-        rendered = str(self.tokenizer.apply_chat_template(conversation, **how))
+        rendered = str(self.tokenizer.apply_chat_template(shown, **how))
+        if behind not in rendered:
+            raise ValueError(_REWRITES)
+        rendered = rendered[rendered.index(behind) + len(behind) :]
         ids: list[int] = []
-        for mark, text in zip(marks, texts, strict=True):
+        for mark, text in zip(marks, texts, strict=False):
             around, rendered = rendered.split(mark, 1)
             ids += self.text_ids(around) + self.defused_ids(text)
         return ids + self.text_ids(rendered)
@@ -267,6 +287,8 @@ class EpisodeEncoder(PromptEncoder):
         schemas: The tools of each environment by its name; by None if no column names environments.
         is_mixed: Whether the column `environment` names the environment of each row.
         needs_chat: Names of the environments whose prompts must be conversations.
+        of_texts: Names of the environments that take whole messages.
+        stops: The tokens that end a turn.
         needs_prompts: Whether each row must have a prompt, because no environment makes it.
     """
 
@@ -274,6 +296,8 @@ class EpisodeEncoder(PromptEncoder):
     schemas: Mapping[str | None, list[dict[str, Any]] | None] = field(kw_only=True)
     is_mixed: bool = field(kw_only=True)
     needs_chat: frozenset[str | None] = field(kw_only=True)
+    of_texts: frozenset[str | None] = field(kw_only=True)
+    stops: Sequence[int] = field(kw_only=True)
     needs_prompts: bool = field(kw_only=True)
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -304,7 +328,15 @@ class EpisodeEncoder(PromptEncoder):
             fix = "rename or drop the column; the policy is shown the tools that it can call"
             self._fail(index, "has `tools`, which a run with tools or environments does not read", fix)
         self._check_blocks([] if isinstance(prompt, str) else prompt, index)
+        if name in self.of_texts and is_conversation(prompt):
+            _ = self._checked_answers
         conversations = self.conversations.of_row(row)
         ids = conversations.prompt_ids(prompt, self.schemas[name]) or [0]  # a placeholder for the observation
         self._check_vocabulary(ids, index)
         return {"input_ids": ids} | ({"prompt": prompt} if column == "text" else {})
+
+    @functools.cached_property
+    def _checked_answers(self) -> None:
+        """None; the first access raises a `ValueError` if the template does not preserve a turn before an answer."""
+        for end in self.stops:
+            self.conversations.answer_ids([{"role": "user", "content": "dummy"}], end)

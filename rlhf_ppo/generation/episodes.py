@@ -307,7 +307,7 @@ class EpisodePlayer:
     def _answer_ids(self, record: EpisodeRecord, messages: Messages, is_last: bool) -> list[int] | None:
         """Return the tokens between two turns, or None if they do not fit."""
         if is_conversation(record.prompt):
-            ids = record.conversations.answer_ids(messages) if messages else []
+            ids = record.conversations.answer_ids(messages, record.ids[-1]) if messages else []
         else:
             ids = [
                 token

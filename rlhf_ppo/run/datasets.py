@@ -431,7 +431,7 @@ class PromptPreparation:
     vocabulary: Vocabulary
     limit: PositionLimit | None
     columns_are_read: bool = True
-    encoder: Callable[[str, Vocabulary], PromptEncoder] | None = None
+    encoder: Callable[[str, Vocabulary, Sequence[int]], PromptEncoder] | None = None
     stops: Sequence[int] = ()
     chats: ImageChats | None = None
     rewards: Sequence[LoadedRewardModel] = ()
@@ -481,7 +481,7 @@ class PromptPreparation:
 
     def _encode(self, name: str) -> PromptEncoder:
         if self.encoder is not None:
-            return self.encoder(name, self.vocabulary)
+            return self.encoder(name, self.vocabulary, self.stops)
         vocabulary, settings = self.vocabulary, settings_of(self.args.chat_template_kwargs)
         return PromptEncoder(self.tokenizer, name, vocabulary.size, vocabulary.limited_by, settings, self.chats)
 

@@ -106,11 +106,11 @@ class EpisodeRollouts:
         return [{"prompt": self.conversations.default_prompt()}] * (num_rows // args.num_generations)
 
     @property
-    def encoder(self) -> Callable[[str, Vocabulary], PromptEncoder] | None:
+    def encoder(self) -> Callable[[str, Vocabulary, Sequence[int]], PromptEncoder] | None:
         """What makes the encoder of a data set's rows; None where `rollout_func` gets the prompts as they are."""
         return self._encoder if self.rollout_func is None else None
 
-    def _encoder(self, name: str, vocabulary: Vocabulary) -> PromptEncoder:
+    def _encoder(self, name: str, vocabulary: Vocabulary, stops: Sequence[int]) -> PromptEncoder:
         kinds, conversations = self.environments.kinds, self.conversations
         return EpisodeEncoder(
             conversations.tokenizer,
@@ -121,6 +121,8 @@ class EpisodeRollouts:
             schemas={key: kind.schemas for key, kind in kinds.items()},
             is_mixed=self.environments.is_mixed,
             needs_chat=frozenset(key for key, kind in kinds.items() if kind.tools),
+            of_texts=frozenset(key for key, kind in kinds.items() if kind.takes_messages),
+            stops=stops,
             needs_prompts=not self.has_environments,
         )
 

@@ -24,8 +24,12 @@ ENDS: dict[str, tuple[str, ...]] = {
     "llama3_1": ("<|eot_id|>",),
     "glm4moe": ("<|endoftext|>", "<|observation|>", "<|user|>"),
     "gptoss": ("<|return|>", "<|call|>", "<|end|>"),
+    "gemma3": ("<eos>", "<end_of_turn>"),
+    "phi3_5": ("<|endoftext|>", "<|end|>"),
 }
 """Tokens that end a turn in the format of a template, EOS first."""
+CALLING = [name for name in ENDS if name not in ("gemma3", "phi3_5")]
+"""The templates that show tools."""
 
 
 def chat_tokenizer(name: str = "qwen3") -> PreTrainedTokenizerFast:
@@ -34,7 +38,8 @@ def chat_tokenizer(name: str = "qwen3") -> PreTrainedTokenizerFast:
 
     template = Path(trl.__file__).parent.joinpath("chat_templates", f"{name}.jinja").read_text()
     markers = re.findall(
-        r"<\|[a-zA-Z_]+\|>|</?(?:tool_call|tool_response|think|arg_key|arg_value)>|\[gMASK\]|<sop>", template
+        r"<\|[a-zA-Z_]+\|>|</?(?:tool_call|tool_response|think|arg_key|arg_value|start_of_turn)>|\[gMASK\]|<sop>",
+        template,
     )
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.agents.chat import ENDS, Seen, chat_tokenizer, run_ours, run_trl, turn_text
+from tests.agents.chat import CALLING, Seen, chat_tokenizer, run_ours, run_trl, turn_text
 
 LOG: list[tuple[Any, ...]] = []
 
@@ -128,7 +128,7 @@ def assert_same(trl: Seen, ours: Seen) -> None:
         assert ours.metrics.get(name) == pytest.approx(trl.metrics[name]), name
 
 
-@pytest.mark.parametrize("template", ENDS)
+@pytest.mark.parametrize("template", CALLING)
 def test_one_call_after_another_in_every_template(tmp_path: Any, template: str) -> None:
     calls = [turn for turn in ONE if template not in DROPS_LISTS or turn[0][0] != "listed"]
     trl, ours = both(tmp_path, template, script_of(template, *calls, "Done"), {"response_length": 1500})
@@ -139,7 +139,7 @@ def test_one_call_after_another_in_every_template(tmp_path: Any, template: str) 
     assert len(ours.rewarded[0]["completions"][0]) == 2 * len(calls) + 1
 
 
-@pytest.mark.parametrize("template", ENDS)
+@pytest.mark.parametrize("template", CALLING)
 def test_the_text_of_a_list_reaches_the_policy_in_every_template(tmp_path: Any, template: str) -> None:
     """Reward functions get the list, as TRL's do; a template that would leave it out is given its text."""
     given = {"environment_factory": Desk, "train_dataset": [{"prompt": PROMPT}] * 2}
@@ -149,7 +149,7 @@ def test_the_text_of_a_list_reaches_the_policy_in_every_template(tmp_path: Any, 
     assert seen.rewarded[0]["completions"][0][1]["content"][0] == {"type": "text", "text": "one"}
 
 
-@pytest.mark.parametrize("template", [name for name in ENDS if name not in ONE_CALL])
+@pytest.mark.parametrize("template", [name for name in CALLING if name not in ONE_CALL])
 def test_several_calls_in_a_turn_sync_ones_first(tmp_path: Any, template: str) -> None:
     trl, ours = both(tmp_path, template, script_of(template, MANY, "Done"))
 
