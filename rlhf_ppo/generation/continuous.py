@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from rlhf_ppo.data.rollout import Prompts
@@ -83,7 +84,7 @@ class ContinuousEngine:
             float32_head_apart(policy),
             stored_as(self.dtype, policy),
         ):
-            outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows))
+            outputs = _run(model, rows, config, cache_for(rows, max_new_tokens, self.max_rows, text_config(policy)))
         return stack_rows(
             [output.generated_tokens for output in outputs],
             [output.logprobs for output in outputs],
@@ -169,24 +170,33 @@ def stored_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
             parameter.data = value
 
 
-def cache_for(rows: Sequence[Sequence[int]], max_new_tokens: int, max_rows: int) -> ContinuousBatchingConfig:
+def cache_for(
+    rows: Sequence[Sequence[int]], max_new_tokens: int, max_rows: int, config: PreTrainedConfig
+) -> ContinuousBatchingConfig:
     """Size the paged cache for a batch; transformers would take most of the free memory.
+
+    Each kind of attention layers (full, sliding) takes whole sectors, of as many pages as the least common multiple of
+    the kinds' numbers of layers: there is room for another sector of each.
 
     Args:
         rows: The prompts' ids.
         max_new_tokens: Longest response, in tokens.
         max_rows: Number of rows that run at a time.
+        config: The language model's configuration.
 
     Returns:
         A configuration whose cache holds the `max_rows` longest rows, each with the longest response.
     """
     num_rows = min(len(rows), max_rows)
     longest = sorted((len(row) + max_new_tokens for row in rows), reverse=True)[:num_rows]
+    num_layers = Counter(getattr(config, "layer_types", None)).values()
+    sector = math.lcm(*num_layers)
+    rounding = math.ceil(len(num_layers) * sector / sum(num_layers)) if len(num_layers) > 1 else 0
     names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     page_size: Any = {"page_size" if "page_size" in names else "block_size": _PAGE_SIZE}  # renamed after 5.17
     return ContinuousBatchingConfig(
         **page_size,
-        num_blocks=sum(math.ceil(length / _PAGE_SIZE) for length in longest),
+        num_blocks=sum(math.ceil(length / _PAGE_SIZE) for length in longest) + rounding,
         max_batch_tokens=max(num_rows, min(sum(len(row) for row in rows), _MAX_PREFILL_TOKENS)),
         max_requests_per_batch=num_rows,
         safety_margin=0.0,  # there is room for all rows that run together

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import GenerationConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.continuous import ContinuousEngine
@@ -45,6 +45,20 @@ def test_greedy_tokens_are_those_of_generate(make_args: MakeArgs, make_policy: C
     for max_rows in (2, 64):
         sampled = sample(policy, given, config, max_rows).ids
         assert sampled.dtype == torch.long and sampled.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("layers", [26, 34])
+def test_the_cache_has_space_for_layers_of_two_kinds(make_args: MakeArgs, layers: int) -> None:
+    """Of Gemma 3 with 1B and 4B: transformers gives each kind of layers whole sectors."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 1}
+    ends: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = Gemma3TextConfig(vocab_size=32, num_hidden_layers=layers, num_key_value_heads=1, **sizes, **ends)
+    policy, given = Gemma3ForCausalLM(config), prompts([5, 9, 3], [4, 8])
+    greedy = greedy_config(make_args(response_length=40), stop_token_id=None)
+    ContinuousEngine(1).check(policy)
+    expected = TransformersEngine(rows_per_call=2).sample(policy, given, greedy).ids
+    assert sample(policy, given, greedy, max_rows=1).ids.tolist() == expected.tolist()
 
 
 def test_where_rows_end(make_args: MakeArgs) -> None:
