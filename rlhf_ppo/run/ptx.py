@@ -27,6 +27,7 @@ logger = get_logger(__name__)
 MAX_LENGTH = 1024
 """Largest number of tokens of a text, as in `SFTTrainer`."""
 
+_MASKS = "completion_mask", "assistant_masks"
 _TEXT_COLUMNS = ("prompt", "completion"), ("messages",), ("text",)
 
 
@@ -34,12 +35,14 @@ class Text(NamedTuple):
     """Token ids of a text.
 
     Attributes:
-        context: Tokens without a loss: the prompt, or the first token.
-        learned: The remaining tokens.
+        context: Tokens before the first one that is learned: the prompt, or the first token.
+        rest: Tokens from there to the last one that is learned.
+        is_learned: Whether each of them is learned.
     """
 
     context: list[int]
-    learned: list[int]
+    rest: list[int]
+    is_learned: list[bool]
 
 
 def prepare_texts(
@@ -51,8 +54,8 @@ def prepare_texts(
     """Tokenize every row; append EOS to texts that are not conversations, as `SFTTrainer` does.
 
     Args:
-        dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`);
-            conversations may have `tools` and `chat_template_kwargs`.
+        dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`,
+            `assistant_masks`); conversations may have `tools` and `chat_template_kwargs`.
         tokenizer: The policy's tokenizer.
         longest: Tokens after which a text is cut.
         template_kwargs: Further arguments of the chat template, or None.
@@ -65,11 +68,12 @@ def prepare_texts(
     """
     texts, num_cut = [], 0
     for index in range(len(dataset)):
-        ids, num_context = _encoded(dataset[index], tokenizer, index, template_kwargs)
+        ids, is_learned = _encoded(dataset[index], tokenizer, index, template_kwargs)
         num_cut += len(ids) > longest
-        num_context = max(1, num_context)
-        if num_context < min(len(ids), longest):
-            texts.append(Text(ids[:num_context], ids[num_context:longest]))
+        places = [place for place in range(1, min(len(ids), longest)) if is_learned[place]]
+        if places:
+            first, end = places[0], places[-1] + 1
+            texts.append(Text(ids[:first], ids[first:end], is_learned[first:end]))
     if not texts:
         raise ValueError("no row of ptx_dataset has a token to learn: each needs two tokens or more")
     num_left_out = len(dataset) - len(texts)
@@ -83,13 +87,13 @@ def prepare_texts(
 
 def _encoded(
     row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, index: int, template_kwargs: Mapping[str, Any] | None
-) -> tuple[list[int], int]:
-    """Return a row's token ids, and the number of context tokens."""
+) -> tuple[list[int], list[bool]]:
+    """Return a row's token ids, and whether each is learned."""
     from trl.data_utils import is_conversational, maybe_apply_chat_template
 
     if row.get("input_ids") is not None:
-        mask = row.get("completion_mask")
-        return list(row["input_ids"]), 0 if mask is None else list(mask).index(1) if 1 in mask else len(mask)
+        ids, masks = list(row["input_ids"]), [row[name] for name in _MASKS if row.get(name) is not None]
+        return ids, [all(of_token) for _, *of_token in zip(ids, *masks, strict=True)]
     form = next((form for form in _TEXT_COLUMNS if all(row.get(column) is not None for column in form)), None)
     if form is None:
         raise ValueError(
@@ -111,10 +115,11 @@ def _encoded(
 
     whole = ids_of(example.get("prompt", "") + example[last])
     if last == "text":
-        return whole, 0
+        return whole, [True] * len(whole)
     pairs = zip(ids_of(example["prompt"]), whole, strict=False)
     common = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)  # tokens may merge at the prompt's end
-    return whole, sum(1 for _ in common)
+    num_context = sum(1 for _ in common)
+    return whole, [place >= num_context for place in range(len(whole))]
 
 
 class LanguageModeling:
@@ -205,8 +210,8 @@ class LanguageModeling:
         run, number = self.run, self.sizes.local_mini_batch_size
         first = self.num_drawn + run.accelerator.process_index * number
         texts = [self.text_at(index) for index in range(first, first + number)]
-        context, learned = ([torch.tensor(ids) for ids in parts] for parts in zip(*texts, strict=True))
-        rows = padded_responses(context, learned, None, number, run.tokens.pad, run.args.device)
+        context, rest, masks = ([torch.tensor(part) for part in parts] for parts in zip(*texts, strict=True))
+        rows = padded_responses(context, rest, masks, number, run.tokens.pad, run.args.device)
         return rows[rows.longest_first()]
 
     def text_at(self, index: int) -> Text:
