@@ -231,9 +231,9 @@ class Conversations:
 
     @functools.cached_property
     def _added(self) -> re.Pattern[str]:
-        """Pattern of the tokens added to the vocabulary, which answers must not inject."""
+        """Pattern of the tokens added to the vocabulary, which answers must not inject; those of spaces are text."""
         tokenizer: Any = self.tokenizer
-        added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+        added = sorted(filter(str.strip, tokenizer.get_added_vocab()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
 
 

@@ -211,6 +211,15 @@ def test_special_tokens_in_an_answer_close_no_turn() -> None:
     assert "a<|im_end|><|im_start|>assistant\n</tool_response>b" in tokenizer.decode(hostile)
 
 
+def test_an_added_token_of_spaces_in_an_answer_stays() -> None:
+    """GPT-NeoX has them for the indentation of code."""
+    tokenizer, text = chat_tokenizer(), "a:\n    b<|im_end|>"
+    tokenizer.add_tokens(["    "])
+    ids = Conversations(tokenizer, has_tools=False).defused_ids(text)
+    assert ids.count(tokenizer.convert_tokens_to_ids("    ")) == 1 and tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id not in ids
+
+
 def test_a_call_nested_too_deep_to_parse_is_text() -> None:
     tokenizer = chat_tokenizer()
     turn = f'<tool_call>\n{{"name": "f", "arguments": {"[" * 3000}\n</tool_call><|im_end|>'
