@@ -84,10 +84,31 @@ def check_adapter(model: nn.Module, argument: str) -> None:
         argument: Name of the caller's argument, for the error message.
 
     Raises:
-        ValueError: An adapter's kind or option acts elsewhere.
+        ValueError: An adapter's kind or option acts elsewhere, or its layers are in a model that is no `PeftModel`.
     """
+    if _holds_loose_layers(model):
+        raise ValueError(
+            f"{argument} is a {type(model).__name__} with the adapter layers of an earlier trainer or PeftModel, with "
+            "which it would be saved wrongly: pass that trainer's PeftModel, or load the model again"
+        )
     for config in (getattr(model, "peft_config", None) or {}).values():
         _check_kind(config, f"{argument} has an adapter")
+
+
+def _holds_loose_layers(model: nn.Module) -> bool:
+    """Return whether adapters are in a model's layers, but no `PeftModel` is around them.
+
+    PEFT changes the model that it is given: it has the layers of the `PeftModel` that was made of it.
+    """
+    try:
+        from peft import PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper
+    except ImportError:
+        return False
+    parts = [] if getattr(model, LOADED, False) else [*model.modules()]
+    has_layers = any(isinstance(part, BaseTunerLayer | ModulesToSaveWrapper) for part in parts)
+    return has_layers and not any(isinstance(part, PeftModel) for part in parts)
 
 
 def _check_kind(peft_config: PeftConfig, what: str) -> None:

@@ -289,6 +289,30 @@ def test_what_cannot_work(make_trainer: MakeTrainer, arguments: Any, message: st
         make_trainer(**arguments())
 
 
+@pytest.mark.parametrize(
+    ("argument", "model", "more"),
+    [
+        ("model", tiny_policy, {}),
+        ("model", tiny_policy, {"peft_config": lora()}),
+        ("model", tiny_policy, {"peft_config": lora(target_modules=["o_proj"]), "share_base_model": True}),
+        ("ref_model", tiny_policy, {}),
+        ("value_model", tiny_scorer, {}),
+        ("reward_model", tiny_scorer, {}),
+    ],
+)
+def test_a_model_with_the_adapter_layers_of_an_earlier_trainer_is_refused(
+    make_trainer: MakeTrainer, argument: str, model: Any, more: dict[str, Any]
+):
+    """PEFT puts its layers into the model: the policy would be saved with names of weights that no one can load."""
+    used = model()
+    peft.get_peft_model(used, lora())
+
+    with pytest.raises(
+        ValueError, match=f"^{argument} is a Llama.* of an earlier trainer .*: pass that trainer's Peft"
+    ):
+        make_trainer(**{argument: used}, **more)
+
+
 def test_an_adapter_that_transformers_has_loaded_is_refused(make_trainer: MakeTrainer, tmp_path: Path):
     """Such a model is not a PeftModel: nothing of it would train, and the reference could not be told from it."""
     save_adapter(tmp_path)
