@@ -438,6 +438,9 @@ def resume(
         if changes := describe_changes(progress.arguments, arguments):
             logger.warning(f"{checkpoint} is resumed with other arguments: {changes}.")
         run.state.compute_steps(args, sizes.num_total_batches)
+        best = os.path.join(str(args.output_dir), f"checkpoint-{run.state.best_global_step}")
+        if os.path.isdir(best):  # the state has the path of then: the run may have moved, or output_dir was relative
+            run.state.best_model_checkpoint = best
         if args.ignore_data_skip:
             progress.batches_in_epoch = 0
         has_other_data = (

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows
 from tests.runs import QUICK, At, MakeTrainer, RecordingTrainer, RunDied, assert_identical, die, end_of_run
@@ -126,3 +129,32 @@ def test_a_patience_goes_on_where_it_stopped_and_no_evaluation_at_the_start_is_r
     resumed = run()
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(whole))
+
+
+class FallingScore(PPOTrainer):
+    """The policy after the first update is the best."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return super().evaluate(*args, **kwargs) | {"eval_score": float(-self.state.global_step)}
+
+
+@pytest.mark.parametrize("place", ["moved", "then relative"])
+def test_the_best_checkpoint_is_found_where_the_run_is_now(
+    place: str, make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(), "metric_for_best_model": "score"}
+    run = QUICK | evaluated | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    run |= {"load_best_model_at_end": True}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunDied):
+        make_trainer(FallingScore, **run, output_dir="run", callbacks=[At("on_step_begin", 2, die)]).train()
+    if place == "moved":
+        Path("run").rename("elsewhere")
+        monkeypatch.chdir(tmp_path.parent)
+    here = tmp_path / ("elsewhere" if place == "moved" else "run")
+    best = load_file(here / "checkpoint-1" / "model.safetensors")
+    trainer = make_trainer(FallingScore, **run, output_dir=str(here))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.best_model_checkpoint == str(here / "checkpoint-1")
+    assert_identical(dict(trainer.policy_model.state_dict()), best)
+    assert {path.name for path in here.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-3"}
