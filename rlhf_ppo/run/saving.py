@@ -352,7 +352,9 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                     check_backend(start, accelerator)
                     _check_same_kinds(run.models, start)
                 elif args.overwrite_output_dir:
-                    for checkpoint in directories.list_checkpoints(directory):
+                    checkpoints = directories.list_checkpoints(directory)
+                    _check_starts_stay(run.starts, checkpoints)
+                    for checkpoint in checkpoints:
                         shutil.rmtree(checkpoint)
                 continues = start is not None and os.path.samefile(os.path.dirname(os.path.realpath(start)), directory)
                 if not continues and (earlier := directories.set_results_aside(directory)) is not None:
@@ -362,6 +364,16 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
         run.last_checkpoint = broadcast_object_list([start])[0]
         run.logged.forget()  # what a failed update has left
         yield run.last_checkpoint
+
+
+def _check_starts_stay(starts: Mapping[str, str], checkpoints: Sequence[str]) -> None:
+    """Check that no model that the run starts from, and would start from again, is in a checkpoint to be deleted."""
+    deleted = [os.path.realpath(checkpoint) for checkpoint in checkpoints]
+    for start, role in starts.items():
+        if any(Path(os.path.realpath(start)).is_relative_to(checkpoint) for checkpoint in deleted):
+            raise ValueError(
+                f"overwrite_output_dir=True would delete {start!r}, {role}; choose another output_dir, or move it away"
+            )
 
 
 def check_backend(checkpoint: str, accelerator: Accelerator) -> None:
@@ -378,8 +390,8 @@ def check_backend(checkpoint: str, accelerator: Accelerator) -> None:
     if not any(path for name in names for path in Path(checkpoint).glob(name)):
         raise ValueError(
             f"resume_from_checkpoint={checkpoint!r} has no {names[0]}: it was written with save_only_model=True or "
-            "under another backend; launch with that backend, or start a new run with model=<checkpoint> and "
-            f"value_model=<checkpoint>/{VALUE_MODEL_DIR}"
+            "under another backend; launch with that backend, or start a new run with another output_dir, "
+            f"model=<checkpoint>, value_model=<checkpoint>/{VALUE_MODEL_DIR} and the first run's model as ref_model"
         )
 
 

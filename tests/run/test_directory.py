@@ -113,6 +113,23 @@ def test_files_that_training_does_not_need_cannot_end_it(make_trainer: Any, capl
     assert what <= warned
 
 
+@pytest.mark.parametrize("critic", ["a model", "a head"])
+@pytest.mark.parametrize("argument", ["model", "value_model"])
+def test_a_checkpoint_that_a_run_starts_from_is_not_deleted(make_trainer: Any, argument: str, critic: str) -> None:
+    value_model: Any = {} if critic == "a model" else {"value_model": "policy"}
+    first = make_trainer(**QUICK | {"save_strategy": "steps", "save_steps": 3}, **value_model)
+    first.train()
+    checkpoint = os.path.join(str(first.args.output_dir), "checkpoint-3")
+    start = checkpoint if argument == "model" else os.path.join(checkpoint, "value_model")
+    there = files(Path(checkpoint))
+    trainer = make_trainer(**QUICK | value_model | {argument: start, "overwrite_output_dir": True})
+    with pytest.raises(
+        ValueError, match=rf"^overwrite_output_dir=True would delete '{start}', the .*; choose another"
+    ):
+        trainer.train()
+    assert files(Path(checkpoint)) == there
+
+
 def test_a_new_run_does_not_inherit_the_results_of_an_earlier_policy(
     make_trainer: Any, caplog: Any, tmp_path: Path
 ) -> None:
