@@ -19,7 +19,8 @@ from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from tests.agents.test_episodes import DONE, made
-from tests.conftest import write_rows
+from tests.conftest import tiny_policy, write_rows
+from tests.runs import assert_identical, die_and_resume
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -82,6 +83,25 @@ def test_the_moving_reference_of_the_recipes_is_an_average_of_the_policies():
     torch.nn.init.constant_(policy.weight, 10.0)
     namespace["MovingReference"](reference, decay=0.75).on_step_end(None, None, None, model=policy)
     assert reference.weight.item() == 4.0 and policy.weight.item() == 10.0
+
+
+def test_the_moving_reference_of_the_recipes_goes_on_where_a_run_died(make_trainer, tmp_path):
+    text, namespace = (ROOT / "docs" / "recipes.md").read_text(), {}
+    exec(
+        next(block for block in blocks(ROOT / "docs" / "recipes.md", "python") if "MovingReference" in block),
+        namespace,
+    )
+    [saving] = re.findall(r"`(trainer\.register_stateful\(.*?\))`", text)
+
+    def make(callbacks=(), **arguments):
+        reference = tiny_policy()
+        moving = namespace["MovingReference"](reference, decay=0.5)
+        trainer = make_trainer(ref_model=reference, callbacks=[moving, *callbacks], **arguments)
+        exec(saving, {"trainer": trainer, "reference": reference})
+        return trainer
+
+    resumed, whole = die_and_resume(make, tmp_path, lambda: {"learning_rate": 0.01})
+    assert_identical(dict(resumed.reference.model.state_dict()), dict(whole.reference.model.state_dict()))
 
 
 @pytest.mark.parametrize(
