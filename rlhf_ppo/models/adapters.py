@@ -173,6 +173,7 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load a trainable adapter over its base.
 
     A language model's adapter over a classifier of the same backbone becomes a classifier's, and the head trains too.
+    A base that was trained with more tokens is resized: the adapter's files hold its embeddings.
 
     Raises:
         ValueError: The adapter was trained over another class of model: weights of this one's adapter are not in it.
@@ -182,6 +183,8 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
     config = adapter_config(path)
     setattr(base, ADAPTER_DIRECTORY, os.fspath(path))
+    weights = load_peft_weights(os.fspath(path), device="cpu")
+    _resize_as_saved(base, weights)
     if config.task_type != "CAUSAL_LM" or hasattr(base, "prepare_inputs_for_generation"):
         with warnings.catch_warnings():
             warnings.filterwarnings("error", ".*Found missing adapter keys", UserWarning)
@@ -191,12 +194,22 @@ def load_adapter(base: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 raise ValueError(_DOES_NOT_FIT.format(path, type(base).__name__, str(warning))) from None
     config.task_type, config.inference_mode = "SEQ_CLS", False
     model = get_peft_model(base, config)
-    weights = load_peft_weights(os.fspath(path), device="cpu")
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(config.peft_type)]
     if missing := [name for name in adapter_state(model).keys() - weights.keys() if prefix in name]:
         raise ValueError(_DOES_NOT_FIT.format(path, type(base).__name__, f"{min(missing)} is missing"))
     set_peft_model_state_dict(model, adapter_state(model) | weights)
     return model
+
+
+def _resize_as_saved(base: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a base as many tokens as the embeddings have that are saved with an adapter, if any are."""
+    model = transformers_model(base)
+    tokens: Any = model.get_input_embeddings()
+    name = re.escape(_name_in(model, tokens))
+    saved = (key for key in weights if re.search(rf"\.{name}(\.token_adapter)?(\.base_layer)?\.weight$", key))
+    count = next((len(weights[key]) for key in saved), None)
+    if count not in (None, tokens.num_embeddings):
+        model.resize_token_embeddings(count, mean_resizing=False)
 
 
 _DOES_NOT_FIT = (

@@ -115,6 +115,33 @@ def test_a_saved_adapter_is_trained_further(given: str, make_trainer: MakeTraine
     assert moved and all(".lora_" in name and ".default." in name for name in moved)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [3, 33]},
+    ],
+    ids=["plain", "saved modules", "on embeddings", "tokens"],
+)
+@pytest.mark.parametrize("is_tied", [False, True], ids=["two matrices", "tied"])
+def test_an_adapter_over_a_vocabulary_that_has_grown_is_trained_further(
+    make_trained: MakeTrainer, make_trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any], is_tied: bool
+):
+    """The base's directory has fewer tokens; PEFT saves the embeddings with the adapter."""
+    tiny_policy(tie_word_embeddings=is_tied).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(36)
+    config, run = lora(task_type="CAUSAL_LM", **options), QUICK | {"learning_rate": 0.01, "value_model": None}
+    trained = make_trained(model=base, peft_config=config, **run)
+    trained.save_model(str(tmp_path / "adapter"))
+    for value_model in (None, str(tmp_path / "adapter")):
+        again = make_trainer(model=str(tmp_path / "adapter"), **run | {"value_model": value_model})
+        assert torch.equal(logits(again.policy_model), logits(trained.policy_model))
+        assert again.value_model.get_input_embeddings().num_embeddings == 36
+
+
 def two_adapters() -> Any:
     """A base with the adapters "sft" and "policy", two different ones."""
     policy = trained_adapter(name="sft", seed=5)
