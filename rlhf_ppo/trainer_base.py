@@ -224,9 +224,11 @@ class TrainerBase(Steps, Trainer):
                 self.control.should_training_stop = True
             self._leave_if_stopped()
             loop.checkpoint = None
-            if not self.control.should_training_stop:
+            is_whole = self._progress.num_prompts > 0 and num_batches >= loop.updates_per_epoch
+            if is_whole or not self.control.should_training_stop:
                 self._progress.epoch, self._progress.batches_in_epoch = epoch + 1, 0
-            self._report("on_epoch_end")
+            if num_batches > 0 or not run.is_over:  # else resumed after the end of the last pass, which was reported
+                self._report("on_epoch_end")
             if self.control.should_training_stop:
                 return
 

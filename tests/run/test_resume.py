@@ -17,7 +17,19 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows
-from tests.runs import QUICK, At, MakeTrainer, RecordingTrainer, RunDied, assert_identical, die, end_of_run
+from tests.runs import (
+    QUICK,
+    At,
+    MakeTrainer,
+    RecordingTrainer,
+    RunDied,
+    assert_identical,
+    die,
+    end_of_run,
+    history,
+    logged,
+    parameters,
+)
 
 # Eight prompts in batches of four: two updates to an epoch, four in all.
 RUN: dict[str, Any] = QUICK | {
@@ -129,6 +141,25 @@ def test_a_patience_goes_on_where_it_stopped_and_no_evaluation_at_the_start_is_r
     resumed = run()
     resumed.train(resume_from_checkpoint=True)
     assert_identical(end_of_run(resumed), end_of_run(whole))
+
+
+def test_the_end_of_the_last_pass_is_reported_once(new_run: Any) -> None:
+    """Also where the run goes on with more passes; a patience would end one evaluation too early."""
+    of_passes = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch"}
+    run = of_passes | {"lr_scheduler_type": "constant", "total_episodes": None, "num_train_epochs": 2}
+    first = new_run(run)
+    first.train()
+    again = new_run(run)
+    again.train(resume_from_checkpoint=True)
+    assert logged(again, "eval_score") == logged(first, "eval_score")
+    longer = run | {"num_train_epochs": 3}
+    extended, whole = new_run(longer), new_run(longer | {"output_dir": f"{first.args.output_dir}-whole"})
+    extended.train(resume_from_checkpoint=True)
+    whole.train()
+    assert len(logged(whole, "eval_score")) == 3 and whole.state.global_step == 6
+    summaries = [[log for log in history(trainer) if "total_flos" not in log] for trainer in (extended, whole)]
+    assert_identical(*summaries)
+    assert_identical(parameters(extended), parameters(whole))
 
 
 class FallingScore(PPOTrainer):
