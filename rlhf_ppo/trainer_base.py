@@ -526,8 +526,8 @@ class TrainerBase(Steps, Trainer):
         """Sample responses to evaluation prompts and score them.
 
         Args:
-            eval_dataset: Prompts in any format of `train_dataset`, or a dict of data sets; the constructor's when
-                None.
+            eval_dataset: Prompts in any format of `train_dataset`, a dict of data sets, or the name of one in the
+                constructor's dict; the constructor's when None.
             ignore_keys: Ignored; for compatibility with Trainer.
             metric_key_prefix: Prefix of each key.
 
@@ -536,7 +536,7 @@ class TrainerBase(Steps, Trainer):
             `rlhf_ppo.rewards.scorer.scores_in_reward_unit`), `eval_kl` and `eval_entropy` (nats per response),
             `eval_response_length_mean` (tokens), `eval_ended_frac`, `eval_rewards/<name>/mean|std`, and speed.
         """
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
+        if eval_dataset is not None:
             eval_dataset = self._preparation.held_out(eval_dataset, self.train_dataset, self.eval_dataset)
         return evaluator.evaluate_each(super().evaluate, eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -554,8 +554,7 @@ class TrainerBase(Steps, Trainer):
             The metrics of `evaluate`, as `metrics`; `predictions` and `label_ids` are None. `generate_completions`
             returns responses.
         """
-        datasets.check_rows(test_dataset, "test_dataset", needs_prompts=False)
-        test_dataset = self._preparation.prepared(test_dataset, "test_dataset", self.train_dataset, self.eval_dataset)
+        test_dataset = self._preparation.of_test(test_dataset, self.train_dataset, self.eval_dataset)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _evaluate(

@@ -59,6 +59,10 @@ from rlhf_ppo.run.run_state import RunState
 logger = get_logger(__name__)
 
 
+HELD_OUT_SPLITS = ("test", "validation", "train")
+"""The split of a data set given by name that is evaluated: the first one that it has."""
+
+
 def data_order(args: PPOConfig, epoch: int = 0) -> AbstractContextManager[None]:
     """Draw the order of an epoch's prompts in the block."""
     seed = args.seed if args.data_seed is None else args.data_seed
@@ -331,7 +335,7 @@ def load_data(
         ValueError: One cannot be loaded, or prompts are missing.
     """
     train_dataset = load_named(train_dataset, "train_dataset", ("train",))
-    eval_dataset = load_named(eval_dataset, "eval_dataset", ("test", "validation", "train"))
+    eval_dataset = load_named(eval_dataset, "eval_dataset", HELD_OUT_SPLITS)
     if episodes is not None:
         train_dataset = episodes.prepare(tokenizer, train_dataset)
     check_datasets(args, train_dataset, eval_dataset, needs_prompts=episodes is None)
@@ -437,9 +441,19 @@ class PromptPreparation:
     rewards: Sequence[LoadedRewardModel] = ()
 
     def held_out(self, eval_dataset: Any, *own: Any) -> Any:
-        """Check and tokenize held-out prompts that a call passes; see `prepared`."""
+        """Load, check and tokenize held-out prompts that a call passes; see `prepared`. Names of own sets pass."""
+        names = {name for sets in own if isinstance(sets, Mapping) for name in sets}
+        if isinstance(eval_dataset, str) and eval_dataset in names:
+            return eval_dataset
+        eval_dataset = load_named(eval_dataset, "eval_dataset", HELD_OUT_SPLITS)
         check_held_out(eval_dataset, needs_prompts=self.encoder is None)
         return self.prepared(eval_dataset, "eval_dataset", *own)
+
+    def of_test(self, test_dataset: Any, *own: Any) -> Any:
+        """Load, check and tokenize the prompts of `predict`; see `prepared`."""
+        test_dataset = load_named(test_dataset, "test_dataset", HELD_OUT_SPLITS)
+        check_rows(test_dataset, "test_dataset", needs_prompts=False)
+        return self.prepared(test_dataset, "test_dataset", *own)
 
     def prepared(self, dataset: Any, name: str, *own: Any) -> Any:
         """Tokenize and check a data set, or each of a dict of data sets.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ from datasets import Dataset
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.metrics import EVALUATED
-from tests.conftest import prompt_rows, tiny_policy
+from tests.conftest import prompt_rows, tiny_policy, write_rows
 from tests.run.test_resume import noise
 from tests.runs import QUICK, MakeTrainer, RecordingTrainer, SeenPrompts, assert_identical, end_of_run, history
 
@@ -46,6 +47,20 @@ def test_each_data_set_of_a_call_has_its_own_rows_also_with_persistent_workers(m
     metrics = trainer.evaluate(sets)
     assert (metrics["eval_first_score"], metrics["eval_second_score"]) == pytest.approx((0.5, 3.0))
     assert trainer.audit_critic(sets, num_prefixes=2, num_continuations=4).num_prompts == 5
+
+
+def test_held_out_prompts_of_a_call_may_be_a_file(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """As those of the constructor may, of which a dict has names too."""
+    path = str(tmp_path / "test.jsonl")
+    write_rows(path, FIVE_ROWS.select([2, 3, 4]))
+    own = {"own": FIVE_ROWS}
+    trainer = make_trainer(**QUICK, eval_dataset=own, reward_funcs=numbers, value_model=None)
+    assert trainer.evaluate(path)["eval_score"] == trainer.predict(path).metrics["test_score"] == pytest.approx(3.0)
+    assert trainer.evaluate({"file": path})["eval_file_score"] == pytest.approx(3.0)
+    assert trainer.evaluate("own")["eval_score"] == pytest.approx(2.0)
+    assert trainer.audit_critic(path, num_prefixes=2, num_continuations=4).num_prompts == 3
+    with pytest.raises(ValueError, match="eval_dataset='other' cannot be loaded as a file"):
+        trainer.evaluate("other")
 
 
 def test_each_prompt_is_prepared_once(make_trainer: MakeTrainer) -> None:
