@@ -26,6 +26,7 @@ from rlhf_ppo.models.unwrapping import (
     is_peft_model,
     transformers_model,
     with_adapters,
+    without_wrapper,
 )
 from rlhf_ppo.models.value_model import new_value_model
 from rlhf_ppo.ranks.processes import get_logger
@@ -659,18 +660,10 @@ def _bare_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
     """Yield the modules below adapters, with their original names."""
     yield name, module
     for child_name, child in module.named_children():
-        yield from _bare_modules(_without_wrapper(child), f"{name}.{child_name}".lstrip("."))
+        yield from _bare_modules(without_wrapper(child), f"{name}.{child_name}".lstrip("."))
 
 
 def _strip_adapters(module: nn.Module) -> None:
     for name, child in list(module.named_children()):
-        setattr(module, name, _without_wrapper(child))
+        setattr(module, name, without_wrapper(child))
         _strip_adapters(getattr(module, name))
-
-
-def _without_wrapper(module: nn.Module) -> nn.Module:
-    """Return the module inside PEFT's wrapper: the layer under adapters, or the original of a fully trained module."""
-    for name in ("base_layer", "original_module", "token_adapter"):
-        if (inner := module._modules.get(name)) is not None:
-            return _without_wrapper(inner)
-    return module

@@ -26,6 +26,7 @@ from rlhf_ppo.models.unwrapping import (
     output_layer,
     text_config,
     transformers_model,
+    without_wrapper,
 )
 from rlhf_ppo.ranks.processes import get_logger
 
@@ -207,7 +208,7 @@ class ValueHead(nn.Module):
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
-        width: Any = output_layer(policy).in_features
+        width: Any = without_wrapper(output_layer(policy)).in_features
         where = {"device": next(policy.parameters()).device, "dtype": torch.float32}
         last = Float32Linear(width, 1, bias=False, **where)
         nn.init.zeros_(last.weight)

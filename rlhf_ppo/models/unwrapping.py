@@ -72,6 +72,14 @@ def output_layer(policy: nn.Module) -> nn.Module:
     return cast(nn.Module, transformers_model(policy).get_output_embeddings())
 
 
+def without_wrapper(module: nn.Module) -> nn.Module:
+    """Return the module inside PEFT's wrapper: the layer under adapters, or the original of a fully trained module."""
+    for name in ("base_layer", "original_module", "token_adapter"):
+        if (inner := module._modules.get(name)) is not None:
+            return without_wrapper(inner)
+    return module
+
+
 def backbone(model: nn.Module) -> nn.Module:
     """Return the part of a model below its head, which computes hidden states."""
     base = transformers_model(model)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from datasets import Dataset
+from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -25,10 +26,12 @@ from tests.runs import QUICK, InOnePass, MakeTrainer, die_and_resume, logged, re
 
 ONE_BODY: dict[str, Any] = {"value_model": "policy", "reward_funcs": mean_id, "learning_rate": 0.01}
 ONE_STEP = ONE_BODY | QUICK | {"gradient_accumulation_steps": 4, "total_episodes": 8, "max_grad_norm": 0.0}
+TOKENS = lora(task_type="CAUSAL_LM", trainable_token_indices=[3, 4])
 POLICIES: dict[str, Callable[[], nn.Module]] = {
     "packed": tiny_policy,
     "padded": lambda: tiny_policy(attn_implementation="eager"),
     "adapted": trained_adapter,
+    "trained tokens, which wrap the tied head": lambda: get_peft_model(tiny_policy(tie_word_embeddings=True), TOKENS),
 }
 
 
