@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from rlhf_ppo.cli.trainers import merge_adapter
-from rlhf_ppo.models.adapters import save_adapter
-from rlhf_ppo.models.loading import load_classifier, load_policy
-from tests.conftest import count_w4, make_tokenizer, needs_continuous
+from rlhf_ppo.models.adapters import load_adapter, save_adapter
+from rlhf_ppo.models.loading import load_policy
+from tests.conftest import count_w4, make_tokenizer, needs_continuous, tiny_scorer
 from tests.models.architectures import families, tiny_config, tiny_model
 from tests.models.sweep import LORA, check_family, check_rows_alone
 from tests.runs import train_and_record
@@ -183,6 +183,9 @@ def test_an_adapter_is_merged_into_the_class_that_it_was_trained_over(tmp_path: 
         assert_close(merged(input_ids=ids).logits, trained)
         assert (base(input_ids=ids).logits - trained).abs().max() > 0.1
 
-    for load in (load_policy, load_classifier):
-        with pytest.raises(ValueError, match="of_texts is an adapter over another class of model than Qwen3_5"):
-            load(str(tmp_path / "of_texts"), "value_model")
+    unfit = "is an adapter over another class of model than"
+    with pytest.raises(ValueError, match=f"of_texts {unfit} Qwen3_5ForConditionalGeneration"):
+        load_policy(str(tmp_path / "of_texts"), "model")
+    save_adapter(policies["run"], str(tmp_path / "kept"))
+    with pytest.raises(ValueError, match=f"kept {unfit} LlamaForSequenceClassification"):
+        load_adapter(tiny_scorer(), tmp_path / "kept")
