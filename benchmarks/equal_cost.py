@@ -38,6 +38,8 @@ TRIALS = ((5e-4, 0.05), (3e-4, 0.05), (1e-3, 0.05))
 """Learning rate and KL coefficient; the first are those of the preset `recommended-lora`."""
 SELECTION, FINAL = (11, 12), (1, 2, 3, 4, 5)
 SELECTED_AT, MARKS, MOST_KL = 10, (5, 10, 20), 12
+UPDATES_COUNT = {"grpo": 8}
+"""Steps that a method counts in an update of 32 answers, if not one: GRPO counts optimizer steps."""
 START = 0.056
 """Accuracy before training: the row `start` of follow.jsonl."""
 
@@ -109,8 +111,6 @@ def train(run: tuple[str, tuple[float, float], int], options: argparse.Namespace
 
 def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
     """Summarize the trials and, of each method's chosen one, the final seeds at each mark."""
-    from intervals import mean  # pyright: ignore
-
     lines = ["| trial, 10 minutes | seeds | all ten | KL, nats | steps |", "|---|---|---|---|---|"]
     for name in METHODS:
         for trial in TRIALS:
@@ -119,16 +119,28 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
                 figures = ("".join(f"{accuracy(run):.2f} " for run in runs), f"{fmean(kl(run) for run in runs):.1f}")
                 steps = fmean(run["steps"] for run in runs)
                 lines.append(f"| {label(name, trial)} | {len(runs)} | {' | '.join(figures)} | {steps:.0f} |")
-    lines += ["", "| method | CPU minutes | seeds | all ten | six | pairs | KL, nats |", "|---" * 7 + "|"]
+    heads = ["method", "CPU minutes", "seeds", "all ten", "six", "pairs", "KL, nats", "updates", "memory, GB"]
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, description in METHODS.items():
         for mark in MARKS:
             runs = final_rows(name, mark, rows)
             if runs:
                 columns = [list(map(accuracy, runs)), *([run[key] for run in runs] for key in ("single", "pairs"))]
-                figures = [mean(column).shown(2) for column in columns]
-                at_end = mean(list(map(kl, runs))).shown(2) + " " if mark == MARKS[-1] else ""
-                lines.append(f"| {description} | {mark} | {len(runs)} | {' | '.join(figures)} | {at_end}|")
+                figures = [shown(column) for column in columns]
+                if mark == MARKS[-1]:
+                    updates = fmean(run["steps"] for run in runs) / UPDATES_COUNT.get(name, 1)
+                    memory = max(run["peak_mb"] for run in runs) / 1000
+                    figures += [shown(list(map(kl, runs))), f"{updates:.0f}", f"{memory:.1f}"]
+                cells = " | ".join(figures + [""] * (6 - len(figures)))
+                lines.append(f"| {description} | {mark} | {len(runs)} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def shown(values: list[float]) -> str:
+    """Return the mean, with a 95% interval of three seeds or more."""
+    from intervals import mean  # pyright: ignore
+
+    return mean(values).shown(2) if len(values) >= 3 else f"{fmean(values):.2f}"
 
 
 def kl(row: dict[str, Any]) -> float:
