@@ -19,7 +19,8 @@ def row(arm: str, seed: int, minutes: float, single: float = 0.5, kl: float = 5.
         "minutes": minutes,
         "single": single,
         "pairs": 0.0,
-        "steps": 9,
+        "steps": 104,
+        "peak_mb": 4560,
         "evaluation": {"kl": kl},
     }
 
@@ -96,10 +97,13 @@ def test_a_mark_that_was_measured_twice_counts_the_last_time_and_the_table_has_e
     rows = read(write(tmp_path / "rows.jsonl", selection(trial0=(0.9, 5.0)) + finals + [again]))
     lines = table(rows).splitlines()
     assert [line for line in lines if line.startswith("| GRPO")] == [
-        "| GRPO (TRL 1.16) | 5 | 5 | 0.36 [0.19, 0.53] | 0.60 [0.32, 0.88] | 0.00 [0.00, 0.00] | |",
-        "| GRPO (TRL 1.16) | 10 | 5 | 0.30 [0.30, 0.30] | 0.50 [0.50, 0.50] | 0.00 [0.00, 0.00] | |",
-        "| GRPO (TRL 1.16) | 20 | 5 | 0.30 [0.30, 0.30] | 0.50 [0.50, 0.50] | 0.00 [0.00, 0.00] | 5.00 [5.00, 5.00] |",
+        "| GRPO (TRL 1.16) | 5 | 5 | 0.36 [0.19, 0.53] | 0.60 [0.32, 0.88] | 0.00 [0.00, 0.00] |  |  |  |",
+        "| GRPO (TRL 1.16) | 10 | 5 | 0.30 [0.30, 0.30] | 0.50 [0.50, 0.50] | 0.00 [0.00, 0.00] |  |  |  |",
+        "| GRPO (TRL 1.16) | 20 | 5 | 0.30 [0.30, 0.30] | 0.50 [0.50, 0.50] | 0.00 [0.00, 0.00] | 5.00 [5.00, 5.00] "
+        "| 13 | 4.6 |",
     ]
+    of_two_seeds = {key: line for key, line in rows.items() if key[1] not in FINAL[2:]}
+    assert "| GRPO (TRL 1.16) | 20 | 2 | 0.30 | 0.50 | 0.00 | 5.00 | 13 | 4.6 |" in table(of_two_seeds)
     draw(rows, tmp_path / "picture.svg")
     assert "CPU minutes of training" in (tmp_path / "picture.svg").read_text()
 
