@@ -38,8 +38,8 @@ TRIALS = ((5e-4, 0.05), (3e-4, 0.05), (1e-3, 0.05))
 """Learning rate and KL coefficient; the first are those of the preset `recommended-lora`."""
 SELECTION, FINAL = (11, 12), (1, 2, 3, 4, 5)
 SELECTED_AT, MARKS, MOST_KL = 10, (5, 10, 20), 12
-UPDATES_COUNT = {"grpo": 8}
-"""Steps that a method counts in an update of 32 answers, if not one: GRPO counts optimizer steps."""
+STEPS_PER_UPDATE = {"grpo": 8}
+"""Of 32 answers, if not one: GRPO counts optimizer steps."""
 START = 0.056
 """Accuracy before training: the row `start` of follow.jsonl."""
 
@@ -119,8 +119,8 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
                 figures = ("".join(f"{accuracy(run):.2f} " for run in runs), f"{fmean(kl(run) for run in runs):.1f}")
                 steps = fmean(run["steps"] for run in runs)
                 lines.append(f"| {label(name, trial)} | {len(runs)} | {' | '.join(figures)} | {steps:.0f} |")
-    heads = ["method", "CPU minutes", "seeds", "all ten", "six", "pairs", "KL, nats", "updates", "memory, GB"]
-    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    titles = ["method", "CPU minutes", "seeds", "all ten", "six", "pairs", "KL, nats", "updates", "memory, GB"]
+    lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, description in METHODS.items():
         for mark in MARKS:
             runs = final_rows(name, mark, rows)
@@ -128,7 +128,7 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
                 columns = [list(map(accuracy, runs)), *([run[key] for run in runs] for key in ("single", "pairs"))]
                 figures = [shown(column) for column in columns]
                 if mark == MARKS[-1]:
-                    updates = fmean(run["steps"] for run in runs) / UPDATES_COUNT.get(name, 1)
+                    updates = fmean(run["steps"] for run in runs) / STEPS_PER_UPDATE.get(name, 1)
                     memory = max(run["peak_mb"] for run in runs) / 1000
                     figures += [shown(list(map(kl, runs))), f"{updates:.0f}", f"{memory:.1f}"]
                 cells = " | ".join(figures + [""] * (6 - len(figures)))
