@@ -6,8 +6,9 @@ import copy
 import functools
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -74,7 +75,8 @@ def save_models(
             continue
         cast_to = dtype if part is models.policy else None
         if cast_to is not None:
-            part_state = _in_type(part.state_dict() if part_state is None else part_state, cast_to)
+            part_state = part.state_dict() if part_state is None else part_state
+            part_state = _in_type(part_state, cast_to, cast(Any, part)._get_dtype_plan(cast_to))
         with nullcontext() if isinstance(part, ValueHead) else original_outputs(part):
             cast(Any, part).save_pretrained(part_directory, state_dict=part_state)
             if cast_to is not None:
@@ -83,11 +85,14 @@ def save_models(
                 config.save_pretrained(part_directory)
 
 
-def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the floating-point weights in another type; tied weights stay one tensor."""
+def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype, kept: Iterable[str]) -> dict[str, Tensor]:
+    """Return the floating-point weights in another type, but those of names with a part in `kept`.
+
+    Tied weights stay one tensor.
+    """
     converted: dict[tuple[int, torch.Size], Tensor] = {}
-    for value in state_dict.values():
-        if value.is_floating_point():
+    for name, value in state_dict.items():
+        if value.is_floating_point() and not any(re.search(part.replace("*", ".*"), name) for part in kept):
             converted[value.data_ptr(), value.shape] = value.to(dtype)
     return {name: converted.get((value.data_ptr(), value.shape), value) for name, value in state_dict.items()}
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.run.checkpoints import last_complete_checkpoint
 from tests.conftest import make_tokenizer, tiny_policy
 from tests.generation.test_stopping import byte_level
+from tests.models.architectures import tiny_model
 from tests.models.test_peft import lora
 from tests.runs import QUICK, Bomb, MakeTrainer, RunDied, assert_identical, parameters
 
@@ -162,6 +164,21 @@ def test_a_policy_is_saved_in_the_type_of_the_directory_that_it_came_from(
     assert (
         AutoModelForCausalLM.from_pretrained(checkpoint).dtype == torch.float32
     )  # from which a run continues exactly
+
+
+def test_weights_that_transformers_keeps_in_float32_are_saved_in_float32(
+    make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """The bias that chooses a token's experts: bfloat16 would round it, and choose others."""
+    given = tiny_model("deepseek_v3")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    given.get_buffer(bias).copy_(1 + torch.arange(len(given.get_buffer(bias))) * 1e-4)
+    given.save_pretrained(tmp_path / "float32")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16).save_pretrained(tmp_path / "given")
+    make_trainer(**SAVING, model=str(tmp_path / "given")).save_model(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert_identical(saved, load_file(tmp_path / "given" / "model.safetensors"))
+    assert torch.equal(saved[bias], given.get_buffer(bias)) and saved["lm_head.weight"].dtype == torch.bfloat16
 
 
 def test_tied_embeddings_stay_tied(make_trainer: MakeTrainer, tmp_path: Path) -> None:
