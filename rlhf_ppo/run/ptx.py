@@ -55,7 +55,7 @@ def prepare_texts(
 
     Args:
         dataset: Rows with `text`, `prompt` and `completion`, `messages`, or `input_ids` (and `completion_mask`,
-            `assistant_masks`); conversations may have `tools` and `chat_template_kwargs`.
+            `assistant_masks`, or `labels` with -100); conversations may have `tools` and `chat_template_kwargs`.
         tokenizer: The policy's tokenizer.
         longest: Tokens after which a text is cut.
         template_kwargs: Further arguments of the chat template, or None.
@@ -93,6 +93,8 @@ def _encoded(
 
     if row.get("input_ids") is not None:
         ids, masks = list(row["input_ids"]), [row[name] for name in _MASKS if row.get(name) is not None]
+        if row.get("labels") is not None:
+            masks.append([label != -100 for label in row["labels"]])
         return ids, [all(of_token) for _, *of_token in zip(ids, *masks, strict=True)]
     form = next((form for form in _TEXT_COLUMNS if all(row.get(column) is not None for column in form)), None)
     if form is None:

@@ -43,19 +43,20 @@ def test_the_ranks_take_rows_of_one_order(make_trainer: MakeTrainer, monkeypatch
 
 
 def test_tokens_that_a_data_set_masks_are_read_and_not_learned(make_trainer: MakeTrainer) -> None:
-    """Both masks of `SFTTrainer`; the loss is transformers' own, with the label -100 on masked tokens."""
+    """The masks and labels of `SFTTrainer`; the loss is transformers' own, with the label -100 on masked tokens."""
     texts: list[dict[str, Any]] = [
         {"input_ids": [5, 6, 7, 8, 9, 10, 11], "completion_mask": [0, 1, 1, 0, 0, 1, 0]},
         {"input_ids": [12, 13, 14, 15], "assistant_masks": [1, 0, 1, 0]},
         {"input_ids": [16, 17, 18, 19], "completion_mask": [0, 0, 1, 1], "assistant_masks": [1, 1, 0, 1]},
+        {"input_ids": [20, 21, 22, 23], "labels": [-100, 21, -100, 23]},
     ]
-    labels = [[5, 6, 7, -100, -100, 10, -100], [12, -100, 14, -100], [-100, -100, -100, 19]]
-    ids, of_ids = torch.zeros(3, 7).long(), torch.full((3, 7), -100)
+    labels = [[5, 6, 7, -100, -100, 10, -100], [12, -100, 14, -100], [-100, -100, -100, 19], [-100, 21, -100, 23]]
+    ids, of_ids = torch.zeros(4, 7).long(), torch.full((4, 7), -100)
     for row, (text, of_text) in enumerate(zip(texts, labels, strict=True)):
         ids[row, : len(of_text)], of_ids[row, : len(of_text)] = torch.tensor(text["input_ids"]), torch.tensor(of_text)
     expected = float(tiny_policy()(input_ids=ids, labels=of_ids).loss.detach())
 
-    sizes = {"per_device_train_batch_size": 3, "total_episodes": 3, "logging_steps": 1}
+    sizes = {"per_device_train_batch_size": 4, "total_episodes": 4, "logging_steps": 1}
     trainer = make_trainer(**QUICK | sizes, ptx_coef=1.0, ptx_dataset=texts, model=tiny_policy())
     trainer.train()
     (loss,) = (log["loss/ptx_avg"] for log in trainer.state.log_history if "loss/ptx_avg" in log)

@@ -174,7 +174,9 @@ def test_weights_that_transformers_keeps_in_float32_are_saved_in_float32(
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     given.get_buffer(bias).copy_(1 + torch.arange(len(given.get_buffer(bias))) * 1e-4)
     given.save_pretrained(tmp_path / "float32")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16).save_pretrained(tmp_path / "given")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "given"
+    )
     make_trainer(**SAVING, model=str(tmp_path / "given")).save_model(str(tmp_path / "saved"))
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert_identical(saved, load_file(tmp_path / "given" / "model.safetensors"))
