@@ -4,10 +4,10 @@ python examples/follow_instructions.py  # SmolLM2-135M-Instruct, from `make chat
 accelerate launch examples/follow_instructions.py --model_name_or_path Qwen/Qwen3-0.6B --dtype bfloat16 \
     --chat_template_kwargs '{"enable_thinking": false}' --per_device_train_batch_size 64 --output_dir runs/qwen
 
-An answer that follows all gets 1, plus half the mean degree to which it follows each (`--reward_weights 1 0`: no
-partial credit). It needs four or more words, two of them new, a content word of the question, and a final mark; other
-answers get 0. Some questions, wordings and pairs are held out. `--dataset_name`, a hub name or JSON lines with
-`prompt`, adds questions.
+Reward: 1 if the answer satisfies all constraints, plus half the mean degree (0 to 1) to which it satisfies them.
+`--reward_weights 1 0` removes the second term. An answer needs four or more words, two of them new, a content word of
+the question, and a final mark; other answers get 0. Some questions, wordings and pairs are held out. `--dataset_name`,
+a hub name or JSON lines with `prompt`, adds questions.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false

@@ -5,12 +5,13 @@ rlhf-ppo pipeline examples/human_text.yaml
 
 Each line of the file has one pair, such as `{"prompt": "I wore my mask when I visited the", "chosen": " pet store.",
 "rejected": " nursing home."}`: people find the first continuation more pleasant. ETHICS' utilitarianism pairs
-(Hendrycks et al., 2008.02275) give such pairs. The script writes these parts, each prompt in one part only:
+(Hendrycks et al., 2008.02275) give such pairs. The script writes these files; the reward model, the judge and the
+comparison have different prompts, `texts.jsonl` all but the held-out ones:
 
 - `base/`: a tokenizer trained on the texts, and a Llama of four layers with random weights;
 - `texts.jsonl`: prompts with either continuation, for the language model;
 - `pairs.jsonl` and `judge_pairs.jsonl`: the pairs in two halves, one for the reward model, one for the judge;
-- `prompts.jsonl`: prompts of the first half, for PPO;
+- `prompts.jsonl`: the prompts of `pairs.jsonl`, for PPO;
 - `held_out.jsonl`: prompts that no model has seen, for the judge's comparison.
 """
 

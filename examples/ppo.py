@@ -30,10 +30,10 @@ accelerate launch --config_file accelerate_configs/deepspeed_zero3.yaml \
     --local_rollout_forward_batch_size 1 \
     --missing_eos_penalty 1.0
 
-Paths may be local directories, and data a file. The data have a column `prompt`, as text or conversation; without a
-test split the last tenth of the rows, at most 100, is held out. `--reward_funcs rewards.py:function` replaces the
-reward model, `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a file. Responses end
-at EOS; TRL's script has no stop token unless you give one.
+Paths may be directories or hub names; data may be a file. The data have a column `prompt`, as text or conversation.
+Without a split `test`, the last tenth of the rows (at most 100) is held out. `--reward_funcs rewards.py:function`
+replaces the reward model, `--use_peft` trains LoRA adapters, `--config run.yaml` reads options from a file. Responses
+end at EOS; TRL's script has no stop token unless you give one.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
