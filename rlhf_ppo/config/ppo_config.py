@@ -252,8 +252,8 @@ class RecipeArguments:
     )
     kl_stop: Positive | None = _option(
         None,
-        "End an update after the epoch whose mean KL to the sampling policy (k3, nats per token) exceeds this value "
-        "(http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
+        "Stop the update's epochs once the mean KL to the sampling policy exceeds this value (k3 estimate, nats per "
+        "token, measured after each epoch; http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
     )
 
     # --- Scores and values ---
@@ -422,8 +422,8 @@ class PPOConfig(
     )
     share_prefixes: bool | None = _option(
         None,
-        "Compute only once a beginning that several rows of a pass share; the numbers stay those of each row alone. "
-        "None: on a CPU. True: also on an accelerator (unmeasured), except with flash attention or padded rows.",
+        "Compute a common beginning of several rows once; results change by rounding only. None: on CPUs. True: also "
+        "on accelerators (never measured), except with flash attention or padded rows.",
     )
     dataset_num_proc: Annotated[int, Interval(1, 1024)] | None = _option(None, "Processes that tokenize the dataset.")
     max_prompt_length: AtLeastOne | None = _option(
