@@ -3,6 +3,8 @@
 import inspect
 import pkgutil
 import re
+import shlex
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from trl import ModelConfig, RewardConfig, ScriptArguments, SFTConfig
 from rlhf_ppo import PPOConfig, PPOTrainer
 from rlhf_ppo.cli.estimate import EstimateArguments
 from rlhf_ppo.cli.judge_arguments import JudgeArguments
+from rlhf_ppo.cli.main import main
 from rlhf_ppo.compat.params import LLMTrainingParams
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
@@ -71,6 +74,27 @@ def test_the_snippets_of_the_docs_run(page, workshop):
     path, namespace = ROOT / "docs" / f"{page}.md", {"__name__": "snippets"}
     for block in blocks(path, "python"):
         exec(compile(block, str(path), "exec"), namespace)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_docs_run(workshop, monkeypatch):
+    """Those of three pages in order: they train a policy, judge it, write a pipeline's file and a report."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for source, names in {"sft": ("models/base", "runs/writer"), "reward": ("runs/judge",)}.items():
+        for name in names:
+            shutil.copytree(f"models/{source}", name)
+    write_rows("texts.jsonl", [{"text": f"w{i % 20} w{i % 7} w{i % 5}"} for i in range(40)])
+    pairs = [{"prompt": f"w{i % 20} w{i % 7}", "chosen": " w1 w2", "rejected": " w3"} for i in range(140)]
+    write_rows("pairs.jsonl", pairs)
+    pages = (ROOT / "docs" / f"{page}.md" for page in ("command-line", "judging", "pipeline"))
+    text = "".join(block for page in pages for block in blocks(page, "bash"))
+    for program, command, *words in map(shlex.split, text.replace("\\\n", "").splitlines()):
+        if command == "report":
+            for run in words[: words.index("--output")]:
+                shutil.copytree("runs/policy", run)
+        if program == "rlhf-ppo":
+            main([command, *words, *(["--dry_run"] if command == "pipeline" else [])])  # its steps are processes
+    assert Path("judged/judged-2.parquet").is_file() and Path("report.html").is_file()
 
 
 def test_the_moving_reference_of_the_recipes_is_an_average_of_the_policies():
