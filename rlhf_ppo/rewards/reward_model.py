@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, 
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks, without_placeholders
-from rlhf_ppo.data.prompts import MARK, Messages, as_the_template_reads, eos_id, is_conversation, text_of_content
+from rlhf_ppo.data.prompts import MARK, Messages, as_the_template_reads, is_conversation, text_of_content
 from rlhf_ppo.data.rollout import PositionLimit, pad_right
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import position_limit
@@ -258,8 +258,8 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
 
     A conversation gets the response as its last message, or all messages of an episode, and goes through the chat
     template; what the template writes after an answer is left out if the response did not end. A text in the policy's
-    tokens stays as sampled. With its own tokenizer the text is prompt + response; EOS is appended if the response
-    ended. An answer without ids is always read as text.
+    tokens stays as sampled. With its own tokenizer the text is prompt + response, and EOS if the response ended. An
+    answer without ids is always read as text.
 
     Args:
         answer: The answer.
@@ -277,8 +277,9 @@ def reward_model_ids(answer: Answer, tokenizer: PreTrainedTokenizerBase | None) 
         raise ValueError("the reward model needs a tokenizer to read a text: save one in its directory")
     if is_conversation(answer.prompt):
         return _ids(tokenizer(_templated(answer, tokenizer), add_special_tokens=False))
-    ids, eos = _ids(tokenizer(answer.text)), eos_id(tokenizer)
-    return [*ids, eos] if answer.ended and eos is not None and ids[-1:] != [eos] else ids
+    text, eos = answer.text, tokenizer.eos_token or ""
+    # Written out: some tokenizers also close each text themselves, whether it ended or not.
+    return _ids(tokenizer(f"{text}{eos}" if answer.ended and not text.endswith(str(eos)) else text))
 
 
 def encoded_answer(answer: Answer, chats: ImageChats) -> RowImages:

@@ -105,6 +105,16 @@ def test_a_text_goes_on_into_its_response_and_ends_in_the_other_eos(columns: dic
     assert character_tokenizer()(written)["input_ids"] == expected
 
 
+def test_a_tokenizer_that_closes_each_text_itself_reads_an_answer_that_ended_with_its_eos_before_that() -> None:
+    """RoBERTa's, for example; TRL's `RewardTrainer` tokenizes the text with the EOS written out."""
+    tokenizer = make_tokenizer()
+    post: Any = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", EOS)])
+    tokenizer.backend_tokenizer.post_processor = post
+    ended, cut, written = (Answer("w1 w2", text, text != " w4") for text in (" w3", " w4", " w3<eos>"))
+    assert reward_model_ids(ended, tokenizer) == reward_model_ids(written, tokenizer) == [4, 5, 6, EOS, EOS]
+    assert reward_model_ids(cut, tokenizer) == [4, 5, 7, EOS]
+
+
 def test_a_response_that_ended_with_a_word_or_a_stop_string_keeps_it_and_gets_the_eos() -> None:
     assert encoded({}, ended=[True, True, True, False])[2] == [*own_ids(TEXTS[2]), 1]
     assert encoded({}, ended=[False] * 4) == [own_ids(text) for text in TEXTS]
