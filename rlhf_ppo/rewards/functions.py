@@ -64,10 +64,10 @@ class RewardFunction:
     otherwise both are texts, without special tokens. `completion_ids` are the ids of the whole response, including the
     stop token and the tokens of tools and environments; rewards of tokens that the policy did not write are not paid.
     The other columns of the data set are passed as lists, with `trainer_state`, `log_extra(column, values)` and
-    `log_metric(name, value)`. With tools or environments `completions` are whole conversations, with the calls and the
-    answers, and `environments` are the environments, one for each row. A function without `**kwargs` gets only the
-    arguments that it names. If it names `policy_answers`, it gets the rows as `Answer`s, with the tokens that a reward
-    model reads.
+    `log_metric(name, value)`; a third argument is the value's weight, in place of the number of rows. With tools or
+    environments `completions` are whole conversations, with the calls and the answers, and `environments` are the
+    environments, one for each row. A function without `**kwargs` gets only the arguments that it names. If it names
+    `policy_answers`, it gets the rows as `Answer`s, with the tokens that a reward model reads.
 
     Args:
         function: The function, sync or async: a function, `functools.partial` or callable object.
@@ -145,6 +145,7 @@ class RewardFunction:
         prompts = batch.prompts.columns.get("prompt")
         if prompts is None:
             prompts = batch.prompt_texts(self.tokenizer)
+        num_rows = len(batch)
         offered: dict[str, Any] = dict(
             **{key: list(values) for key, values in batch.prompts.columns.items() if key not in _NOT_PASSED},
             prompts=[prompt if isinstance(prompt, str) else [dict(part) for part in prompt] for prompt in prompts],
@@ -154,8 +155,8 @@ class RewardFunction:
             ],
             completion_ids=batch.response_ids(),
             trainer_state=self.trainer_state_getter(),
-            log_extra=functools.partial(self._log_extra, len(batch)),
-            log_metric=lambda name, value: self.log_metric(name, float(value), len(batch)),
+            log_extra=functools.partial(self._log_extra, num_rows),
+            log_metric=lambda name, value, weight=num_rows: self.log_metric(name, float(value), float(weight)),
         )
         if records := batch.prompts.columns.get(EPISODE_COLUMN):
             offered |= _of_episodes(records, offered["completions"])
@@ -285,7 +286,7 @@ class LoggedByFunctions:
     def drain(self) -> dict[str, float]:
         """Return the metrics' means over calls and ranks, and clear everything; all ranks must call this together.
 
-        Calls are weighted by their rows: the last batch of an evaluation may be smaller than the others.
+        Calls are weighted, by default by their rows: the last batch of an evaluation may be smaller than the others.
         """
         of_this_rank = self.values
         self.forget()

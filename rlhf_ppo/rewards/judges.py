@@ -481,7 +481,7 @@ class PreferenceReward:
         self,
         prompts: Sequence[str | Messages],
         completions: Sequence[str | Messages],
-        log_metric: Callable[[str, float], None] | None = None,
+        log_metric: Callable[..., None] | None = None,
         policy_answers: Sequence[Answer] | None = None,
         **columns: Any,
     ) -> list[float | None]:
@@ -496,8 +496,9 @@ class PreferenceReward:
         rewards = [compared.reward for compared in self.compare(ours, theirs, columns)]
         if log_metric is not None:
             scored = [reward for reward in rewards if reward is not None]
+            weight = [len(scored)] * (policy_answers is not None)  # TRL's takes none
             if scored:
-                log_metric(f"{self.__name__}/win_rate", (1 + sum(scored) / len(scored)) / 2)
+                log_metric(f"{self.__name__}/win_rate", (1 + sum(scored) / len(scored)) / 2, *weight)
             failed = [reward is None and other is not None for reward, other in zip(rewards, theirs, strict=True)]
             log_metric(f"{self.__name__}/failed_frac", sum(failed) / len(failed))
         return rewards

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification, TrainerState
 
+from rlhf_ppo.rewards.functions import LoggedByFunctions, RewardFunction
 from rlhf_ppo.rewards.judges import FeedbackJudge, PreferenceReward, RewardModelJudge
 from rlhf_ppo.rewards.scorer import Answer
-from tests.conftest import make_tokenizer, save_models, tiny_scorer
+from tests.conftest import make_tokenizer, save_models, scoring_batch, tiny_scorer
 
 
 class Recorder:
@@ -56,6 +57,17 @@ def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, o
     )
     assert rewards == [1.0, None, 0.0, -1.0]
     assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed_frac": 0.25}
+
+
+def test_the_win_rate_is_a_share_of_the_scored_rows_of_all_calls() -> None:
+    """Not the mean over calls: an opponent is missing where the one response loses."""
+    judge = Recorder(lambda prompt, first, second: float(first == "worse" or second == "better"))
+    logged, reward = LoggedByFunctions(), PreferenceReward(judge, opponent="dataset", column="gold")
+    function = RewardFunction(reward, make_tokenizer(), TrainerState, logged.log_metric)
+    ids = torch.full((4, 2), 5)
+    for theirs in (["worse"] * 4, ["better", None, None, None]):
+        function(scoring_batch(ids, ids > 0, ids[:, 1:] > 0, {"gold": theirs}, ids[:, 0] > 0))
+    assert logged.drain() == {"preference/win_rate": 0.8, "preference/failed_frac": 0.0}
 
 
 def test_feedback_on_one_pair() -> None:
