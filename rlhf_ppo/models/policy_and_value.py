@@ -362,6 +362,7 @@ class PolicyAndValue(nn.Module):
         multiply_scores_in_float32(value_model)
         self.temperature = temperature
         self.generation_config = getattr(transformers_model(policy), "generation_config", None)
+        self.given_eos = getattr(self.generation_config, "eos_token_id", None)
         self.register_load_state_dict_post_hook(_allow_missing_frozen)
 
     @property

@@ -167,16 +167,17 @@ def no_split_modules(*models: nn.Module) -> list[str]:
     return sorted(named & classes)  # a vision tower's names those of its text model too
 
 
-def settle_special_tokens(model: nn.Module) -> None:
-    """Undo some of Trainer's changes of special tokens: those that layers read, and foreign padding.
+def settle_special_tokens(model: nn.Module, given_eos: int | list[int] | None) -> None:
+    """Undo some of Trainer's changes of special tokens: those that layers read, added stops, and foreign padding.
 
     Trainer copies the tokenizer's special tokens into the saved configurations. Some layers read those with which they
     were made, which the configuration keeps: Qwen4-Exp hashes EOS, and the positions of XGLM depend on the embedding's
-    padding. The `generation_config` has the tokenizer's. Most architectures cannot be loaded with an added "[PAD]"
-    beyond the vocabulary.
+    padding. The `generation_config` has the tokenizer's, except EOS: a second run on the same model would stop at both
+    EOS tokens. Most architectures cannot be loaded with an added "[PAD]" beyond the vocabulary.
 
     Args:
         model: A transformers model, or a `PeftModel` around one.
+        given_eos: The EOS tokens of its `generation_config` before Trainer's changes.
     """
     base, config = transformers_model(model), text_config(model)
     for module in base.modules():
@@ -186,6 +187,8 @@ def settle_special_tokens(model: nn.Module) -> None:
     if (padding := getattr(base.get_input_embeddings(), "padding_idx", None)) is not None:
         config.pad_token_id = padding
     generation_config = getattr(base, "generation_config", None)
+    if generation_config is not None:
+        generation_config.eos_token_id = given_eos
     for holder in (config, generation_config):
         if holder is not None and (holder.pad_token_id or 0) >= config.vocab_size:
             holder.pad_token_id = None

@@ -61,7 +61,7 @@ def start_afresh(run: RunState, engine: GenerationEngine) -> None:
     policy = run.models.policy
     set_seed(run.args.seed, device_specific=True)
     run.streams.seed(run.args.seed)
-    settle_special_tokens(policy)
+    settle_special_tokens(policy, run.models.given_eos)
     drop_ignored_generation_settings(policy)
     engine.policy_changed()
     run.accelerator.free_memory()

@@ -165,3 +165,13 @@ def test_each_eos_token_of_the_generation_config_ends_a_response(make_trainer: A
     assert trainer.sampler.settings().eos_token_id == listed  # what vLLM and episodes take
     alone = make_trainer(**QUICK, model=policy, stop_token=None, stop_token_id=9)
     assert alone.tokens.stops == (9,)  # the user's own, which is not among them
+
+
+def test_training_adds_no_stop_token_to_the_policy_in_memory(make_trainer: Any) -> None:
+    """Trainer adds the tokenizer's EOS to another one; a second run on the same policy would stop at both."""
+    policy = tiny_policy()
+    policy.generation_config.eos_token_id = 5
+    for _ in range(2):
+        trainer = make_trainer(**QUICK, model=policy)
+        trainer.train()
+        assert (policy.generation_config.eos_token_id, trainer.tokens.stops) == (5, (1,))
