@@ -127,6 +127,6 @@ def _answer(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Answer:
     """Make an answer of sampled tokens, cut after the token or text that ended them."""
-    (text,) = spoken_texts(tokenizer, [response], silent, clean_up_tokenization_spaces=False)
+    (text,) = spoken_texts(tokenizer, [response], silent)
     known = {"silent": silent, "settings": settings_of_row(row)}
     return Answer(row.get("prompt"), text, bool(ended), row["input_ids"], response, tokenizer, **known)

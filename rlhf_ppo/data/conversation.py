@@ -31,6 +31,7 @@ from rlhf_ppo.data.prompts import (
     template_settings,
     text_of_content,
     turn_end,
+    written_texts,
 )
 from rlhf_ppo.terminal import CONTROL
 
@@ -158,7 +159,7 @@ class Conversations:
 
     def text_of(self, ids: list[int]) -> str:
         """Return a turn's text, without special tokens."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return written_texts(self.tokenizer, [ids], skip_special_tokens=True)[0]
 
     # ---- Answers ----
 

@@ -224,6 +224,17 @@ def ids_of(encoded: Any) -> Any:
     return encoded["input_ids"]
 
 
+def written_texts(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], **options: bool) -> list[str]:
+    """Return the texts of rows of token ids as they were written: some tokenizers drop spaces before punctuation.
+
+    Args:
+        tokenizer: The tokenizer.
+        rows: Token ids.
+        options: Those of `batch_decode`.
+    """
+    return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False, **options)
+
+
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Return whether a prompt is a non-empty list of messages, dicts with a `role`."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]

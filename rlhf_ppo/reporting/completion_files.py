@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
 from rlhf_ppo.data.files import optional, replacing
 from rlhf_ppo.data.images import thumbnails
+from rlhf_ppo.data.prompts import written_texts
 from rlhf_ppo.data.rollout import Experience, Rollout
 
 COMPLETIONS_DIR = "_completions"
@@ -107,8 +108,8 @@ def completion_rows(
         rows.append(
             {
                 "step": update.step,
-                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-                "completion": tokenizer.decode(response),
+                "prompt": written_texts(tokenizer, [prompt], skip_special_tokens=True)[0],
+                "completion": written_texts(tokenizer, [response])[0],
                 "score": columns["scores"][row],
                 **{name: values[row] for name, values in columns.items() if name.startswith("rewards/")},
                 "kl": columns["kl"][row] if "kl" in columns else None,

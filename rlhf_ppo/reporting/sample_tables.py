@@ -18,6 +18,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.data.images import IMAGES_COLUMN, thumbnails
+from rlhf_ppo.data.prompts import written_texts
 from rlhf_ppo.reporting.console import beside_bars
 from rlhf_ppo.reporting.metrics import named_apart
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR
@@ -71,16 +72,17 @@ def sample_rows(
         extra["images"] = [" ".join(thumbnails(row)) for row in images]
     queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
     answers = [ids[real].tolist() for ids, real in zip(responses.response_ids, responses.episode_mask, strict=True)]
+    asked, answered = written_texts(tokenizer, queries, skip_special_tokens=True), written_texts(tokenizer, answers)
     by_source = {name: values.tolist() for name, values in scores.by_source.items()}
     return [
         {
-            "query": tokenizer.decode(query, skip_special_tokens=True),
-            "response": tokenizer.decode(answer),
+            "query": query,
+            "response": answer,
             "score": score,
             "by_source": {name: values[row] for name, values in by_source.items()},
             "extra": {name: values[row] for name, values in extra.items()},
         }
-        for row, (query, answer, score) in enumerate(zip(queries, answers, scores.total.tolist(), strict=True))
+        for row, (query, answer, score) in enumerate(zip(asked, answered, scores.total.tolist(), strict=True))
     ]
 
 

@@ -25,7 +25,14 @@ from rlhf_ppo.algorithm.advantages import (
 )
 from rlhf_ppo.config.checks import WEIGHTS, check_range, suggestion
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
-from rlhf_ppo.data.prompts import MARK, is_conversation, is_special, template_settings, text_of_content
+from rlhf_ppo.data.prompts import (
+    MARK,
+    is_conversation,
+    is_special,
+    template_settings,
+    text_of_content,
+    written_texts,
+)
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 
 if TYPE_CHECKING:
@@ -75,7 +82,7 @@ class ScoringBatch:
     def prompt_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return each prompt's text, without special tokens, decoded once for all sources."""
         prompts = self._rows[0]
-        return self.once("prompts", tokenizer, lambda: tokenizer.batch_decode(prompts, skip_special_tokens=True))
+        return self.once("prompts", tokenizer, lambda: written_texts(tokenizer, prompts, skip_special_tokens=True))
 
     def answers(self, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
         """Return the rows as answers, made once for all sources; `tokenizer` is the policy's."""
@@ -87,7 +94,7 @@ class ScoringBatch:
         columns = {name: self.prompts.columns.get(name) or [None] * len(self) for name in names}
         settings = [settings_of_row(dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
         silent = silent_ids(tokenizer, self.stops)
-        texts = spoken_texts(tokenizer, response_ids, silent, clean_up_tokenization_spaces=False)
+        texts = spoken_texts(tokenizer, response_ids, silent)
         records = self.prompts.columns.get(EPISODE_COLUMN)
         messages = [None] * len(self) if records is None else [record.messages for record in records]
         rows = zip(columns["prompt"], texts, self.has_ended, prompt_ids, response_ids, strict=True)
@@ -209,7 +216,7 @@ class Answer:
 
     def _decode(self, ids: Sequence[int], **options: bool) -> str:
         assert self.tokenizer is not None  # the policy's, which comes with ids
-        return spoken_texts(self.tokenizer, [ids], self.silent, clean_up_tokenization_spaces=False, **options)[0]
+        return spoken_texts(self.tokenizer, [ids], self.silent, **options)[0]
 
 
 def settings_of_row(row: Mapping[str, object]) -> dict[str, Any] | None:
@@ -234,8 +241,8 @@ def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) ->
 def spoken_texts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: bool
 ) -> list[str]:
-    """Return the texts of responses, without their `silent_ids`; `options` are those of `batch_decode`."""
-    return tokenizer.batch_decode([[token for token in ids if token not in silent] for ids in rows], **options)
+    """Return the texts of responses, without their `silent_ids`; `options` are those of `written_texts`."""
+    return written_texts(tokenizer, [[token for token in ids if token not in silent] for ids in rows], **options)
 
 
 def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
-from rlhf_ppo.data.prompts import PromptEncoder
+from rlhf_ppo.data.prompts import PromptEncoder, written_texts
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, smallest
 from rlhf_ppo.environments.pool import Environments, EpisodeError
 from rlhf_ppo.generation.episodes import (
@@ -266,7 +266,7 @@ class EpisodeRollouts:
         assert self.rollout_func is not None
         asked = prompts.columns.get("prompt")
         if asked is None:
-            asked = run.tokenizer.batch_decode(prompt_rows(prompts), skip_special_tokens=True)
+            asked = written_texts(run.tokenizer, prompt_rows(prompts), skip_special_tokens=True)
         returned = self.rollout_func(copy.deepcopy(list(asked)), trainer)
         return responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
 

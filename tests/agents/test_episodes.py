@@ -23,6 +23,7 @@ from rlhf_ppo.data.rollout import Rollout
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from tests.agents.box import Box
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
+from tests.conftest import make_tokenizer
 from tests.runs import assert_identical, end_of_run
 
 ASKED = [{"role": "user", "content": "Q"}]
@@ -225,6 +226,12 @@ def test_a_call_nested_too_deep_to_parse_is_text() -> None:
     turn = f'<tool_call>\n{{"name": "f", "arguments": {"[" * 3000}\n</tool_call><|im_end|>'
     message = Conversations(tokenizer, has_tools=True).parse(tokenizer(turn)["input_ids"], [], None)
     assert "[" * 3000 in message["content"] and not message.get("tool_calls")
+
+
+def test_an_action_is_the_text_as_it_was_written() -> None:
+    """Some tokenizers drop spaces before punctuation unless told not to."""
+    tokenizer = make_tokenizer(words=["ls", "."], clean_up_tokenization_spaces=True)
+    assert Conversations(tokenizer, has_tools=False).text_of([3, 4, 1]) == "ls ."
 
 
 def test_a_stop_string_ends_a_turn_of_the_policy_and_none_in_an_answer(tmp_path: Any) -> None:

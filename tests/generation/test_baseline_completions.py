@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, tiny_policy
 from tests.runs import QUICK, assert_identical, end_of_run
@@ -61,6 +63,25 @@ def test_the_opponent_is_who_it_is_said_to_be(make_trainer: Any, opponent: str) 
     assert seen["theirs"] == expected and seen["number"] == [0, 1, 2, 3]
     ours = [text.removeprefix(" ") for text in seen["ours"]]  # a completion continues its prompt
     assert (ours == seen["theirs"]) is (opponent == "self")
+
+
+def test_prompts_responses_and_opponents_are_read_as_they_were_written(make_trainer: Any) -> None:
+    """Some tokenizers drop spaces before punctuation unless told not to; a judge could tell who wrote what."""
+    reward, words = Watching("reference"), [f".{number}" for number in range(29)]
+    tokenizer = make_tokenizer(words=words, clean_up_tokenization_spaces=True)
+    trainer = make_trainer(
+        **QUICK, processing_class=tokenizer, reward_funcs=reward, train_dataset=ROWS, eval_dataset=ROWS[:4]
+    )
+    trainer.train()
+    table = trainer.generate_completions()
+    files = find_completions(trainer.args.output_dir).values()
+    kept = [row for path in files for row in read_completions(path)]
+    texts = {name: [text for batch in reward.seen for text in batch[name]] for name in ("prompts", "ours", "theirs")}
+    texts |= {f"kept {name}": [row[name] for row in kept] for name in ("prompt", "completion")}
+    texts |= {f"shown {name}": list(table[name]) for name in ("query", "model response")}
+    for where, those in texts.items():
+        assert any(" ." in text for text in those), where
+        assert not any(re.search(r"\d\.", text) for text in those), where
 
 
 def run(make_trained: Any, *rewards: Any, **arguments: Any) -> PPOTrainer:
