@@ -183,7 +183,7 @@ class PPOTrainer(TrainerBase):
         with run.streams.rewards.in_use(), self.scorer.start(batch) if scores is None else nullcontext() as pending:
             with run.timer.phase("evaluate"):
                 output = policy_and_value_outputs(run, model, responses)
-                ref_logprobs = reference_logprobs(run, model, self.reference, responses, output.logprobs)
+                ref_logprobs = reference_logprobs(run, model, self.reference, responses)
             with run.timer.phase("score"):
                 scores = scores or self.score_responses(responses, prompts, pending)
         return Rollout(

@@ -63,10 +63,6 @@ MERGED = "_has_merged_adapter"
 ADAPTER_DIRECTORY = "adapter_directory"
 """Attribute of a model over which an adapter was loaded, also after a merge: the adapter's directory."""
 
-_LORA_WEIGHT = re.compile(r"\.lora_(embedding_)?[AB]\.")
-_LORA_FACTOR = re.compile(r"\.lora_(B|embedding_A)\.")
-"""The factor that is 0 in a new adapter."""
-
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` that change the weights below the adapter, or how these begin."""
 
@@ -129,25 +125,6 @@ def adapter_kind(model: nn.Module) -> str:
     from peft import PeftType
 
     return PeftType(with_adapters(model).active_peft_config.peft_type).value
-
-
-def adds_nothing(model: nn.Module) -> bool:
-    """Return whether a LoRA adapter changes no bit of a model's output, like a new adapter.
-
-    `W x + B A x = W x` to the bit where `B = 0` (for embeddings, `A = 0`). Reads the weights up to the first that is
-    not 0. False if uncertain: other kinds and variants, several adapters, other trained parameters, sharded weights.
-
-    Args:
-        model: Any model.
-    """
-    if not is_peft_model(model) or adapter_kind(model) != "LORA" or is_managed(model):
-        return False
-    if len(model.active_adapters) > 1 or any(getattr(part, "lora_variant", 0) for part in model.modules()):
-        return False
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    if not all(_LORA_WEIGHT.search(name) and type(weight) is nn.Parameter for name, weight in trained.items()):
-        return False
-    return bool(trained) and not any(weight.any() for name, weight in trained.items() if _LORA_FACTOR.search(name))
 
 
 # ---- Adding, loading and copying ----

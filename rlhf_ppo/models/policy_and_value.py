@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from rlhf_ppo.data.rollout import PackedIndices
-from rlhf_ppo.models.adapters import adds_nothing, trained_weights_kept
+from rlhf_ppo.models.adapters import trained_weights_kept
 from rlhf_ppo.models.frozen import Frozen
 from rlhf_ppo.models.fused import HeadFactors, LogitScaling, fused_logprobs
 from rlhf_ppo.models.heads import (
@@ -558,13 +558,6 @@ class Reference:
         """
         with self.generating(model, policy) as module:
             yield functools.partial(module, only="policy", with_entropy=False) if module is model else module
-
-    def is_policy(self, policy: nn.Module) -> bool:
-        """Return whether both are the same modules with the same weights: a forward pass would repeat the policy's.
-
-        Equal copies still get a forward pass: it shows that a run's KL starts at 0.
-        """
-        return self.model is None and self.adapter_name is None and adds_nothing(policy)
 
     @contextmanager
     def generating(self, model: nn.Module, policy: nn.Module) -> Iterator[nn.Module]:

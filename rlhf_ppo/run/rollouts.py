@@ -46,7 +46,7 @@ def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Respons
 
 
 def reference_logprobs(
-    run: RunState, model: nn.Module, reference: Reference | None, responses: Responses, logprobs: Tensor
+    run: RunState, model: nn.Module, reference: Reference | None, responses: Responses
 ) -> Tensor | None:
     """Compute the reference's log-probabilities, `(B, T)`; None if there is no reference.
 
@@ -55,15 +55,11 @@ def reference_logprobs(
         model: The prepared `PolicyAndValue`.
         reference: The reference, or None.
         responses: `B` responses.
-        logprobs: The policy's; returned as they are if it is its own reference.
     """
     if reference is None:
         return None
-    models = run.models
-    if reference.is_policy(models.policy):
-        return logprobs
-    with reference.forward(model, models.policy) as forward:
-        return _forward(run, responses, forward, models.packs_rows)[0]
+    with reference.forward(model, run.models.policy) as forward:
+        return _forward(run, responses, forward, run.models.packs_rows)[0]
 
 
 def _forward(

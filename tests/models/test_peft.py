@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.models.adapters import EXACT_KINDS, INEXACT_OPTIONS
-from rlhf_ppo.models.policy_and_value import Reference
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_logprobs import ragged_batch
 from tests.runs import QUICK, MakeTrainer, die_and_resume, parameters
@@ -56,37 +55,6 @@ def test_a_new_adapter_follows_the_seed_whatever_was_drawn_before(make_trainer: 
         drawn.append(torch.cat([value.flatten() for name, value in weights(policy).items() if "lora_A" in name]))
 
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
-
-
-# ---- A new adapter ----
-
-
-@pytest.mark.parametrize(
-    ("options", "num_saved"),
-    [({}, 1), ({"learning_rate": 0.0, "bf16": True}, 3)],
-    ids=["in float32", "in bf16, while nothing is learned"],
-)
-def test_a_new_adapter_is_its_own_reference_until_it_moves(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], num_saved: int
-):
-    """The same numbers and weights to the bit, with a pass less in each update that nothing was learned before."""
-
-    def train() -> tuple[int, list[dict[str, float]], dict[str, Tensor]]:
-        trainer, calls = make_trainer(peft_config=lora(target_modules="all-linear"), **QUICK, **options), []
-        trainer.policy_model.get_base_model().model.register_forward_hook(lambda *_: calls.append(1))
-        trainer.train()
-        logs = [
-            {name: value for name, value in log.items() if "/" in name and not name.startswith("time/")}
-            for log in trainer.state.log_history
-        ]
-        return len(calls), logs, weights(trainer.policy_model)
-
-    num_passes, logs, trained = train()
-    monkeypatch.setattr(Reference, "is_policy", lambda *_: False)
-    num_all_passes, expected_logs, expected = train()
-    assert num_all_passes - num_passes == num_saved
-    assert logs == expected_logs
-    assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
 
 
 # ---- An adapter that is already trained ----

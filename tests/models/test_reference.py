@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from peft import get_peft_model
 from torch import Tensor, nn
 
 from rlhf_ppo import PPOTrainer
-from rlhf_ppo.models.adapters import adds_nothing
 from rlhf_ppo.models.policy_and_value import PolicyAndValue, Reference, response_logprobs
 from rlhf_ppo.models.reference import make_reference
 from tests.conftest import tiny_policy, tiny_scorer
@@ -116,22 +114,3 @@ def test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves(
     assert len(later) == 2 and all(abs(kl) > 1e-3 for kl in later)
     assert torch.equal(reference_logprobs(trainer.reference, trainer.policy_model), before)
     assert (logprobs(trainer.policy_model) - before).abs().max() > 0.01
-
-
-# ---- Where the policy is its own reference ----
-
-
-NEW_ADAPTERS: dict[str, tuple[Any, bool]] = {
-    "LoRA": (lora(), True),
-    "LoRA on embeddings and head": (lora(target_modules=["embed_tokens", "q_proj", "lm_head"]), True),
-    "LoRA that does something": (lora(init_lora_weights=False), False),
-    "DoRA": (lora(use_dora=True), False),
-    "a whole module": (lora(modules_to_save=["lm_head"]), False),
-}
-
-
-@pytest.mark.parametrize("name", NEW_ADAPTERS)
-def test_which_adapters_add_nothing(name: str) -> None:
-    config, expected = NEW_ADAPTERS[name]
-    policy = get_peft_model(tiny_policy(), copy.deepcopy(config))
-    assert adds_nothing(policy) is expected
