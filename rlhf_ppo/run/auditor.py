@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_ppo.data.images import IMAGES_COLUMN
-from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, sent
+from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.generation.sampling import Sampler, join_responses
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, CriticAudit, audit
 from rlhf_ppo.run.learning import monte_carlo_returns
@@ -56,23 +56,23 @@ class CriticAuditor:
         Rank 0 writes the result into the run's directory.
         """
         run = self.run
-        gather: Callable[..., Any] = run.accelerator.gather_for_metrics
-        columns: list[Tensor] = [gather(self._columns(prompts)) for prompts in batches]
+        gather = partial(run.accelerator.gather_for_metrics, use_gather_object=True)
+        rows: list[AuditedRow] = [row for prompts in batches for row in gather(self._rows(prompts))]
         run.timer.drain()
         run.logged.drain()
-        result = audit(prefixes_of(torch.cat(columns)), run.args.seed)
+        result = audit(prefixes_of(rows), run.args.seed)
         if run.args.process_index == 0:
             result.save(str(run.args.output_dir))
         return result
 
-    def _columns(self, prompts: Prompts) -> Tensor:
-        """Sample responses to `B` prompts, and continuations of their prefixes; return `columns_of` them."""
+    def _rows(self, prompts: Prompts) -> list[AuditedRow]:
+        """Sample responses to `B` prompts, and continuations of their prefixes."""
         responses, prompts = self.respond(prompts)
         rollout, _ = self._evaluate(responses, prompts)
         cuts = draw_cuts(responses.masks.response.sum(axis=1), self.num_prefixes, self._generator)
         of_prompt_alone = np.zeros_like(cuts[:, :1])
         returns = self._returns(rollout, prompts, np.concatenate((of_prompt_alone, cuts), axis=1))
-        return columns_of(rollout, cuts, returns)
+        return audited_rows(rollout, cuts, returns)
 
     def _returns(self, rollout: Rollout, prompts: Prompts, cuts: Array) -> Array:
         """Sample `M` continuations of each prefix; return their Monte Carlo returns from the cut on, `(B, K, M)`.
@@ -199,38 +199,41 @@ def joined(
     return whole
 
 
-def prompt_keys(responses: Responses) -> list[int]:
-    """Return a number for each row that is the same for rows with the same prompt."""
-    prompts = Prompts.of_responses(responses)
-    ids = prompts.input_ids.cpu().numpy()
-    return [zlib.crc32(row[mask].tobytes()) for row, mask in zip(ids, prompts.mask, strict=True)]
+class AuditedRow(NamedTuple):
+    """A response with its prefixes, as ranks send it.
+
+    Attributes:
+        prompt: Token ids of its prompt.
+        values: Value of each prefix, `(K,)`.
+        prompt_mean: Mean return of continuations of the prompt alone.
+        returns: Monte Carlo returns of each prefix's continuations, `(K, M)`.
+    """
+
+    prompt: tuple[int, ...]
+    values: Array
+    prompt_mean: float
+    returns: Array
 
 
-def columns_of(rollout: Rollout, cuts: Array, returns: Array) -> Tensor:
-    """Return the columns of each prefix that `prefixes_of` reads, float64 `(B, K, 3 + M)`.
-
-    They are prompt, value, the prompt's mean return, and M returns.
+def audited_rows(rollout: Rollout, cuts: Array, returns: Array) -> list[AuditedRow]:
+    """Return a row for each response.
 
     Args:
         rollout: The responses, with values `(B, T)`.
         cuts: Tokens that each prefix keeps, int `(B, K)`.
         returns: Monte Carlo returns of the prompt alone, then of each prefix, `(B, 1 + K, M)`.
     """
-    device = rollout.values.device
-    of_prompt, of_prefixes = np.split(returns, [1], axis=1)
-    keys = (
-        torch.tensor(prompt_keys(rollout.responses), dtype=torch.float64, device=device)
-        .unsqueeze(1)
-        .expand(*cuts.shape)
-    )
-    values = rollout.values.double().gather(1, sent(torch.as_tensor(cuts), device))
-    means = torch.as_tensor(of_prompt.mean(axis=2).repeat(cuts.shape[1], axis=1), device=device)
-    return torch.cat((torch.stack((keys, values, means), dim=2), torch.as_tensor(of_prefixes, device=device)), dim=2)
+    prompts = Prompts.of_responses(rollout.responses)
+    ids = [tuple(row[mask].tolist()) for row, mask in zip(prompts.input_ids.cpu(), prompts.mask, strict=True)]
+    values = np.take_along_axis(rollout.values.double().cpu().numpy(), cuts, axis=1)
+    return list(map(AuditedRow, ids, values, returns[:, 0].mean(axis=1), returns[:, 1:]))
 
 
-def prefixes_of(columns: Tensor) -> AuditedPrefixes:
-    """Make prefixes from the gathered `columns_of` of all rows; those with an unscored continuation are left out."""
-    rows = columns.flatten(0, 1).cpu().numpy()
-    rows = rows[np.isfinite(rows[:, 2:]).all(axis=1)]
-    _, prompts = np.unique(rows[:, 0], return_inverse=True)
-    return AuditedPrefixes(prompts, rows[:, 1], rows[:, 2], rows[:, 3:])
+def prefixes_of(rows: Sequence[AuditedRow]) -> AuditedPrefixes:
+    """Make prefixes from the rows of all ranks; those with an unscored continuation are left out."""
+    ids, values, means, returns = zip(*rows, strict=True)
+    prompts = [ids.index(prompt) for prompt in ids]
+    prompts, means = (np.repeat(column, len(values[0])) for column in (prompts, means))
+    prefixes = AuditedPrefixes(prompts, np.concatenate(values), means, np.concatenate(returns))
+    scored = np.isfinite(prefixes.prompt_means) & np.isfinite(prefixes.means)
+    return prefixes.take(scored, prompts[scored])
