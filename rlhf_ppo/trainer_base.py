@@ -234,7 +234,7 @@ class TrainerBase(Steps, Trainer):
 
     @property
     def _score_unit(self) -> ScoreMoments | None:
-        return self.score_moments.moments if self.args.score_scaling else None
+        return self.score_moments if self.args.score_scaling else None
 
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -452,7 +452,7 @@ def _mean_and_var(values: Tensor, mask: Tensor, reduce_sum: ReduceSum | None) ->
     return torch.where(are_equal, exact_mean.float(), mean), torch.where(are_equal, 0.0, var)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScoreMoments:
     """Mean and squared deviations of all scores of a run, updated per batch (Chan et al., 1979, *Updating formulae*).
 
@@ -466,8 +466,8 @@ class ScoreMoments:
     mean: float = 0.0
     squares: float = 0.0
 
-    def including(self, scores: Tensor, reduce_sum: ReduceSum) -> Self:
-        """Return the moments with a batch added.
+    def add(self, scores: Tensor, reduce_sum: ReduceSum) -> None:
+        """Add a batch.
 
             d = mean_batch - mean        mean' = mean + d n_batch / n'        S' = S + S_batch + d^2 n n_batch / n'
 
@@ -481,16 +481,13 @@ class ScoreMoments:
         sums = torch.stack((scores.new_tensor(len(scores)), scores.sum()))
         added, total = (float(value) for value in reduce_sum(sums))
         if added == 0:
-            return self
+            return
         mean, count = total / added, self.count + added
         squares = float(reduce_sum((scores - mean).square().sum()))
         distance = mean - self.mean
-        return dataclasses.replace(
-            self,
-            count=count,
-            mean=self.mean + distance * added / count,
-            squares=self.squares + squares + distance**2 * self.count * added / count,
-        )
+        self.mean += distance * added / count
+        self.squares += squares + distance**2 * self.count * added / count
+        self.count = count
 
     @property
     def std(self) -> float:
@@ -498,21 +495,10 @@ class ScoreMoments:
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return deviation if deviation > 0 else 1.0
 
-
-class RunningMoments:
-    """`ScoreMoments` of the run so far, with a state for checkpoints."""
-
-    def __init__(self) -> None:
-        self.moments = ScoreMoments()
-
-    def add(self, scores: Tensor, reduce_sum: ReduceSum) -> None:
-        """Add a batch, with the arguments of `ScoreMoments.including`."""
-        self.moments = self.moments.including(scores, reduce_sum)
-
     def state_dict(self) -> dict[str, float]:
-        """Return the moments' fields."""
-        return dataclasses.asdict(self.moments)
+        """Return the fields, for a checkpoint."""
+        return dataclasses.asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore a result of `state_dict`."""
-        self.moments = ScoreMoments(**state)
+        vars(self).update(state)

@@ -612,7 +612,8 @@ def scores_in_reward_unit(
         return _shaped(scores, ended, args) + token_scores
     if unit.count == 0:
         total = scores + token_scores
-        unit = unit.including(_kept(total, ended, args), lambda summand: summand)
+        unit = ScoreMoments()  # a new one: an evaluation changes no moments
+        unit.add(_kept(total, ended, args), lambda summand: summand)
     return unit.std * _shaped(scores, ended, args, unit) + token_scores
 
 

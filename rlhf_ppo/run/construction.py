@@ -15,7 +15,7 @@ from rlhf_ppo.algorithm.advantages import (
     AdaptiveKLController,
     FixedKLController,
     KLController,
-    RunningMoments,
+    ScoreMoments,
     check_coefficient,
 )
 from rlhf_ppo.config import PPOConfig
@@ -249,7 +249,7 @@ class Parts:
     play: Play | None
     ptx: LanguageModeling | None
     kl_controller: KLController
-    score_moments: RunningMoments
+    score_moments: ScoreMoments
 
 
 def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) -> RunState:
@@ -300,7 +300,7 @@ def make_parts(
     """
     args, tokens, accelerator, models = run.args, run.tokens, run.accelerator, loaded.models
     set_up_backend(accelerator, run.models)
-    kl_controller, score_moments = make_kl_controller(run, inputs.kl_controller), RunningMoments()
+    kl_controller, score_moments = make_kl_controller(run, inputs.kl_controller), ScoreMoments()
     if args.score_scaling:
         run.stateful.register("score_moments", score_moments)
     if models.reference is not None and models.reference.model is not None:

@@ -23,7 +23,7 @@ def test_evaluation_clips_in_deviations_of_training_and_leaves_the_moments_alone
     trainer.train()
     moments = dict(trainer.score_moments.state_dict())
     assert moments["count"] == 6
-    limit = 0.5 * trainer.score_moments.moments.std
+    limit = 0.5 * trainer.score_moments.std
     clipped = [min(10.0 * number, limit) for number in range(4)]
     metrics = trainer.evaluate()
     assert metrics["eval_score"] == pytest.approx(sum(clipped) / 4) and metrics["eval_score"] < 10

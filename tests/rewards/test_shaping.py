@@ -64,7 +64,8 @@ def test_scores_that_are_never_paid_do_not_scale_the_others() -> None:
         ended=torch.tensor([True, True, False, False]), scores=torch.tensor([8.0, 2.0, -600.0, NAN]),
         token_scores=torch.zeros(4, 2),
     )  # fmt: skip
-    unit = ScoreMoments().including(scaling_scores(made, args), alone)
+    unit = ScoreMoments()
+    unit.add(scaling_scores(made, args), alone)
     assert unit.count == 2 and unit.std == pytest.approx(SPREAD)
     paid = [8 / SPREAD, 2 / SPREAD, -1, NAN]
     assert shape_scores(made, args, unit)[0].tolist() == pytest.approx(paid, nan_ok=True)
@@ -81,7 +82,7 @@ def test_moments_of_batches_are_those_of_all_scores_together() -> None:
     batches = [random.normal(1000, 3, size) for size in (5, 1, 0, 7, 2)]
     moments = ScoreMoments()
     for batch in batches:
-        moments = moments.including(torch.tensor(batch, dtype=torch.float32), alone)
+        moments.add(torch.tensor(batch, dtype=torch.float32), alone)
     whole = np.concatenate(batches)
     assert moments.count == 15
     assert moments.mean == pytest.approx(whole.mean(), rel=1e-6)
@@ -93,6 +94,6 @@ def test_equal_scores_have_no_spread(score: float) -> None:
     """In float32 the mean of a hundred times 10.7 is another number, and the spread what was rounded away."""
     moments = ScoreMoments()
     for size in (100, 1, 37):
-        moments = moments.including(torch.full((size,), score), alone)
+        moments.add(torch.full((size,), score), alone)
     assert moments == ScoreMoments(138, float(torch.tensor(score)), 0.0)
     assert moments.std == 1.0

@@ -137,7 +137,7 @@ def test_every_figure_equals_trainings_on_the_same_responses(
 
     assert metrics.keys() == ALIKE.keys() | SPEED | {"epoch"}
     assert training["objective/kl"] != 0 and training["rewards/by_token/std"] > 0
-    unit = trainer.score_moments.moments if "score_scaling" in settings else None
+    unit = trainer.score_moments if "score_scaling" in settings else None
     if unit is not None:  # training's scores are in standard deviations, an evaluation's in the reward's unit
         assert unit.std != pytest.approx(1.0, abs=0.1)
         training = training | {"objective/scores": unit.std * training["objective/scores"]}
