@@ -238,32 +238,18 @@ def is_head_of_policy(value_model: object) -> bool:
     return value_model == "policy" or (is_path and os.path.isfile(os.path.join(value_model, _VALUE_HEAD)))
 
 
-def multiply_head_in_float32(policy: nn.Module, in_float32: bool) -> None:
-    """Make a policy's head and its adapters multiply in float32, or in the model's own type again.
-
-        z = float32(W) float32(h) + float32(b)
-
-    16-bit arithmetic rounds logits to 16 bits: near 20, bfloat16 has steps of 1/8. The kernels of sampling and of
-    learning then disagree about a token's probability. MiniMax-M1, 2506.13585; ScaleRL, 2510.13786. States and weights
-    that are stored in 16 bits stay as exact as they are.
-
-    Args:
-        policy: A causal language model, or a `PeftModel` around one; its linear layers are changed in place.
-        in_float32: Multiply in float32.
-    """
-    head = output_layer(policy)
-    if in_float32:
-        multiply_in_float32(head)
-    else:
-        for layer in head.modules():
-            if type(layer) is Float32Linear:
-                layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def multiply_in_float32(head: nn.Module) -> None:
     """Make the linear layers of a head and of its adapters multiply in float32.
 
-    In bfloat16 values and scores near 5 have steps of .03. Engines store all trained weights in 16 bits.
+        z = float32(W) float32(h) + float32(b)
+
+    16-bit arithmetic rounds logits, values and scores to 16 bits: near 5, bfloat16 has steps of 1/32, near 20 of 1/8.
+    The kernels of sampling and of learning then disagree about a token's probability. MiniMax-M1, 2506.13585; ScaleRL,
+    2510.13786. States and weights that are stored in 16 bits stay as exact as they are, and engines store all trained
+    weights in 16 bits.
+
+    Args:
+        head: A head; its layers are changed in place.
     """
     for layer in head.modules():
         if type(layer) in LINEAR_KINDS:

@@ -20,7 +20,7 @@ from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.packing import share_prefixes
 from rlhf_ppo.models.policy_and_value import Reference
 from rlhf_ppo.models.reference import make_reference
-from rlhf_ppo.models.unwrapping import is_peft_model
+from rlhf_ppo.models.unwrapping import is_peft_model, output_layer
 from rlhf_ppo.ranks.processes import get_logger
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel
 from rlhf_ppo.run.inputs import TrainerInputs
@@ -127,8 +127,9 @@ def assemble_models(
             policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
         )
     separate_reference = None if reference is None else reference.separate_policy
-    for language_model in filter(None, (policy, separate_reference)):
-        heads.multiply_head_in_float32(language_model, args.lm_head_float32)
+    if args.lm_head_float32:
+        for language_model in filter(None, (policy, separate_reference)):
+            heads.multiply_in_float32(output_layer(language_model))
     _warn_of_low_precision(policy, args.learning_rate)
     shares = False if args.torch_compile else args.share_prefixes  # each prefix tree would recompile a model
     share_prefixes(shares, policy, critic, separate_reference, *(reward.model for reward in rewards))

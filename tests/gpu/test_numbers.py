@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_ppo.algorithm.advantages import gae
-from rlhf_ppo.models.heads import multiply_head_in_float32
+from rlhf_ppo.models.heads import multiply_in_float32
 from rlhf_ppo.models.policy_and_value import token_logprobs
 from tests.gpu.conftest import MakeTrainer, small_policy
 from tests.runs import QUICK, train_and_record
@@ -33,8 +33,9 @@ def test_rows_stay_packed_in_bf16_and_the_ratio_starts_at_1(make_device_trainer:
 def test_the_fused_head_under_autocast_is_that_of_float64(device: str, in_float32: bool) -> None:
     """Log-probabilities, and the gradient of the head, within the rounding of inputs to bf16, or of float32."""
     policy = small_policy(vocab_size=4096).to(device)
-    multiply_head_in_float32(policy, in_float32)
     head = policy.lm_head
+    if in_float32:
+        multiply_in_float32(head)
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(96, 128, generator=generator).bfloat16().float().to(device).requires_grad_()
     targets = torch.randint(4096, (96,), generator=generator).to(device)

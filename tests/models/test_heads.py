@@ -18,7 +18,7 @@ from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models import policy_and_value as logprobs_module
 from rlhf_ppo.models.heads import (
     last_token_score,
-    multiply_head_in_float32,
+    multiply_in_float32,
     reads_last_token,
     scalar_head,
     token_values,
@@ -125,7 +125,8 @@ def policy_with(head: str, dtype: torch.dtype = torch.float32, in_float32: bool 
         torch.manual_seed(0)
         policy = get_peft_model(policy, LoraConfig(init_lora_weights=False, **given))
     policy = policy.to(dtype)
-    multiply_head_in_float32(policy, in_float32)
+    if in_float32:
+        multiply_in_float32(output_layer(policy))
     return policy
 
 
