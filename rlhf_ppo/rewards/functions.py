@@ -261,12 +261,10 @@ class LoggedByFunctions:
     """Collects the `log_metric(name, value)` and `log_extra(column, values)` calls between two reports.
 
     Attributes:
-        is_used: Whether there are reward functions; the same on all ranks.
         values: This rank's metrics by name, each value with its weight.
         columns: Columns for the sample table, one value per row of the last batch.
     """
 
-    is_used: bool = True
     values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -290,7 +288,7 @@ class LoggedByFunctions:
         """
         of_this_rank = self.values
         self.forget()
-        if not self.is_used or not any_rank(bool(of_this_rank)):
+        if not any_rank(bool(of_this_rank)):
             return {}
         merged: dict[str, list[tuple[float, float]]] = {}
         for of_one_rank in gather_object([of_this_rank]):

@@ -272,7 +272,7 @@ def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) 
         accelerator=trainer.accelerator,
         callbacks=trainer.callback_handler,
         streams=RngStreams(args.process_index, args.seed),
-        logged=LoggedByFunctions(is_used=bool(loaded.functions)),
+        logged=LoggedByFunctions(),
         stateful=StatefulParts(),
     )
 

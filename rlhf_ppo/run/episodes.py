@@ -150,7 +150,6 @@ class EpisodeRollouts:
         """
         if opponents:
             raise ValueError(f"reward_funcs compare with {list(opponents)}, which plays no episodes: leave them out")
-        run.logged.is_used = True
         play = partial(self._play, run, sampler.engine, longest_sequence)
         if self.rollout_func is not None:
             play = partial(self._roll_out, trainer, run)
