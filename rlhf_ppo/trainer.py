@@ -178,7 +178,7 @@ class PPOTrainer(TrainerBase):
         if responses is None:
             with run.timer.phase("generate"):
                 responses, prompts = self._respond(prompts)
-        batch = ScoringBatch(responses, prompts, self.tokens.ended(responses), self.tokens.stops)
+        batch = self._scoring_batch(responses, prompts)
         # Rewards have their own random numbers, also those that run while the models compute.
         with run.streams.rewards.in_use(), self.scorer.start(batch) if scores is None else nullcontext() as pending:
             with run.timer.phase("evaluate"):
@@ -252,8 +252,12 @@ class PPOTrainer(TrainerBase):
         """
         with self._run.streams.rewards.in_use():
             if pending is None:
-                return self.scorer(ScoringBatch(responses, prompts, self.tokens.ended(responses), self.tokens.stops))
+                return self.scorer(self._scoring_batch(responses, prompts))
             return pending.result()
+
+    def _scoring_batch(self, responses: Responses, prompts: Prompts) -> ScoringBatch:
+        tokens = self.tokens
+        return ScoringBatch(responses, prompts, tokens.ended(responses), tokens.stops, self._run.tokenizer)
 
     # ---- 2. Advantages ----
 

@@ -316,11 +316,12 @@ def scoring_batch(
     columns: dict[str, list[Any]],
     ended: Tensor,
     stops: tuple[int, ...] = (),
+    tokenizer: Any = None,
 ) -> ScoringBatch:
     """Make a batch of ids and their masks, `(B, C + T)`, and which of the last `T` tokens the policy wrote."""
     responses = Responses(ids, mask, written)
     prompts = dataclasses.replace(Prompts.of_responses(responses), columns=columns)
-    return ScoringBatch(responses, prompts, ended, stops)
+    return ScoringBatch(responses, prompts, ended, stops, tokenizer)
 
 
 def count_w4(prompts: Any, completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:

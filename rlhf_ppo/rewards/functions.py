@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.images import IMAGES_COLUMN
@@ -71,7 +71,6 @@ class RewardFunction:
 
     Args:
         function: The function, sync or async: a function, `functools.partial` or callable object.
-        tokenizer: The policy's tokenizer, which decodes.
         trainer_state_getter: Returns the trainer's current state.
         log_metric: Receives the metrics that the function logs; None drops them.
         name: Name in metrics and errors; None takes the function's.
@@ -81,13 +80,12 @@ class RewardFunction:
     def __init__(
         self,
         function: Callable[..., Any],
-        tokenizer: PreTrainedTokenizerBase,
         trainer_state_getter: Callable[[], TrainerState],
         log_metric: LogMetric | None = None,
         name: str | None = None,
         log_extra: LogExtra | None = None,
     ) -> None:
-        self.function, self.tokenizer, self.trainer_state_getter = function, tokenizer, trainer_state_getter
+        self.function, self.trainer_state_getter = function, trainer_state_getter
         self.log_metric, self.log_extra = log_metric or discard, log_extra or discard
         self.name = name or function_name(function)
         inner = unwrapped(function)
@@ -141,10 +139,10 @@ class RewardFunction:
             ValueError: A column of the data set has the name of another argument.
         """
         check_columns(batch.prompts.columns)
-        answers = batch.answers(self.tokenizer)
+        answers = batch.answers
         prompts = batch.prompts.columns.get("prompt")
         if prompts is None:
-            prompts = batch.prompt_texts(self.tokenizer)
+            prompts = batch.prompt_texts
         num_rows = len(batch)
         offered: dict[str, Any] = dict(
             **{key: list(values) for key, values in batch.prompts.columns.items() if key not in _NOT_PASSED},

@@ -132,8 +132,7 @@ class RewardModel:
         scorer: Computes scores `(B,)` from token ids and mask `(B, L)`: a `FrozenScorer` on its device.
         rows_per_pass: Number of rows in one forward pass.
         autocast: Returns the context of the forward passes.
-        tokenizers: The policy's tokenizer, and the model's own or None if it reads the policy's tokens; None: it reads
-            the tokens of a batch as they are.
+        tokenizer: The model's own tokenizer; None if it reads the policy's tokens.
         max_positions: Longest text for the model, in its own tokens; None if there is no limit.
         together: Returns a context that raises one rank's error on all ranks, because ranks with a sharded model enter
             each forward pass together; every rank enters it the same number of times.
@@ -148,7 +147,7 @@ class RewardModel:
     scorer: nn.Module
     rows_per_pass: int
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
-    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None] | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     max_positions: int | None = None
     together: Callable[[], AbstractContextManager[object]] = nullcontext
     chats: ImageChats | None = None
@@ -167,14 +166,12 @@ class RewardModel:
         Raises:
             WrongRewardError: A score is not finite.
         """
-        policy_tokenizer, tokenizer = self.tokenizers or (None, None)
         is_text = not any(map(is_conversation, batch.prompts.columns.get("prompt", ())))
-        if policy_tokenizer is None or (tokenizer is None and is_text):  # as `reward_model_ids`, for the whole batch
+        if self.tokenizer is None and is_text:  # as `reward_model_ids`, for the whole batch
             return self._scores(batch.responses.query_responses, batch.responses.attention_mask.bool())
         with self.together():
-            answers = batch.answers(policy_tokenizer)
-            of_chats = self.template if tokenizer is None else tokenizer
-            rows = self._padded(answers, lambda one: of_chats if is_conversation(one.prompt) else tokenizer)
+            of_chats = self.template if self.tokenizer is None else self.tokenizer
+            rows = self._padded(batch.answers, lambda one: of_chats if is_conversation(one.prompt) else self.tokenizer)
         return self._scores_of(rows, batch.responses.query_responses.device)
 
     @torch.no_grad()

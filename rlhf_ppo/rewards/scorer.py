@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from rlhf_ppo.config import PPOConfig
 
 
-T = TypeVar("T")
-
 MAX_SCORE = 1e12
 """The largest absolute value of a score: its squares, summed over a batch, are still finite in float32."""
 
@@ -60,13 +58,14 @@ class ScoringBatch:
         ended: Whether the response ended with a stop token or a stop string, bool `(B,)`, see
             `rlhf_ppo.generation.sampling.SpecialTokens.ended`.
         stops: The tokens that end a response, which texts leave out if they are special.
+        tokenizer: The policy's tokenizer, which decodes; None in a batch of which nobody reads texts.
     """
 
     responses: Responses
     prompts: Prompts
     ended: Tensor
     stops: Sequence[int] = ()
-    _computed: dict[tuple[str, int], list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -79,16 +78,16 @@ class ScoringBatch:
         """Return the real token ids of each response, whoever wrote them, in new lists."""
         return [list(ids) for ids in self._rows[1]]
 
-    def prompt_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return each prompt's text, without special tokens, decoded once for all sources."""
-        prompts = self._rows[0]
-        return self.once("prompts", tokenizer, lambda: written_texts(tokenizer, prompts, skip_special_tokens=True))
+    @cached_property
+    def prompt_texts(self) -> list[str]:
+        """Each prompt's text, without special tokens, decoded once for all sources."""
+        tokenizer = cast("PreTrainedTokenizerBase", self.tokenizer)
+        return written_texts(tokenizer, self._rows[0], skip_special_tokens=True)
 
-    def answers(self, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
-        """Return the rows as answers, made once for all sources; `tokenizer` is the policy's."""
-        return self.once("answers", tokenizer, lambda: self._answers(tokenizer))
-
-    def _answers(self, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
+    @cached_property
+    def answers(self) -> list[Answer]:
+        """The rows as answers, made once for all sources."""
+        tokenizer = cast("PreTrainedTokenizerBase", self.tokenizer)
         prompt_ids, response_ids = self.prompt_ids(), self.response_ids()
         names = ("prompt", "tools", "chat_template_kwargs")
         columns = {name: self.prompts.columns.get(name) or [None] * len(self) for name in names}
@@ -123,19 +122,6 @@ class ScoringBatch:
             selected(torch.from_numpy(masks.response), real[:, context:]),
             together[:, -1].bool().tolist(),
         )
-
-    def once(self, what: str, tokenizer: PreTrainedTokenizerBase, make: Callable[[], list[T]]) -> list[T]:
-        """Return a value that is computed once for all sources.
-
-        Args:
-            what: Name of the value.
-            tokenizer: The tokenizer that it depends on.
-            make: Computes it.
-        """
-        key = (what, id(tokenizer))
-        if key not in self._computed:
-            self._computed[key] = make()
-        return self._computed[key]
 
 
 @dataclass(frozen=True)

@@ -345,7 +345,7 @@ def make_scorer(
             place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
-            (run.tokenizer, reward.tokenizer),
+            reward.tokenizer,
             capabilities.positions(reward.model),
             together,
             chats and chats.of_model(reward.processor, accelerator.num_processes),
@@ -356,9 +356,7 @@ def make_scorer(
     sources: list[RewardSource] = [
         function
         if is_reward_source(function)
-        else RewardFunction(
-            function, run.tokenizer, partial(getattr, run, "state"), logged.log_metric, log_extra=logged.log_extra
-        )
+        else RewardFunction(function, partial(getattr, run, "state"), logged.log_metric, log_extra=logged.log_extra)
         for function in functions
     ]
     weights = parse_weights("reward_weights", args.reward_weights)

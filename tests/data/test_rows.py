@@ -87,8 +87,10 @@ def test_a_row_is_the_same_prompt_at_every_stage(
             sampled = tokenizer(ANSWERS[key][0]["content"])["input_ids"] + [tokenizer.eos_token_id]
             whole, mask = torch.tensor([ids + sampled]), torch.ones(1, len(sampled)).bool()
             of_row = {column: [values[number]] for column, values in prompts.columns.items()}
-            batch = scoring_batch(whole, torch.ones_like(whole).bool(), mask, of_row, torch.tensor([True]))
-            assert reward_model_ids(batch.answers(tokenizer)[0], None) == expected
+            batch = scoring_batch(
+                whole, torch.ones_like(whole).bool(), mask, of_row, torch.tensor([True]), (), tokenizer
+            )
+            assert reward_model_ids(batch.answers[0], None) == expected
             (judged,) = answers_in_column([rows[number] | ANSWERS], key)
             assert judged is not None and reward_model_ids(judged, tokenizer) == expected
 

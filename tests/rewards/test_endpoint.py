@@ -79,11 +79,11 @@ def test_requests_run_at_the_same_time_up_to_a_limit(server: Any, concurrency: i
 
 
 def test_it_is_a_reward_function(server: Any, tokenizer: PreTrainedTokenizerFast) -> None:
-    reward = RewardFunction(endpoint(server), tokenizer, TrainerState)
+    reward = RewardFunction(endpoint(server), TrainerState)
     assert reward.is_async and reward.name == "score"
     server.replies = [says('{"rewards": [0.5, null, -1]}'), says('{"rewards": [[1, 2, 3], [4], null]}')]
-    assert reward(make_batch())[[0, 2]].tolist() == [0.5, -1.0]
-    assert reward(make_batch(answer=["a", "b", "c"]))[:2].tolist() == [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]
+    assert reward(make_batch(tokenizer))[[0, 2]].tolist() == [0.5, -1.0]
+    assert reward(make_batch(tokenizer, answer=["a", "b", "c"]))[:2].tolist() == [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]
     assert server.requests[1][1]["columns"] == {"answer": ["a", "b", "c"]}
 
 

@@ -32,7 +32,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_batch(**columns: list[Any]) -> ScoringBatch:
+def make_batch(tokenizer: PreTrainedTokenizerFast, **columns: list[Any]) -> ScoringBatch:
     """Three rows; the prompts have 2, 1, 2 tokens, the responses 3 (stopped), 1 (stopped) and 3 (cut)."""
     return scoring_batch(
         torch.tensor([[2, 3, 4, 5, EOS], [9, 6, EOS, 9, 9], [EOS, 7, 8, 8, 8]]),
@@ -40,11 +40,12 @@ def make_batch(**columns: list[Any]) -> ScoringBatch:
         torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 1]]).bool(),
         columns,
         torch.tensor([True, True, False]),
+        tokenizer=tokenizer,
     )
 
 
-def source(function: Any, tokenizer: PreTrainedTokenizerFast, **options: Any) -> RewardFunction:
-    return RewardFunction(function, tokenizer, lambda: STATE, **options)
+def source(function: Any, **options: Any) -> RewardFunction:
+    return RewardFunction(function, lambda: STATE, **options)
 
 
 def recorder(seen: dict[str, Any]) -> Any:
@@ -57,7 +58,7 @@ def recorder(seen: dict[str, Any]) -> Any:
 
 def test_pretokenized_prompts_are_decoded_and_ids_are_the_real_ones(tokenizer: PreTrainedTokenizerFast) -> None:
     seen: dict[str, Any] = {}
-    source(recorder(seen), tokenizer)(make_batch(answer=["x", "y", "z"]))
+    source(recorder(seen))(make_batch(tokenizer, answer=["x", "y", "z"]))
     assert seen["prompts"] == ["w0 w1", "w4", "w5"]  # an EOS inside the prompt is real, and a special token
     assert seen["completions"] == [" w2 w3", "", " w6 w6 w6"]  # what follows the prompt's text
     assert seen["completion_ids"] == [[4, 5, EOS], [EOS], [8, 8, 8]]
@@ -72,19 +73,21 @@ def test_texts_keep_special_tokens_that_the_policy_wrote(tokenizer: PreTrainedTo
     header = "{{ m.role }} {{ m.content if m.content is defined }} "
     opened = "{% if add_generation_prompt %}assistant <think> {% endif %}"
     ids = torch.tensor([[3, open_id, 4, close_id, 5, end], [3, EOS, 4, close_id, 5, end]])
-    batch = scoring_batch(ids, ids > 0, (ids > 0)[:, 1:], {}, torch.tensor([True, True]), (end,))
+    batch = scoring_batch(ids, ids > 0, (ids > 0)[:, 1:], {}, torch.tensor([True, True]), (end,), tokenizer)
     seen: dict[str, Any] = {}
-    source(recorder(seen), tokenizer)(batch)
+    source(recorder(seen))(batch)
     assert seen["completions"] == [" <think> w2 </think> w3", " w2 </think> w3"]
 
     tokenizer.chat_template = "{% for m in messages %}" + header + "{% endfor %}" + opened
     tokenizer.add_tokens(["user", "assistant"])
     prompts = [PromptEncoder(tokenizer, "", None)({"prompt": chat}, 0)["input_ids"] for chat in chats]
     ids = torch.cat([torch.tensor(prompts), ids[:, 2:]], dim=1)
-    batch = scoring_batch(ids, ids > 0, (ids > 0)[:, -4:], {"prompt": chats}, torch.tensor([True, True]), (end,))
+    batch = scoring_batch(
+        ids, ids > 0, (ids > 0)[:, -4:], {"prompt": chats}, torch.tensor([True, True]), (end,), tokenizer
+    )
     pattern = builtin_reward("formatting", pattern="^<think>.*</think>")
     for reward in (pattern, builtin_reward("think_format_reward")):
-        assert source(reward, tokenizer)(batch).tolist() == [1, 1]
+        assert source(reward)(batch).tolist() == [1, 1]
 
 
 def test_a_text_and_its_completion_are_the_text_that_was_sampled() -> None:
@@ -98,7 +101,8 @@ def test_a_text_and_its_completion_are_the_text_that_was_sampled() -> None:
     for columns, expected in (({}, " Mom was"), ({"prompt": [chat]}, "Mom was"), ({"prompt": [begun]}, " Mom was")):
         seen: dict[str, Any] = {}
         real = torch.ones_like(ids).bool()
-        source(recorder(seen), tokenizer)(scoring_batch(ids, real, real[:, 3:], columns, torch.tensor([True]), (0,)))
+        batch = scoring_batch(ids, real, real[:, 3:], columns, torch.tensor([True]), (0,), tokenizer)
+        source(recorder(seen))(batch)
         completion = seen["completions"][0]
         assert (completion if isinstance(completion, str) else completion[0]["content"]) == expected
     assert isinstance(seen["prompts"][0], list)
@@ -125,7 +129,8 @@ def test_arguments_and_scores_are_those_of_grpo(form: str, is_async: bool, token
     async def reward_async(**arguments: Any) -> list[float | None]:
         return reward(**arguments)
 
-    function, batch, loop = reward_async if is_async else reward, make_batch(**columns), asyncio.new_event_loop()
+    function, loop = reward_async if is_async else reward, asyncio.new_event_loop()
+    batch = make_batch(tokenizer, **columns)
     completions: list[Any] = [" w2 w3", "", " w6 w6 w6"]  # GRPO's lack the space: it decodes them alone
     if form == "conversation":
         completions = [[{"role": "assistant", "content": text.strip()}] for text in completions]
@@ -147,7 +152,7 @@ def test_arguments_and_scores_are_those_of_grpo(form: str, is_async: bool, token
         patch.setattr(asyncio, "run_coroutine_threadsafe", _finished)
         theirs = grpo._calculate_rewards(trainer, inputs, columns["prompt"], completions, batch.response_ids())
     log_metric, log_extra = trainer._log_metric, trainer._log_completion_extra
-    ours = source(function, tokenizer, log_metric=log_metric, log_extra=log_extra)(batch)
+    ours = source(function, log_metric=log_metric, log_extra=log_extra)(batch)
     assert torch.equal(ours.nan_to_num(99), theirs[:, 0].nan_to_num(99))
     for name in ("log_metric", "log_extra"):  # ours are checked
         assert all(callable(call.pop(name)) for call in calls)
@@ -183,7 +188,7 @@ def test_a_list_in_each_row_rewards_tokens(tokenizer: PreTrainedTokenizerFast) -
         rewards = check_scores(returned, "f", [2, 4, 1])
         assert rewards[0].tolist() == [1.0, 2.0, 0.0, 0.0] and rewards[2].tolist() == [3.0, 0.0, 0.0, 0.0]
         assert rewards[1].isnan().all() and rewards.dtype == torch.float32
-    padded = source(lambda completion_ids, **_: completion_ids, tokenizer)(make_batch())
+    padded = source(lambda completion_ids, **_: completion_ids)(make_batch(tokenizer))
     assert padded.tolist() == [[4.0, 5.0, EOS], [EOS, 0.0, 0.0], [8.0, 8.0, 8.0]]
     of_tool = check_scores([[1.0, None, 2.0], [3.0, 4.0]], "f", [3, 2], [[True, False, True], [True, True]])
     assert of_tool.tolist() == [[1.0, 0.0, 2.0], [3.0, 4.0, 0.0]]
@@ -236,10 +241,10 @@ def test_metrics_are_weighted_by_rows_and_columns_have_a_value_for_each(monkeypa
         log_extra("c", iter(extra))
         return [0.0] * len(completions)
 
-    function = RewardFunction(judged, make_tokenizer(), lambda: STATE, logged.log_metric, log_extra=logged.log_extra)
-    function(make_batch())
+    function = RewardFunction(judged, lambda: STATE, logged.log_metric, log_extra=logged.log_extra)
+    function(make_batch(make_tokenizer()))
     logged.log_metric("m", 6.0, 1)
     assert logged.drain_columns() == {"c": extra} and logged.drain() == {"m": 3.0}
     extra.pop()
     with pytest.raises(ValueError, match=r"log_extra\('c', ...\) has 2 values for 3 completions"):
-        function(make_batch())
+        function(make_batch(make_tokenizer()))

@@ -34,8 +34,8 @@ def test_a_score_is_that_of_the_conversation_with_its_images_alone(name: str) ->
     written = torch.tensor([[5, 6, 1], [7, processor.image_token_id, 8], [9, 10, 11]])
     responses = join_responses(prompts, written, 1, 0)
     assert responses.images == batch[IMAGES_COLUMN]
-    scored = ScoringBatch(responses, prompts, SpecialTokens(0, (1,), (1,)).ended(responses), (1,))
-    scores = RewardModel(FrozenScorer(model), 3, tokenizers=(tokenizer, None), chats=chats)(scored)
+    scored = ScoringBatch(responses, prompts, SpecialTokens(0, (1,), (1,)).ended(responses), (1,), tokenizer)
+    scores = RewardModel(FrozenScorer(model), 3, chats=chats)(scored)
 
     for row, ids, score in zip(rows, ([5, 6], [7, 8], [9, 10, 11]), scores.tolist(), strict=True):
         fields = alone(processor, row, tokenizer.decode(ids))

@@ -76,14 +76,16 @@ def responses(rows: list[tuple[list[int], list[int]]] = ROWS) -> Responses:
     return Responses(ids, mask, mask[:, context:])
 
 
-def batch(columns: dict[str, list[Any]], rows: Any = ROWS, ended: list[bool] | None = None) -> ScoringBatch:
+def batch(
+    columns: dict[str, list[Any]], rows: Any = ROWS, ended: list[bool] | None = None, tokenizer: Any = None
+) -> ScoringBatch:
     made = responses(rows)
     has_ended = [response[-1] == EOS for _, response in rows] if ended is None else ended
-    return scoring_batch(*made.batch, columns, torch.tensor(has_ended))
+    return scoring_batch(*made.batch, columns, torch.tensor(has_ended), tokenizer=tokenizer)
 
 
 def encoded(columns: dict[str, list[Any]], ended: list[bool] | None = None) -> list[list[int]]:
-    answers = batch(columns, ended=ended).answers(make_tokenizer())
+    answers = batch(columns, ended=ended, tokenizer=make_tokenizer()).answers
     return [reward_model_ids(answer, character_tokenizer()) for answer in answers]
 
 
@@ -256,7 +258,7 @@ def test_a_conversation_in_the_policys_tokens_has_the_models_own_template(
     ]
     expected = pytest.approx([alone(model, own(text)["input_ids"]) for text in texts], abs=1e-5)
     assert scored(trainer, columns).total.tolist() == expected
-    assert RewardModelJudge(str(tmp_path)).scores(batch(columns).answers(policys), {}) == expected
+    assert RewardModelJudge(str(tmp_path)).scores(batch(columns, tokenizer=policys).answers, {}) == expected
 
 
 # ---- Step 1, step 2 ----
@@ -311,7 +313,7 @@ def test_a_conversation_is_read_as_trls_reward_trainer_read_it(tmp_path: Path) -
         seen.extend(row[real].tolist() for row, real in zip(ids, mask, strict=True))
         return torch.zeros(len(ids))
 
-    models = [RewardModel(cast(Any, scorer), 8, tokenizers=(tokenizer, own)) for own in (None, tokenizer)]
+    models = [RewardModel(cast(Any, scorer), 8, tokenizer=own) for own in (None, tokenizer)]
     num_other = 0
     for path in TEMPLATES:
         tokenizer.chat_template = path.read_text()
@@ -325,7 +327,7 @@ def test_a_conversation_is_read_as_trls_reward_trainer_read_it(tmp_path: Path) -
         sampled = [(prompt, [*tokenizer(text, add_special_tokens=False)["input_ids"], EOS]) for text in texts]
         seen.clear()
         for model in models:
-            model(batch({"prompt": [ASKED] * 2}, sampled, [True, True]))
+            model(batch({"prompt": [ASKED] * 2}, sampled, [True, True], tokenizer))
         assert seen == [row["chosen_ids"], row["rejected_ids"]] * 2, path.name
         num_other += seen[0] != [*sampled[0][0], *sampled[0][1]]
     assert num_other > 30  # the tokens of the rollout would be others
@@ -345,7 +347,7 @@ def test_lengths_are_decided_at_construction_with_the_models_own_template(
     }
     prompt = PromptEncoder(policys, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
     made = [(prompt, [*own_ids("wxyz")[1:]]), (prompt, [*own_ids("wxy")[1:], EOS])]
-    scored = batch({"prompt": [ASKED] * 2}, made)
+    scored = batch({"prompt": [ASKED] * 2}, made, tokenizer=policys)
     shown = scored.prompts
     num_longer = 0
     for path in TEMPLATES:
@@ -353,7 +355,7 @@ def test_lengths_are_decided_at_construction_with_the_models_own_template(
         if path.stem.startswith(("llava", "idefics3", "smolvlm")):  # which read blocks alone
             continue
         own.save_pretrained(tmp_path)
-        longest = max(len(reward_model_ids(answer, own)) for answer in scored.answers(policys))
+        longest = max(len(reward_model_ids(answer, own)) for answer in scored.answers)
 
         def make(positions: int, **limits: Any) -> PPOTrainer:
             rewards = tiny_scorer(4, vocab_size=300, max_position_embeddings=positions)
@@ -407,7 +409,7 @@ def test_what_the_template_opens_an_answer_with_is_known() -> None:
         (path,) = [path for path in TEMPLATES if path.stem == name]
         tokenizer.chat_template = path.read_text()
         prompt = PromptEncoder(tokenizer, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
-        (answer,) = batch({"prompt": [ASKED]}, [(prompt, [9, EOS])]).answers(tokenizer)
+        (answer,) = batch({"prompt": [ASKED]}, [(prompt, [9, EOS])], tokenizer=tokenizer).answers
         assert answer.prefilled == opened
     begun = [*ASKED, {"role": "assistant", "content": "<think>"}]
     assert Answer(begun, "x").prefilled == "<think>"

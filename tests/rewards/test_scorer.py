@@ -25,9 +25,10 @@ class Fixed:
         return self.scores * 1
 
 
-def make_batch(rows: int = 3, mask: Any = None) -> ScoringBatch:
+def make_batch(rows: int = 3, mask: Any = None, tokenizer: Any = None) -> ScoringBatch:
     ids, mask = torch.full((rows, 4), 3), torch.ones(rows, 2) if mask is None else torch.tensor(mask)
-    return scoring_batch(ids, torch.ones(rows, 4).bool(), mask.bool(), {}, torch.ones(rows).bool())
+    real, ended = torch.ones(rows, 4).bool(), torch.ones(rows).bool()
+    return scoring_batch(ids, real, mask.bool(), {}, ended, tokenizer=tokenizer)
 
 
 def test_rewards_per_token_are_added_token_by_token_beside_the_scores() -> None:
@@ -84,7 +85,7 @@ def test_async_functions_run_side_by_side_from_start_and_are_asked_once(tokenize
                 await asyncio.sleep(0.001)
             return [float(own + 1)] * len(completions)
 
-        return RewardFunction(reward, tokenizer, TrainerState, name="ab"[own])
+        return RewardFunction(reward, TrainerState, name="ab"[own])
 
     class Last(Fixed):
         def __call__(self, batch: ScoringBatch) -> Tensor:
@@ -92,10 +93,10 @@ def test_async_functions_run_side_by_side_from_start_and_are_asked_once(tokenize
             return self.scores[: len(batch)]
 
     scorer = Scorer([Last("plain", [10.0] * 3), meeting(0), meeting(1)], [1.0, 1.0, 2.0])
-    with scorer.start(make_batch(3)) as pending:
+    with scorer.start(make_batch(3, tokenizer=tokenizer)) as pending:
         assert all(each.wait(timeout=30) for each in began)
         assert pending.result().total.tolist() == [15.0] * 3 and calls == [3, 3]
-    assert scorer(make_batch(2)).total.tolist() == [15.0] * 2 and calls == [3, 3, 2, 2]
+    assert scorer(make_batch(2, tokenizer=tokenizer)).total.tolist() == [15.0] * 2 and calls == [3, 3, 2, 2]
 
 
 def test_answers_that_nobody_comes_for_are_given_up(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -109,6 +110,6 @@ def test_answers_that_nobody_comes_for_are_given_up(tokenizer: PreTrainedTokeniz
             ended.set()
         return []
 
-    with Scorer([RewardFunction(endless, tokenizer, TrainerState)]).start(make_batch()):
+    with Scorer([RewardFunction(endless, TrainerState)]).start(make_batch(tokenizer=tokenizer)):
         assert began.wait(timeout=30)
     assert ended.wait(timeout=30)
