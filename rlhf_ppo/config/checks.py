@@ -93,6 +93,8 @@ WEIGHTS = Interval(-FLOAT32_LARGEST, FLOAT32_LARGEST)
 LONGEST_WAIT = 1e6
 """Limit of a timeout in seconds: eleven days; some systems support no more than 49."""
 
+_FROM_ZERO, _FROM_ONE = Interval(0, math.inf), Interval(1, math.inf)
+_SEEDS = Interval(0, 2**32 - 1)  # as NumPy requires
 
 Finite = Annotated[float, WEIGHTS]
 Positive = Annotated[float, Interval(0, FLOAT32_LARGEST, open_low=True)]
@@ -101,10 +103,10 @@ AtLeastOneFloat = Annotated[float, Interval(1, FLOAT32_LARGEST)]
 Share = Annotated[float, Interval(0, 1)]
 PositiveShare = Annotated[float, Interval(0, 1, open_low=True)]
 ShareBelowOne = Annotated[float, Interval(0, 1, open_high=True)]
-Count = Annotated[int, Interval(0, math.inf)]
-AtLeastOne = Annotated[int, Interval(1, math.inf)]
+Count = Annotated[int, _FROM_ZERO]
+AtLeastOne = Annotated[int, _FROM_ONE]
 Port = Annotated[int, Interval(1, 65535)]
-Seed = Annotated[int, Interval(0, 2**32 - 1)]  # as NumPy requires
+Seed = Annotated[int, _SEEDS]
 Temperature = Annotated[float, Interval(1e-3, 1e3)]  # beyond, rounding to float32 decides the log-probabilities
 
 
@@ -511,24 +513,15 @@ def reduces_once(args: TrainingArguments) -> bool:
     return kwargs | {"num_steps": 1} == {"sync_each_batch": False, "num_steps": 1}  # Trainer adds num_steps
 
 
-_POSITIVE = Interval(0, math.inf, open_low=True)
-_NOT_NEGATIVE = Interval(0, math.inf)
-_AT_LEAST_ONE = Interval(1, math.inf)
-_SEED = Interval(0, 2**32 - 1)  # as NumPy requires
-
 INHERITED_RANGES: dict[str, Interval] = {
-    **dict.fromkeys(("num_train_epochs", "ddp_timeout"), _POSITIVE),
-    **dict.fromkeys(
-        ("learning_rate", "max_grad_norm", "logging_steps", "weight_decay", "adam_epsilon"), _NOT_NEGATIVE
-    ),
-    **dict.fromkeys(
-        ("warmup_steps", "eval_steps", "save_steps", "eval_delay", "dataloader_num_workers"), _NOT_NEGATIVE
-    ),
+    **dict.fromkeys(("num_train_epochs", "ddp_timeout"), Interval(0, math.inf, open_low=True)),
+    **dict.fromkeys(("learning_rate", "max_grad_norm", "logging_steps", "weight_decay", "adam_epsilon"), _FROM_ZERO),
+    **dict.fromkeys(("warmup_steps", "eval_steps", "save_steps", "eval_delay", "dataloader_num_workers"), _FROM_ZERO),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Interval(0, 1, open_high=True)),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _AT_LEAST_ONE),
-    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "torch_empty_cache_steps"), _AT_LEAST_ONE),
-    **dict.fromkeys(("dataloader_prefetch_factor", "ddp_bucket_cap_mb"), _AT_LEAST_ONE),
-    **dict.fromkeys(("seed", "data_seed"), _SEED),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _FROM_ONE),
+    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "torch_empty_cache_steps"), _FROM_ONE),
+    **dict.fromkeys(("dataloader_prefetch_factor", "ddp_bucket_cap_mb"), _FROM_ONE),
+    **dict.fromkeys(("seed", "data_seed"), _SEEDS),
     **dict.fromkeys(("max_steps", "local_rank"), Interval(-1, math.inf)),
 }
 """Range of each numeric argument."""
