@@ -680,6 +680,15 @@ EXCLUSIVE = (
 )
 """Pairs of arguments that exclude each other."""
 
+NOT_OF_TRAINING = frozenset(
+    {
+        *("output_dir", "overwrite_output_dir", "logging_dir", "run_name", "exp_name", "hub_model_id", "local_rank"),
+        *("resume_from_checkpoint", "disable_tqdm", "report_to", "log_level", "log_level_replica", "log_console"),
+        *("health_checks", "dataset_num_proc"),
+    }
+)
+"""Arguments that change no number of training: paths, names and display."""
+
 
 @functools.cache
 def _ppo_annotations() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING
 from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, is_checkpoint, read_judgements
@@ -79,10 +80,6 @@ def find_state(run: str | os.PathLike[str]) -> Path | None:
 SETTINGS_NAME = "ppo_settings.json"
 _PACKAGES = ("rlhf_ppo", "transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "torch")
 
-_PLACES = frozenset({"output_dir", "logging_dir", "run_name", "exp_name", "overwrite_output_dir", "local_rank"})
-_SEEDS = frozenset({"seed", "data_seed"})
-_SHOWN_ONLY = frozenset({"resume_from_checkpoint", "disable_tqdm", "report_to", "hub_model_id", "log_level"})
-
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -111,7 +108,7 @@ class RunSettings:
         """Return a text that is equal for runs that differ only in seed and directory; None without settings."""
         if not self.arguments:
             return None
-        left_out = _PLACES | _SEEDS | _SHOWN_ONLY
+        left_out = NOT_OF_TRAINING | {"seed", "data_seed"}
         told = {name: value for name, value in self.arguments.items() if name not in left_out}
         functions = [text and os.path.basename(text) for text in self.made_of.get("reward_funcs", ())]
         text = json.dumps([told, {**self.made_of, "reward_funcs": functions}], sort_keys=True)

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import Sizes, settings_of
+from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING, Sizes, settings_of
 from rlhf_ppo.data.images import ImageChats, shows_images
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
@@ -113,13 +113,6 @@ def read_by_each_rank(dataset: Any, num_rows: int, is_training: bool, args: PPOC
     raise ValueError(f"eval_dataset, a stream, has ended without a prompt{_of_length(args)}")
 
 
-_MAY_DIFFER = {
-    *("local_rank", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "logging_dir", "run_name"),
-    *("log_level", "log_level_replica", "log_console", "disable_tqdm", "report_to", "dataset_num_proc"),
-}
-"""Arguments that only one rank reads, or that do not change training."""
-
-
 def check_ranks_alike(run: RunState, dataset: Any) -> None:
     """Check that all ranks have the same arguments and prompts, in one exchange; else they would train other weights.
 
@@ -134,7 +127,7 @@ def check_ranks_alike(run: RunState, dataset: Any) -> None:
     run.check_in_step()
     if (world := run.accelerator.num_processes) == 1:
         return
-    compared = {name: str(value) for name, value in run.args.to_dict().items() if name not in _MAY_DIFFER}
+    compared = {name: str(value) for name, value in run.args.to_dict().items() if name not in NOT_OF_TRAINING}
     num = num_rows(dataset) or 0
     ids = [dataset[row]["input_ids"] for row in range(0, num, max(1, num // 1000))]
     compared["train_dataset"] = f"{num} rows, {hashlib.sha256(repr(ids).encode()).hexdigest()[:8]}"

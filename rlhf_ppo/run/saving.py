@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING, Sizes
 from rlhf_ppo.generation.sampling import SpecialTokens, changed
 from rlhf_ppo.models.adapters import adapter_kind, changed_settings, load_adapter_weights, save_adapter
 from rlhf_ppo.models.heads import ValueHead
@@ -402,14 +402,12 @@ def check_backend(checkpoint: str, accelerator: Accelerator) -> None:
 
 # ---- Resume ----
 
-_NOT_COMPARED = {
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "run_name", "logging_dir", "local_rank"),
+_NOT_COMPARED = NOT_OF_TRAINING | {
     *("local_batch_size", "micro_batch_size", "batch_size", "local_mini_batch_size", "mini_batch_size"),
-    *("num_total_batches", "total_episodes", "disable_tqdm", "log_level", "log_level_replica", "log_console"),
-    *("health_checks", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("num_total_batches", "total_episodes", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs"),
+    *("warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
 }
-"""Paths, derived sizes, display options, and arguments that are compared with `Progress.optimization` instead."""
+"""Also derived sizes, and arguments that are compared with `Progress.optimization` instead."""
 
 
 def comparable_arguments(args: TrainingArguments) -> dict[str, Any]:
