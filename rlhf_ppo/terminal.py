@@ -9,8 +9,7 @@ import logging
 import os
 import re
 import sys
-import urllib.parse
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import asdict
 from typing import Any, Self, TextIO
 
@@ -206,22 +205,6 @@ def restore_hidden_words(words: Sequence[str]) -> list[str]:
     """
     whole: dict[str, str] = json.loads(os.environ.pop(_WHOLE_WORDS, "{}"))
     return [whole.get(str(index), word) for index, word in enumerate(words)]
-
-
-def hide_secrets(text: str, secrets: Iterable[str]) -> str:
-    """Return a text with these secrets hidden."""
-    for secret in sorted(filter(None, secrets), key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return text
-
-
-def secrets_of(address: str) -> set[str]:
-    """Return the secret parts of a URL: user, password, query and its values, as written and decoded."""
-    parts = urllib.parse.urlsplit(address)
-    user, _, password = parts.netloc.rpartition("@")[0].partition(":")
-    values = [value for _, value in urllib.parse.parse_qsl(parts.query)]
-    secrets = {user, password, parts.query, parts.fragment, *values}
-    return {text for secret in secrets for text in (secret, urllib.parse.unquote(secret)) if len(text) > 1}
 
 
 class RedactsSecrets:

@@ -21,7 +21,7 @@ from rlhf_ppo.models.adapters import preserve_base
 from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import isolated_rng
-from rlhf_ppo.terminal import hide_secrets, redact_url, redact_urls, secrets_of
+from rlhf_ppo.terminal import redact_url, redact_urls
 
 if TYPE_CHECKING:
     from trl.generation.vllm_generation import VLLMGeneration
@@ -46,7 +46,7 @@ def naming_server(address: str) -> Iterator[None]:
     except Exception as error:
         if not address:
             raise
-        reason = redact_urls(hide_secrets(str(error)[:1000], secrets_of(address)))
+        reason = redact_urls(str(error))[:1000]
         raise ConnectionError(
             f"the vLLM server at {redact_url(address)} cannot be used: {reason}. Look at its log, start it again, and "
             "continue with resume_from_checkpoint=True"
