@@ -335,7 +335,6 @@ class PPOTrainer(TrainerBase):
         run, args = self._run, self.args
         statistics = UpdateStatistics(
             watches_kl=args.kl_stop is not None,
-            learns_ptx=args.ptx_coef > 0,
             shares_prefixes=run.models.shares_prefixes,
         )
         generator = minibatch_generator(args.seed, self.state.global_step, args.process_index)

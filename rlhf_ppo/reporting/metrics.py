@@ -300,8 +300,7 @@ class UpdateStatistics:
         num_epochs: Number of learned epochs, if a limit on the KL may end them early.
         losses: Loss of each optimizer step.
         grad_norms: Gradient norms of policy and value model at each optimizer step, float32 `(2,)`.
-        learns_ptx: Whether the update also learns from texts; their two sums then precede the number of tokens.
-        ptx: The sums of the step that comes next, float32 `(2,)`: negative log-likelihood and tokens.
+        ptx: Negative log-likelihood and tokens of the texts of each optimizer step, float32 `(2,)`.
         grad_norm: Gradient norm of the last step, before clipping.
         shares_prefixes: Whether the models compute a beginning that several rows share only once.
         num_read: Tokens of the rows of all micro-batches, and how many of them the models computed.
@@ -327,8 +326,7 @@ class UpdateStatistics:
     num_epochs: int | None = None
     losses: list[Tensor] = field(default_factory=list)
     grad_norms: list[Tensor] = field(default_factory=list)
-    learns_ptx: bool = False
-    ptx: Tensor | None = None
+    ptx: list[Tensor] = field(default_factory=list)
     value_figures: frozenset[str] = frozenset()
     grad_norm: float | Tensor = 0.0
     shares_prefixes: bool = False
@@ -361,9 +359,6 @@ class UpdateStatistics:
         of_policy = [kl, policy.clipped, output.entropy, policy.loss]
         per_token = (*of_policy, *of_values, policy.ratio, *figures.values())
         sums = [values.float().masked_fill(~mask, 0.0).sum() for values in per_token]
-        if self.learns_ptx:
-            sums += [*(torch.zeros_like(sums[0]).expand(2) if self.ptx is None else self.ptx)]
-            self.ptx = None
         self.sums.append(torch.stack([*sums, mask.sum().float()]))
 
     def _count_read(self, part: Experience) -> None:
@@ -427,8 +422,8 @@ class UpdateStatistics:
             return {}
         of_parts = torch.stack(self.sums)
         num_read = sent(torch.tensor(self.num_read, dtype=of_parts.dtype), of_parts.device)
-        *sums, num_tokens, total, computed = reduce_sum(torch.cat([of_parts.sum(dim=0), num_read])).tolist()
-        num_ptx_tokens, ptx = (sums.pop(), sums.pop()) if self.learns_ptx else (0.0, 0.0)
+        counted = torch.cat([of_parts.sum(dim=0), num_read, sum(self.ptx, of_parts.new_zeros(2))])
+        *sums, num_tokens, total, computed, ptx, num_ptx_tokens = reduce_sum(counted).tolist()
         of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]]
         ratio_sums, halves_of_squares, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
         half_of_squares, num_first = (

@@ -199,7 +199,7 @@ class LanguageModeling:
                     idle = 0.0 if only else 0.0 * output.values.sum()
                 backward(run.accelerator, coef * nll / num_tokens + idle)
                 total += nll.detach()
-        statistics.ptx = torch.stack([total, rows.response_mask.sum().float()])
+        statistics.ptx.append(torch.stack([total, rows.response_mask.sum().float()]))
         return coef * total / num_tokens * run.accelerator.num_processes
 
     def count_step(self) -> None:

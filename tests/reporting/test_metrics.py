@@ -133,12 +133,13 @@ def test_update_metrics_are_those_of_all_ranks() -> None:
     """Three ranks, one micro-batch each, exchange sums, and the micro-batches' ratios."""
     ranks = [statistics(part) for part in MICRO_BATCHES]
     assert [rank.num_read for rank in ranks] == [(9, 9), (2, 2), (3, 3)]
-    total = torch.cat([torch.stack([rank.sums[0] for rank in ranks]).sum(dim=0), torch.tensor([50.0, 40.0])])
+    total = torch.cat([torch.stack([rank.sums[0] for rank in ranks]).sum(dim=0), torch.tensor([50.0, 40.0, 6.0, 4.0])])
     gathered = torch.stack([rank.sums[0][[6, 0, -1]] for rank in ranks])
     for rank in ranks:
         metrics = rank.metrics(lambda tensor: total.view_as(tensor), lambda tensor: gathered)
         expected = expected_metrics()
         of_all = {"val/first_logratio": (2 * expected["policy/approxkl_avg"]) ** 0.5}  # all are first ones here
+        of_all["loss/ptx_avg"] = 1.5
         assert metrics == pytest.approx(expected | of_all, rel=1e-5)
 
 
