@@ -25,7 +25,7 @@ from rlhf_ppo.cli.trainers import (
     sft_trainer,
     train_and_save,
 )
-from rlhf_ppo.compat.environments import REWARD_MODEL, json_object, make_environment
+from rlhf_ppo.compat.environments import JUDGES, REWARD_MODEL, json_object, make_environment
 from rlhf_ppo.compat.params import MODEL, PPO, TRAINING, LLMTrainingParams, arguments_of, model_arguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import option
@@ -173,10 +173,6 @@ def _naming_parameters() -> Iterator[None]:
         raise
 
 
-_JUDGES = {"judge", "preference_model", "human_feedback_fn"}
-"""Keys of a preference environment's judge; without one the reward model is the judge."""
-
-
 class AutoTrainProject:
     """A training run on this machine; the constructor checks its configuration.
 
@@ -282,7 +278,7 @@ def reward_sources(params: LLMTrainingParams) -> tuple[str | None, list[Callable
     functions = [function] if function else []
     if params.environment is not None:
         config = json_object("rl_env_config", params.rl_env_config)
-        if params.environment == "preference_comparison" and model is not None and not _JUDGES & config.keys():
+        if params.environment == "preference_comparison" and model is not None and config.keys().isdisjoint(JUDGES):
             config, model = {**config, "preference_model": model}, None
         environment = make_environment(params.environment, config, reward_weights=weights, reward_fn=function)
         functions, settings, weights = environment.reward_funcs, environment.settings, environment.reward_weights

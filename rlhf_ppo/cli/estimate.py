@@ -19,6 +19,7 @@ from rlhf_ppo.config.checks import AtLeastOne, Interval, option
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import load_pretrained
+from rlhf_ppo.models.policy_and_value import MAX_CHUNK_ELEMENTS_ON_GPU
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import text_config
 from rlhf_ppo.models.value_model import AutoClassifier
@@ -31,8 +32,6 @@ PURPOSES = {
     "logits": "of one chunk in learning, or of one step of generation",
     "cache": "keys and values of one generation call",
 }
-LOGITS_OF_A_CHUNK = 2**27
-"""Logits that learning computes at once on a GPU, see `rlhf_ppo.models.policy_and_value.max_chunk_elements`."""
 
 
 @dataclass
@@ -97,7 +96,7 @@ def estimate_memory(script_args: EstimateArguments, args: PPOConfig, model_args:
     rows = min(args.local_rollout_forward_batch_size, local_batch)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    learned = min(LOGITS_OF_A_CHUNK, tokens * config.vocab_size)
+    learned = min(MAX_CHUNK_ELEMENTS_ON_GPU, tokens * config.vocab_size)
     return {
         "weights": (stored + held) // (devices if stage == 3 else 1),
         "gradients": 4 * num_trained // (devices if stage >= 2 else 1),

@@ -19,11 +19,12 @@ from rlhf_ppo.rewards.resolve import RewardSpec, resolve_reward
 from rlhf_ppo.terminal import redacted
 
 _STOPS = ("stop_strings", "stop_sequences")
-_JUDGES = ("judge", "preference_model", "human_feedback_fn")
+JUDGES = ("judge", "preference_model", "human_feedback_fn")
+"""Keys of a preference environment's judge; without one the reward model is the judge."""
 KEYS: dict[str, tuple[str, ...]] = {
     "text_generation": (*_STOPS, "reward_fn"),
     "multi_objective": (*_STOPS, "reward_fn", "reward_components", "reward_weights"),
-    "preference_comparison": (*_STOPS, "reward_fn", *_JUDGES, "opponent", "column"),
+    "preference_comparison": (*_STOPS, "reward_fn", *JUDGES, "opponent", "column"),
 }
 """Configuration keys of each environment type; `stop_sequences` is AITraining's name for `stop_strings`."""
 
@@ -130,9 +131,9 @@ def _component(name: str, spec: RewardSpec | Mapping[str, Any]) -> Callable[...,
 
 
 def _preference(config: Mapping[str, Any]) -> PreferenceReward:
-    named = [name for name in _JUDGES if config.get(name) is not None]
+    named = [name for name in JUDGES if config.get(name) is not None]
     if len(named) != 1:
-        raise ValueError(f"preference_comparison: config has {named or 'no judge'}; give one of {list(_JUDGES)}")
+        raise ValueError(f"preference_comparison: config has {named or 'no judge'}; give one of {list(JUDGES)}")
     name, judge = named[0], config[named[0]]
     if name == "preference_model" and isinstance(judge, str):
         judge = RewardModelJudge(judge)
