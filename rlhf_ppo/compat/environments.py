@@ -101,7 +101,7 @@ def make_environment(
     weights = further_weights | weights if weights else {}
     stops = entries.get("stop_strings") or entries.get("stop_sequences")  # AITraining's default is an empty list
     settings = {"stop_strings": [stops] if isinstance(stops, str) else stops} if stops else {}
-    return Environment(rewards, parse_weights("reward_weights", weights) if weights else None, settings)
+    return Environment(rewards, parse_weights(weights) if weights else None, settings)
 
 
 def _check_entries(entries: Mapping[str, Any], env_type: str, arguments: Mapping[str, object]) -> None:

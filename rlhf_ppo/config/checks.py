@@ -188,11 +188,10 @@ def check_type(name: str, value: object, annotation: object, meaning: str) -> No
     )
 
 
-def parse_weights(name: str, value: Any) -> Any:
-    """Parse weights that are given as text: a JSON list or object, or numbers of a command line.
+def parse_weights(value: Any) -> Any:
+    """Parse `reward_weights` that are given as text: a JSON list or object, or numbers of a command line.
 
     Args:
-        name: Name of the argument.
         value: `[1.0, 0.5]`, `{"first": 1.0}`, the JSON text of either, a list that holds only such a text, or a list
             of numbers written as text. Any other value is returned unchanged, for `check_type`.
 
@@ -211,13 +210,13 @@ def parse_weights(name: str, value: Any) -> Any:
         value = _json(value)
     if isinstance(written, list | dict | str) and not (isinstance(value, list | dict) and value):
         raise ValueError(
-            f"{name}={written!r:.200} cannot be read; write one number for each reward, a JSON list such as "
+            f"reward_weights={written!r:.200} cannot be read; write one number for each reward, a JSON list such as "
             """'[1.0, 0.5]', or a JSON object such as '{"length": 0.5}'"""
         )
     if isinstance(value, list):
-        return [_weight(f"{name}[{index}]", weight) for index, weight in enumerate(value)]
+        return [_weight(f"reward_weights[{index}]", weight) for index, weight in enumerate(value)]
     if isinstance(value, dict):
-        return {key: _weight(f"{name}[{key!r}]", weight) for key, weight in value.items()}
+        return {key: _weight(f"reward_weights[{key!r}]", weight) for key, weight in value.items()}
     return value
 
 

@@ -568,7 +568,7 @@ class PPOConfig(
             TypeError: A field has the wrong type.
             ValueError: A field is out of its range, contradicts another or is not supported.
         """
-        self.reward_weights = parse_weights("reward_weights", self.reward_weights)
+        self.reward_weights = parse_weights(self.reward_weights)
         self.stop_strings = parse_strings("stop_strings", self.stop_strings)
         self.chat_template_kwargs = parse_object(
             "chat_template_kwargs", self.chat_template_kwargs, '{"enable_thinking": false}'

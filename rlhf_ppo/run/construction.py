@@ -19,7 +19,7 @@ from rlhf_ppo.algorithm.advantages import (
     check_coefficient,
 )
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import check_optimization, check_output_dir, check_ptx, parse_weights
+from rlhf_ppo.config.checks import check_optimization, check_output_dir, check_ptx
 from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.data.images import ImageChats
 from rlhf_ppo.data.prompts import NoPrompts, num_rows
@@ -359,7 +359,7 @@ def make_scorer(
         else RewardFunction(function, partial(getattr, run, "state"), logged.log_metric, log_extra=logged.log_extra)
         for function in functions
     ]
-    weights = parse_weights("reward_weights", args.reward_weights)
+    weights: Any = args.reward_weights  # a list or a dict, after `PPOConfig.validate`
     # Rewards of environments have weight 1 by default.
     of_environments = [source.name for source in sources if getattr(source, "is_of_environment", False)]
     if isinstance(weights, dict):
