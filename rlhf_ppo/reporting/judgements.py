@@ -179,16 +179,16 @@ def student_quantile(freedom: int) -> float:
     return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.372 / freedom + 2.82 / freedom**2
 
 
-def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Compute the Wilson score interval of a share (Wilson 1927, JASA 22).
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Compute the 95% Wilson score interval of a share (Wilson 1927, JASA 22).
 
-        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n),    z = 1.96
 
     Args:
         share: `p`, from 0 to 1.
         count: `n`, at least 1.
-        z: Quantile of the normal distribution; the default gives 95%.
     """
+    z = 1.959964
     center, scale = share + z**2 / (2 * count), 1 + z**2 / count
     margin = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return max(0.0, (center - margin) / scale), min(1.0, (center + margin) / scale)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -70,25 +69,20 @@ class WinRate:
         """Share of judged prompts won, with a tie as half; NaN if nothing was judged."""
         return (self.wins + self.ties / 2) / self.judged if self.judged else float("nan")
 
-    def interval(self, level: float = 0.95, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
-        """Compute the bootstrap's percentile interval of `rate` (Efron and Tibshirani 1993, chapter 13).
+    def interval(self) -> tuple[float, float]:
+        """Compute the bootstrap's 95% percentile interval of `rate` (Efron and Tibshirani 1993, chapter 13).
 
         A resample of `n` prompts with replacement has multinomially many wins, losses and ties. With few prompts, or
         equal verdicts, resamples vary too little: the interval is then Wilson's, so that a few wins prove nothing.
-
-        Args:
-            level: Share of resamples inside the interval.
-            resamples: Number of resamples.
-            seed: Seed of the random numbers.
         """
         if not self.judged:
             return float("nan"), float("nan")
         shares = np.array([self.wins, self.losses, self.ties]) / self.judged
         if shares.max() == 1 or self.judged < FEW:
-            return wilson_interval(self.rate, self.judged, z=NormalDist().inv_cdf((1 + level) / 2))
-        counts = np.random.default_rng(seed).multinomial(self.judged, shares, size=resamples)
+            return wilson_interval(self.rate, self.judged)
+        counts = np.random.default_rng(0).multinomial(self.judged, shares, size=10_000)
         rates = (counts[:, 0] + counts[:, 2] / 2) / self.judged
-        low, high = np.quantile(rates, [(1 - level) / 2, (1 + level) / 2])
+        low, high = np.quantile(rates, [0.025, 0.975])
         return float(low), float(high)
 
     def __str__(self) -> str:
