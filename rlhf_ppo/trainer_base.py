@@ -188,7 +188,7 @@ class TrainerBase(Steps, Trainer):
         self.model_wrapped.zero_grad()
         self._note_run()
         run.stateful.start(checkpoint)
-        batches = datasets.Passes(loader, args, self.sizes).batches
+        batches = partial(datasets.batches_of_pass, loader, args, self.sizes)
         self._schedule_follows_metric = follows_metric(self.lr_scheduler)
         self._loop = LoopState(batches, checkpoint, per_epoch, self.state.episode)
         run.fire("on_train_begin")

@@ -202,38 +202,36 @@ def _of_length(args: PPOConfig) -> str:
     return "" if args.max_prompt_length is None else f" of at most max_prompt_length={args.max_prompt_length} tokens"
 
 
-class Passes:
-    """Full batches of each pass over the prompts.
+def batches_of_pass(loader: Any, args: PPOConfig, sizes: Sizes, epoch: int, num_skipped: int) -> Iterator[Any]:
+    """Yield the full batches of a pass over the prompts, after the first `num_skipped`, which an earlier run has used.
 
     Args:
         loader: The prepared loader.
         args: The arguments.
         sizes: Sizes of the run.
+        epoch: Number of the pass.
+        num_skipped: Batches that are left out.
     """
-
-    def __init__(self, loader: DataLoader, args: PPOConfig, sizes: Sizes) -> None:
-        self.loader, self.args, self.num_prompts = loader, args, num_prompts(sizes, args)
-
-    def batches(self, epoch: int, num_skipped: int) -> Iterator[Mapping[str, Any]]:
-        """Yield the batches of a pass, after the first `num_skipped`, which an earlier run has used."""
-        loader: Any = skip_first_batches(self.loader, num_skipped) if num_skipped > 0 else self.loader
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
-        batches = iter(loader)
-        with data_order(self.args, epoch):  # samplers without a generator draw at their start
-            first = list(itertools.islice(batches, 1))
-        if not first and (epoch, num_skipped) == (0, 0):
+    expected = num_prompts(sizes, args)
+    if num_skipped > 0:
+        loader = skip_first_batches(loader, num_skipped)
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(epoch)
+    batches = iter(loader)
+    with data_order(args, epoch):  # samplers without a generator draw at their start
+        first = list(itertools.islice(batches, 1))
+    if not first and (epoch, num_skipped) == (0, 0):
+        raise ValueError(
+            f"train_dataset, a stream, has ended without the prompts of one update, {expected} for each process"
+            f"{_of_length(args)}"
+        )
+    for batch in itertools.chain(first, batches):
+        if (num := len(collated_tensors(batch)[0])) != expected:
             raise ValueError(
-                f"train_dataset, a stream, has ended without the prompts of one update, {self.num_prompts} for each "
-                f"process{_of_length(self.args)}"
+                f"data_collator returned {num} prompts of train_dataset, not the {expected} of an update; it must "
+                "return one for each row"
             )
-        for batch in itertools.chain(first, batches):
-            if (num := len(collated_tensors(batch)[0])) != self.num_prompts:
-                raise ValueError(
-                    f"data_collator returned {num} prompts of train_dataset, not the {self.num_prompts} of an "
-                    "update; it must return one for each row"
-                )
-            yield batch
+        yield batch
 
 
 def prompt_lengths(dataset: Any) -> list[int]:
