@@ -173,14 +173,11 @@ def check_consistent(model: nn.Module, argument: str) -> None:
 # ---- Non-finite weights ----
 
 
-def weights_not_finite(model: nn.Module) -> dict[str, float]:
-    """Find the weights that are not finite; of a sharded model, in this rank's share.
+def weights_not_finite(model: nn.Module) -> list[str]:
+    """Name the weights that are not finite; of a sharded model, in this rank's share.
 
     Args:
         model: Any model; quantized weights are skipped.
-
-    Returns:
-        Number of non-finite weights by parameter name.
     """
     shares = {name: share_of_rank(parameter) for name, parameter in model.named_parameters()}
     floats = {
@@ -189,8 +186,8 @@ def weights_not_finite(model: nn.Module) -> dict[str, float]:
         if share.is_floating_point() and share.element_size() > 1 and share.numel() > 0 and not share.is_meta
     }
     if not floats or bool(torch.stack([_is_finite(share) for share in floats.values()]).all()):
-        return {}
-    return {name: int((~share.isfinite()).sum()) for name, share in floats.items() if not _is_finite(share)}
+        return []
+    return [name for name, share in floats.items() if not _is_finite(share)]
 
 
 def _is_finite(share: Tensor) -> Tensor:

@@ -308,7 +308,7 @@ class CriticOnly:
     """
 
     def __init__(self, run: RunState) -> None:
-        self.run, self.args = run, run.args
+        self.run = run
         self._hooks: list[Any] = []
         self._held: set[int] = set()
         self._left_out: list[tuple[Tensor, Tensor | None]] = []
@@ -316,7 +316,7 @@ class CriticOnly:
     @property
     def warms_up(self) -> bool:
         """Whether only the value model learns in the current update."""
-        return self.run.state.global_step < self.args.critic_warmup_steps
+        return self.run.state.global_step < self.run.args.critic_warmup_steps
 
     def drop_policy_gradients(self) -> None:
         """Remove the gradients of the policy's parameters where only the value model learns."""
@@ -326,7 +326,7 @@ class CriticOnly:
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Drop metrics of the policy's forward passes during warm-up, and add whether it is active."""
-        if self.args.critic_warmup_steps == 0:
+        if self.run.args.critic_warmup_steps == 0:
             return dict(metrics)
         kept = {name: value for name, value in metrics.items() if not (self.warms_up and name in _NOT_MEASURED)}
         return kept | {"val/critic_warmup": float(self.warms_up)}

@@ -196,7 +196,7 @@ class DivergenceGuard:
     """
 
     def __init__(self, run: RunState) -> None:
-        self.run, self.args, self.accelerator, self.models = run, run.args, run.accelerator, run.models
+        self.run = run
 
     def check_rollout(self, rollout: Rollout) -> None:
         """Check log-probabilities, KL, values and scores; a score of NaN stands for no score."""
@@ -204,7 +204,7 @@ class DivergenceGuard:
             "the policy's log-probabilities": rollout.logprobs,
             _SAMPLED: rollout.responses.sampling_logprobs,
             "the reference's log-probabilities": rollout.ref_logprobs,
-            "the KL": rollout.kl(self.args.kl_estimator),
+            "the KL": rollout.kl(self.run.args.kl_estimator),
             "the values": rollout.values,
             "the rewards of tokens": rollout.token_scores,
         }
@@ -219,7 +219,7 @@ class DivergenceGuard:
 
     def _check(self, figures: Mapping[str, Tensor]) -> None:
         finite = torch.stack([values.isfinite().reshape(len(values), -1).all(dim=1) for values in figures.values()])
-        with raise_on_all_ranks(self.accelerator):
+        with raise_on_all_ranks(self.run.accelerator):
             if not bool(finite.all()):
                 number, row = (~finite).nonzero()[0].tolist()
                 name = list(figures)[number]
@@ -247,7 +247,7 @@ class DivergenceGuard:
         flags: list[float] = self.run.sum_over_ranks(not_finite.float()).tolist()  # pyright: ignore[reportUnknownMemberType]
         names = [*_FIGURES.values(), "the loss", "the norm of the gradient"]
         first = next((name for name, flag in zip(names, flags, strict=True) if flag), None)
-        if first is not None and not (first == names[-1] and self.accelerator.mixed_precision == "fp16"):
+        if first is not None and not (first == names[-1] and self.run.accelerator.mixed_precision == "fp16"):
             raise DivergenceError(self._message(f"{first} became not finite while learning"))
 
     def check_weights(self, together: bool = True) -> None:
@@ -257,9 +257,9 @@ class DivergenceGuard:
             together: Whether every rank calls this, so that an error of one rank is raised on all.
         """
         self.run.check_in_step()
-        with raise_on_all_ranks(self.accelerator) if together else nullcontext():
-            if names := weights_not_finite(self.models):
-                raise DivergenceError(self._message(f"the weights {', '.join(list(names)[:3])} are not finite"))
+        with raise_on_all_ranks(self.run.accelerator) if together else nullcontext():
+            if names := weights_not_finite(self.run.models):
+                raise DivergenceError(self._message(f"the weights {', '.join(names[:3])} are not finite"))
 
     def _message(self, reason: str, fix: str | None = None) -> str:
         saved = self.run.last_checkpoint
@@ -267,5 +267,5 @@ class DivergenceGuard:
             resume = "no checkpoint was saved before"
         else:
             resume = f"the last good checkpoint is {saved}"
-        fix = fix or advice_by_type(self.models, "Look at the rewards, lower learning_rate, or raise kl_coef")
+        fix = fix or advice_by_type(self.run.models, "Look at the rewards, lower learning_rate, or raise kl_coef")
         return f"{self.run.position()}: {reason}. Nothing from this update was saved; {resume}. {fix}"
