@@ -5,7 +5,7 @@ import math
 import os
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import torch
 from transformers import TrainingArguments
@@ -134,11 +134,6 @@ def run_length(
     if total_episodes is None:
         total_episodes = max(1, int(num_train_epochs * (episodes_of_pass or 0)))
     return math.ceil(total_episodes / batch_size), total_episodes
-
-
-def settings_of(value: Any) -> dict[str, Any] | None:
-    """Return an argument that was parsed to a dict or None."""
-    return value
 
 
 def is_vllm_available() -> bool:
@@ -560,6 +555,11 @@ class PPOConfig(
     def _num_processes(self) -> int:
         state: Any = self.distributed_state
         return 1 if state is None else state.num_processes
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """`chat_template_kwargs`, which `validate` has parsed."""
+        return cast(Any, self.chat_template_kwargs)
 
     def validate(self) -> None:
         """Check every field's type and range, and those that exclude each other.

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING, Sizes, settings_of
+from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING, Sizes
 from rlhf_ppo.data.images import ImageChats, shows_images
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
@@ -487,7 +487,7 @@ class PromptPreparation:
     def _encode(self, name: str) -> PromptEncoder:
         if self.encoder is not None:
             return self.encoder(name, self.vocabulary, self.stops)
-        vocabulary, settings = self.vocabulary, settings_of(self.args.chat_template_kwargs)
+        vocabulary, settings = self.vocabulary, self.args.template_kwargs
         return PromptEncoder(self.tokenizer, name, vocabulary.size, vocabulary.limited_by, settings, self.chats)
 
     def collator(self, user_collator: Callable[[Any], Any] | None, pad_token_id: int) -> Callable[[Any], Any]:
@@ -508,7 +508,7 @@ class PromptPreparation:
         args, tokenizer = self.args, self.tokenizer
         if not self.stops or args.stop_strings:
             return
-        end, stop = turn_end(tokenizer, settings_of(args.chat_template_kwargs)), self.stops[0]
+        end, stop = turn_end(tokenizer, args.template_kwargs), self.stops[0]
         if end is not None and end not in self.stops:
             ends, stops = tokenizer.convert_ids_to_tokens([end, stop])
             logger.warning_once(

@@ -91,8 +91,7 @@ class EpisodeRollouts:
         """
         args, kinds = self.args, self.environments.kinds.values()
         has_tools = self.rollout_func is None and any(kind.tools for kind in kinds)
-        template_kwargs: Any = args.chat_template_kwargs
-        self.conversations = Conversations(tokenizer, has_tools, template_kwargs)
+        self.conversations = Conversations(tokenizer, has_tools, args.template_kwargs)
         stops = (args.stop_token, args.stop_token_id, args.stop_strings)
         if self.rollout_func is None and not any(stop is not None for stop in stops):
             raise ValueError("Nothing ends a turn: set stop_token='eos', stop_token_id or stop_strings")

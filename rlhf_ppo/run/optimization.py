@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers.optimization import GreedyLR
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.ppo_config import settings_of
 
 _SCHEDULERS = (LRScheduler, GreedyLR)
 
@@ -205,7 +204,8 @@ def follow_metric(args: PPOConfig) -> None:
     """Set the mode of a schedule that follows a metric: max if greater is better."""
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         mode = "max" if args.greater_is_better else "min"
-        args.lr_scheduler_kwargs = {"mode": mode} | (settings_of(args.lr_scheduler_kwargs) or {})
+        given: Any = args.lr_scheduler_kwargs  # parsed by `TrainingArguments`
+        args.lr_scheduler_kwargs = {"mode": mode} | (given or {})
 
 
 def follows_metric(scheduler: object) -> bool:

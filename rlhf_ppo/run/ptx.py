@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_ppo.config.ppo_config import Sizes, settings_of
+from rlhf_ppo.config.ppo_config import Sizes
 from rlhf_ppo.data.prompts import as_the_template_reads, template_settings
 from rlhf_ppo.data.rollout import PositionLimit, Responses, micro_batch_rows
 from rlhf_ppo.ranks.processes import get_logger
@@ -153,8 +153,7 @@ class LanguageModeling:
         self.run, self.sizes, self.critic_only, self.num_drawn = run, sizes, critic_only, 0
         self._orders: dict[int, Sequence[int]] = {}
         longest = MAX_LENGTH if longest_sequence is None else min(MAX_LENGTH, longest_sequence.tokens)
-        settings = settings_of(run.args.chat_template_kwargs)
-        self.texts = prepare_texts(dataset, run.tokenizer, longest, settings)
+        self.texts = prepare_texts(dataset, run.tokenizer, longest, run.args.template_kwargs)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of used rows, on all ranks."""
