@@ -254,7 +254,7 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
                 AutoModelForSequenceClassification, path, argument, num_labels=1, **in_float32
             )
     if value_path is not None and not is_used_as_it_is:
-        value_model = load_classifier(value_path, "value_model_path", **in_float32)
+        value_model = load_classifier(value_path, "value_model_path", is_value_model=True, **in_float32)
     return {"reward_model": reward_model, "value_model": value_model}
 
 

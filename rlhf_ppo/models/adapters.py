@@ -250,6 +250,11 @@ def add_adapter(policy: nn.Module, peft_config: PeftConfig, name: str | None, ba
     from peft import get_peft_model
 
     _check_config(policy, peft_config, "model", "peft_config")
+    if peft_config.task_type not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"peft_config has task_type={str(peft_config.task_type)!r}, with which the policy would be saved; leave "
+            "it out, or set 'CAUSAL_LM'"
+        )
     if base_serves_others:
         _check_base_stays(peft_config, "peft_config")
     return get_peft_model(policy, _in_language_model(policy, peft_config), adapter_name=name or "default")
@@ -271,6 +276,11 @@ def add_value_adapter(value_model: nn.Module, peft_config: PeftConfig) -> nn.Mod
     from peft import get_peft_model
 
     _check_config(value_model, peft_config, "value_model", "value_peft_config")
+    if not hasattr(peft_config, "modules_to_save"):
+        raise ValueError(
+            f"value_peft_config is a {type(peft_config).__name__}, which has no modules_to_save, so that the head "
+            "would not be trained; pass a config such as LoraConfig"
+        )
     head = scalar_head(value_model)
     name = next(name for name, module in value_model.named_modules() if module is head)
     modules = {name, *(getattr(peft_config, "modules_to_save", None) or ())}
@@ -466,16 +476,6 @@ def _check_config(model: nn.Module, peft_config: PeftConfig, role: str, argument
     if fault is not None:
         raise ValueError(f"{role} {fault}")
     _check_kind(peft_config, f"{argument} is")
-    if argument == "peft_config" and peft_config.task_type not in (None, "CAUSAL_LM"):
-        raise ValueError(
-            f"peft_config has task_type={str(peft_config.task_type)!r}, with which the policy would be saved; leave "
-            "it out, or set 'CAUSAL_LM'"
-        )
-    if argument == "value_peft_config" and not hasattr(peft_config, "modules_to_save"):
-        raise ValueError(
-            f"{argument} is a {type(peft_config).__name__}, which has no modules_to_save, so that the head would not "
-            "be trained; pass a config such as LoraConfig"
-        )
 
 
 def _check_base_stays(peft_config: PeftConfig, argument: str) -> None:

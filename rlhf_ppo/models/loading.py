@@ -86,26 +86,34 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
 
 
 def load_classifier(
-    model: nn.Module | str | os.PathLike[str], argument: str, merges_adapter: bool = True, **kwargs: object
+    model: nn.Module | str | os.PathLike[str],
+    argument: str,
+    merges_adapter: bool = True,
+    is_value_model: bool = False,
+    **kwargs: object,
 ) -> nn.Module:
     """Return the reward or value model itself, or load it; it gives one number per text or token.
 
     Args:
-        model: The model, a directory, or a hub name; a value model's head may be new.
+        model: The model, a directory, or a hub name.
         argument: Name of the caller's argument, for error messages.
         merges_adapter: Merge an adapter in a directory into its base.
+        is_value_model: The model is trained: its head may be new, and an adapter that transformers has loaded is
+            merged.
         **kwargs: For `from_pretrained`.
 
     Raises:
         ValueError: It cannot be loaded, has no weights of a head, or has several labels.
     """
     if isinstance(model, str | os.PathLike):
-        is_whole = not _may_start_anew(argument) and not is_adapter_directory(model)
-        options = {"output_loading_info": True, **kwargs} if is_whole else kwargs
-        loaded = load_pretrained(AutoModelForSequenceClassification, model, argument, num_labels=1, **options)
-        if is_whole:
-            loaded, info = loaded
-            if missing := ", ".join(sorted(info["missing_keys"])):
+        if is_adapter_directory(model):
+            loaded = _adapted_classifier(model, argument, may_get_a_head=is_value_model, num_labels=1, **kwargs)
+        else:
+            loaded, info = load_pretrained(
+                AutoModelForSequenceClassification, model, argument, num_labels=1, output_loading_info=True, **kwargs
+            )
+            missing = ", ".join(sorted(info["missing_keys"]))
+            if missing and not is_value_model:
                 raise ValueError(
                     f"{argument}={os.fspath(model)!r} is not a reward model: {missing} of {type(loaded).__name__} "
                     "would be random; train one with `rlhf-ppo reward`, or save one with "
@@ -126,12 +134,7 @@ def load_classifier(
             f"{argument} is a {type(base).__name__} with num_labels={base.config.num_labels}, but a {argument} gives "
             "one number per text: load it with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
         )
-    return without_adapters(model) if argument == "value_model" and getattr(model, LOADED, False) else model
-
-
-def _may_start_anew(argument: str) -> bool:
-    """Return whether an argument's model may get a new head: `value_model`, and `value_model_path` of a command."""
-    return argument.startswith("value_model")
+    return without_adapters(model) if is_value_model and getattr(model, LOADED, False) else model
 
 
 def check_value_model(model: nn.Module) -> None:
@@ -242,7 +245,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     kwargs = {"trust_remote_code": False, **kwargs}  # None would ask on stdin
     if is_adapter_directory(path):
         if auto_class is AutoModelForSequenceClassification:
-            return _adapted_classifier(path, argument, **kwargs)
+            return _adapted_classifier(path, argument, may_get_a_head=False, **kwargs)
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     is_language_model = auto_class is AutoModelForCausalLM
     if auto_class is AutoModelForSequenceClassification:
@@ -314,8 +317,10 @@ def load_processor(
     return processor
 
 
-def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings: object) -> nn.Module:
-    """Load a classifier's adapter over its base; refuse a head that is in neither and would be random."""
+def _adapted_classifier(
+    path: str | os.PathLike[str], argument: str, may_get_a_head: bool, **settings: object
+) -> nn.Module:
+    """Load a classifier's adapter over its base, without a head in either only if it `may_get_a_head`."""
     from peft import load_peft_weights
 
     base = base_of_adapter(path)
@@ -330,7 +335,7 @@ def _adapted_classifier(path: str | os.PathLike[str], argument: str, **settings:
         of_files.setLevel(level)
     held = load_peft_weights(os.fspath(path), device="cpu")
     random = [name for name in sorted(info["missing_keys"]) if not any(key.endswith(f".{name}") for key in held)]
-    if random and not _may_start_anew(argument):
+    if random and not may_get_a_head:
         raise ValueError(
             f"{argument}={os.fspath(path)!r} is an adapter without a head: {random[0]} is neither in it nor in its "
             f"base {os.fspath(base)!r} and would be random; train one with `rlhf-ppo reward --use_peft`, or with "

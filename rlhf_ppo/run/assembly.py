@@ -152,7 +152,7 @@ def _load_rewards_and_critic(
     rewards: list[LoadedRewardModel] = []
     critic = None
     for reward in loaded:
-        _check_loaded({reward.argument: reward.model})
+        adapters.check_adapter(reward.model, reward.argument)
         if needs_critic and reward.tokenizer is None:
             needs_critic = False
             critic = loading.make_value_model(reward.model) if heads.reads_last_token(reward.model) else None
@@ -178,8 +178,14 @@ def _load_models(
         head = heads.ValueHead(policy)
         critic = head if value_model == "policy" else head.load(cast(Any, value_model))
     elif value_model is not None:
-        critic = loading.load_classifier(value_model, "value_model", merges_adapter=not inputs.args.share_base_model)
-    _check_loaded({"model": policy, "ref_model": reference, "value_model": critic})
+        merges = not inputs.args.share_base_model
+        critic = loading.load_classifier(value_model, "value_model", merges, is_value_model=True)
+    for argument, language_model in (("model", policy), ("ref_model", reference)):
+        if language_model is not None:
+            adapters.check_adapter(language_model, argument)
+            capabilities.check_consistent(language_model, argument)
+    if critic is not None:
+        adapters.check_adapter(critic, "value_model")
     return policy, reference, critic
 
 
@@ -205,15 +211,6 @@ def _frozen_rewards(
         )
         for reward in rewards
     ]
-
-
-def _check_loaded(loaded: Mapping[str, nn.Module | None]) -> None:
-    """Check each loaded model, by its argument's name, before other models are made from it."""
-    for name, module in loaded.items():
-        if module is not None:
-            adapters.check_adapter(module, name)
-            if name in ("model", "ref_model"):
-                capabilities.check_consistent(module, name)
 
 
 def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:

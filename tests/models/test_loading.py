@@ -78,7 +78,7 @@ def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_pat
     """`num_labels` is 2 in a configuration that says nothing about it."""
     tiny_policy().save_pretrained(tmp_path)
     assert "num_labels" not in json.loads((tmp_path / "config.json").read_text())
-    loaded = load_classifier(tmp_path, argument)
+    loaded = load_classifier(tmp_path, argument, is_value_model=True)
     assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
     assert torch.equal(states(loaded), states(tiny_policy()))
 
@@ -99,10 +99,10 @@ def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> 
     tiny_policy().save_pretrained(tmp_path / "base")
     policy = adapted(load_policy(tmp_path / "base", "model"), TaskType.CAUSAL_LM)
     policy.save_pretrained(tmp_path / "adapter")
-    loaded = load_classifier(tmp_path / "adapter", "value_model_path")
+    loaded = load_classifier(tmp_path / "adapter", "value_model_path", is_value_model=True)
     assert torch.allclose(states(loaded), states(policy), atol=1e-5)
     assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
-    kept: Any = load_classifier(tmp_path / "adapter", "value_model", merges_adapter=False)
+    kept: Any = load_classifier(tmp_path / "adapter", "value_model", is_value_model=True, merges_adapter=False)
     assert torch.allclose(states(kept), states(policy), atol=1e-5)
     trained = {name for name, weight in kept.named_parameters() if weight.requires_grad}
     assert all(".lora_" in name or "score.modules_to_save" in name for name in trained)
@@ -115,7 +115,7 @@ def test_a_value_model_of_a_merged_adapter_trains_as_a_whole(tmp_path: Path, tas
     tiny_policy().save_pretrained(tmp_path / "base")
     kind = AutoModelForSequenceClassification if task == TaskType.SEQ_CLS else AutoModelForCausalLM
     adapted(kind.from_pretrained(tmp_path / "base", num_labels=1), task).save_pretrained(tmp_path / "adapter")
-    loaded = load_classifier(tmp_path / "adapter", "value_model")
+    loaded = load_classifier(tmp_path / "adapter", "value_model", is_value_model=True)
     assert all(parameter.requires_grad for parameter in loaded.parameters())
     with pytest.raises(ValueError, match="value_model starts from an adapter, and value_peft_config asks for another"):
         add_value_adapter(loaded, LoraConfig())
@@ -148,7 +148,7 @@ def test_two_labels_in_a_directory_are_an_error(tmp_path: Path) -> None:
     for argument in ("reward_model", "value_model"):
         for directory in ("two", "adapter"):
             with pytest.raises(ValueError, match=f"{argument}=.*{expected}"):
-                load_classifier(tmp_path / directory, argument)
+                load_classifier(tmp_path / directory, argument, is_value_model=argument == "value_model")
 
 
 # ---- The value model that is made ----
@@ -184,7 +184,11 @@ def test_an_adapter_that_transformers_has_loaded_is_merged_into_the_value_model(
     adapted(base, TaskType.SEQ_CLS).save_pretrained(tmp_path / "adapter")
     loaded = kind.from_pretrained(tmp_path / "adapter", num_labels=1)  # no PeftModel
     expected = loaded.eval()(IDS).logits[:, 0]
-    value_model = load_classifier(loaded, argument) if argument == "value_model" else make_value_model(loaded)
+    value_model = (
+        load_classifier(loaded, argument, is_value_model=True)
+        if argument == "value_model"
+        else make_value_model(loaded)
+    )
     prepare_trainable(tiny_policy(), value_model)
     assert all(parameter.requires_grad for parameter in value_model.parameters())
     assert torch.allclose(last_token_score(value_model, IDS, MASK), expected, atol=1e-5)

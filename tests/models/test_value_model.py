@@ -49,7 +49,7 @@ def test_values_are_those_of_the_row_alone_and_of_the_model_loaded_again(family:
         alone = body(input_ids=ids[row, real][None]).last_hidden_state[0] @ model.score.weight[0]
         torch.testing.assert_close(values[row, real], alone, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path)
-    again = token_values(load_classifier(tmp_path, "value_model").eval(), ids, mask, 20)
+    again = token_values(load_classifier(tmp_path, "value_model", is_value_model=True).eval(), ids, mask, 20)
     torch.testing.assert_close(again, values, rtol=1e-4, atol=1e-4)
     assert type(model).__name__.endswith("ForSequenceClassification") == (family in THEIRS)
     if family in THEIRS:
@@ -60,7 +60,7 @@ def test_values_are_those_of_the_row_alone_and_of_the_model_loaded_again(family:
 def test_a_language_models_directory_gives_its_backbone_and_a_new_head(tmp_path: Path) -> None:
     policy = tiny_model("olmoe")
     policy.save_pretrained(tmp_path)
-    loaded: Any = load_classifier(tmp_path, "value_model")
+    loaded: Any = load_classifier(tmp_path, "value_model", is_value_model=True)
     for name, weight in policy.base_model.named_parameters():
         assert torch.equal(loaded.base_model.get_parameter(name), weight)
 
@@ -72,7 +72,7 @@ def test_it_shares_the_base_of_a_policy_and_loads_from_its_adapter(make_trained:
     trainer = make_trained(model=str(tmp_path / "base"), **given, **steps, **QUICK)
     (*_, checkpoint) = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"))
     (ids, mask), trained = ragged(), trainer.value_model.eval()
-    loaded = load_classifier(checkpoint / "value_model", "value_model").eval()
+    loaded = load_classifier(checkpoint / "value_model", "value_model", is_value_model=True).eval()
     values = token_values(trained, ids, mask, 20)
     assert values.abs().max() > 1e-3
     torch.testing.assert_close(token_values(loaded, ids, mask, 20), values, rtol=1e-4, atol=1e-5)
