@@ -23,7 +23,7 @@ from rlhf_ppo.data.images import RowImages
 
 BoolArray = NDArray[np.bool_]
 
-Rows = Sequence[int] | slice
+RowIndices = Sequence[int] | slice
 """Some rows of a batch, by their indices."""
 
 
@@ -142,7 +142,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def on_device(rows: Rows, device: torch.device) -> Tensor | slice:
+def on_device(rows: RowIndices, device: torch.device) -> Tensor | slice:
     """Return the index of some rows for tensors on a device."""
     return rows if isinstance(rows, slice) else sent(torch.tensor(rows, dtype=torch.long), device)
 
@@ -415,7 +415,7 @@ class Responses:
         """Real tokens of each row, `(B,)`."""
         return self.masks.attention.sum(axis=1)
 
-    def __getitem__(self, rows: Rows) -> Responses:
+    def __getitem__(self, rows: RowIndices) -> Responses:
         index = on_device(rows, self.attention_mask.device)
         numbers = range(len(self))[rows] if isinstance(rows, slice) else rows
         attention, response = self.attention_mask[index], self.response_mask[index]
@@ -619,7 +619,7 @@ class Experience:
     def __len__(self) -> int:
         return len(self.responses)
 
-    def __getitem__(self, rows: Rows) -> Self:
+    def __getitem__(self, rows: RowIndices) -> Self:
         index = on_device(rows, self.logprobs.device)
         tensors = {name: values[index] for name, values in self._tensors().items()}
         return replace(self, responses=self.responses[rows], **tensors)
@@ -650,7 +650,7 @@ def micro_batch_rows(
     gather: Callable[[Tensor], Tensor],
     is_packed: bool,
     shares_prefixes: bool = False,
-) -> list[Rows]:
+) -> list[RowIndices]:
     """Divide rows into micro-batches of at most `max_rows` rows, or of at most `max_tokens` tokens.
 
     Consecutive rows have similar lengths and stay together, which needs little padding. Packed rows have no padding:
@@ -695,7 +695,7 @@ def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:
 
     Args:
         lengths: Tokens of each row.
-        max_rows: Rows of each part; the last may have fewer.
+        max_rows: RowIndices of each part; the last may have fewer.
 
     Returns:
         Indices of the rows, part after part.

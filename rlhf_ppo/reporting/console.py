@@ -19,7 +19,8 @@ from transformers.utils.import_utils import is_in_notebook
 from rlhf_ppo.terminal import cell, print_text
 
 LogConsole = Literal["line", "full", "none"]
-Logs = Mapping[str, Any]
+Log = Mapping[str, Any]
+"""The metrics of one log."""
 
 
 def format_number(value: float) -> str:
@@ -56,7 +57,7 @@ _FIGURES_OF_TRL: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 
 
-def log_line(logs: Logs, update: int, num_updates: int, seconds_per_update: float | None) -> str | None:
+def log_line(logs: Log, update: int, num_updates: int, seconds_per_update: float | None) -> str | None:
     """Format a log as one line.
 
     Args:
@@ -113,7 +114,7 @@ _ROWS = {
 }
 
 
-def summary_table(log_history: Sequence[Logs]) -> Table | None:
+def summary_table(log_history: Sequence[Log]) -> Table | None:
     """Return a table of the first, last, lowest and highest value of each metric of a run.
 
     Args:
@@ -189,7 +190,7 @@ class LogLines(PrinterCallback):
                 print_text(f"The first update took {seconds:.1f} s. {ends}")
 
     def on_log(
-        self, args: object, state: TrainerState, control: object, logs: Logs | None = None, **kwargs: object
+        self, args: object, state: TrainerState, control: object, logs: Log | None = None, **kwargs: object
     ) -> None:
         """Print the line."""
         start, first = self._start or (0.0, state.global_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes
-from rlhf_ppo.reporting.console import beside_bars, use_console
+from rlhf_ppo.reporting.console import Log, beside_bars, use_console
 from rlhf_ppo.reporting.judgements import AT_CHANCE, TOO_FEW_PAIRS, read_accuracy
 from rlhf_ppo.reporting.model_card import model_origin
 from rlhf_ppo.terminal import visible_logger
@@ -25,8 +25,6 @@ PATIENCE = 3
 """Number of consecutive logs in which a noisy metric must be beyond its limit."""
 SILENT_LOGS = 10
 """Number of logs without a finding after which a check may warn again."""
-
-Log = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.models.capabilities import reads_images
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, read_judgements
-from rlhf_ppo.reporting.run_log import SETTINGS_NAME, Log, installed_versions, training_log
+from rlhf_ppo.reporting.run_log import SETTINGS_NAME, History, installed_versions, training_log
 from rlhf_ppo.rewards.identity import reward_identities
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.terminal import redact_urls, redacted
@@ -54,7 +54,7 @@ def save_run_card(
     args: PPOConfig,
     policy: nn.Module,
     rewards: Sequence[str],
-    log: Log,
+    log: History,
     *,
     model_name: str | None,
     dataset_name: str | None,
@@ -113,7 +113,7 @@ def save_run_card(
     write_text(output_dir / CARD, str(card))
 
 
-def _sections(args: PPOConfig, rewards: Sequence[str], log: Log, output_dir: Path) -> str:
+def _sections(args: PPOConfig, rewards: Sequence[str], log: History, output_dir: Path) -> str:
     """Return the sections that follow TRL's text: rewards, metrics, settings, curves and a judge's verdict."""
     sections = {
         "Rewards": "\n".join(f"- `{_last_part(name)}`" for name in rewards),
@@ -159,7 +159,7 @@ def show_judgements(output_dir: str | Path) -> Path | None:
     return path
 
 
-def final_metrics(log_history: Log) -> dict[str, float]:
+def final_metrics(log_history: History) -> dict[str, float]:
     """Return the last value of every metric of the policy, in alphabetical order, without timings and counters."""
     last = {name: value for entry in log_history for name, value in entry.items()}
     of_policy = (name for name in last if name.startswith(_RESULTS) and not name.endswith(_BOOKKEEPING))
@@ -211,7 +211,7 @@ def _wandb_url() -> str | None:
     return None if wandb.run is None else wandb.run.url
 
 
-def _draw(log: Log, path: Path) -> None:
+def _draw(log: History, path: Path) -> None:
     from rlhf_ppo.reporting.plots import PANELS, plot_metrics  # Matplotlib takes a second to import
 
     entries = training_log(log)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from rlhf_ppo.data.files import replacing
-from rlhf_ppo.reporting.run_log import Log, Run, training_log
+from rlhf_ppo.reporting.run_log import History, Run, training_log
 from rlhf_ppo.terminal import visible
 
 PANELS: Mapping[str, str] = {
@@ -103,7 +103,7 @@ def plot_metrics(
 
 
 def mean_curve(
-    logs: Sequence[Log], metric: str, x: str = "episode"
+    logs: Sequence[History], metric: str, x: str = "episode"
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Compute a metric's mean over runs at each point of the horizontal axis.
 
@@ -126,7 +126,7 @@ def mean_curve(
     return points, means, deviations
 
 
-def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str, list[Log]]:
+def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
     if isinstance(runs, Mapping):
         return {label: [training_log(run) for run in group] for label, group in runs.items()}
     return {label: [training_log(run)] for label, run in zip(_labels(runs), runs, strict=True)}
@@ -140,7 +140,7 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     return [str(path) if path else name for path, name in zip(paths, names, strict=True)]
 
 
-def _logged_metrics(groups: Mapping[str, list[Log]], metrics: Sequence[str] | None, x: str) -> list[str]:
+def _logged_metrics(groups: Mapping[str, list[History]], metrics: Sequence[str] | None, x: str) -> list[str]:
     """Return the metrics to draw: those that were logged together with `x`, the described ones first."""
     entries = (entry for logs in groups.values() for log in logs for entry in log if x in entry)
     logged = [key for key in dict.fromkeys(key for entry in entries for key in entry) if key not in _COUNTERS]
@@ -163,7 +163,7 @@ def _label(text: str) -> str:
     return f" {label}" if label.startswith("_") else label
 
 
-def _draw(panel: Axes, metric: str, groups: Mapping[str, list[Log]], x: str) -> None:
+def _draw(panel: Axes, metric: str, groups: Mapping[str, list[History]], x: str) -> None:
     for label, logs in groups.items():
         points, means, deviations = mean_curve(logs, metric, x)
         marker = "o" if len(points) == 1 else None

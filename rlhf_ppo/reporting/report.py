@@ -31,7 +31,7 @@ from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile
 from rlhf_ppo.reporting.plots import NOT_DRAWN, PANELS, mean_curve
 from rlhf_ppo.reporting.run_log import (
-    Log,
+    History,
     RecordedRun,
     grouped,
     read_audit,
@@ -184,7 +184,7 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
     return _escaped(data)
 
 
-def curve(logs: Sequence[Log], metric: str, episodes: Mapping[float, float]) -> dict[str, list[Any]] | None:
+def curve(logs: Sequence[History], metric: str, episodes: Mapping[float, float]) -> dict[str, list[Any]] | None:
     """Return a metric's mean over runs and standard deviation, at each drawn update.
 
     Args:
@@ -243,7 +243,7 @@ def drawn_points(means: NDArray[np.float64], deviations: NDArray[np.float64]) ->
     return np.array(sorted(kept))
 
 
-def _metrics(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
+def _metrics(groups: Sequence[Sequence[History]]) -> list[dict[str, Any]]:
     logged = dict.fromkeys(key for logs in groups for log in logs for entry in log for key in entry)
     keys = [key for key in PANELS if key in logged]
     keys += sorted(key for key in logged if key not in PANELS and key not in NOT_DRAWN)
@@ -416,7 +416,7 @@ def _escaped(value: object) -> Any:
 # Key figures: the verdict, first and last values with intervals, and score against KL
 
 
-def key_figures(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
+def key_figures(groups: Sequence[Sequence[History]]) -> list[dict[str, Any]]:
     """Return the first and the last value of the main metrics, with 95% intervals.
 
     Args:
@@ -439,7 +439,7 @@ def key_figures(groups: Sequence[Sequence[Log]]) -> list[dict[str, Any]]:
     return rows
 
 
-def first_and_last(logs: Sequence[Log], key: str) -> dict[str, float | None] | None:
+def first_and_last(logs: Sequence[History], key: str) -> dict[str, float | None] | None:
     """Return a metric at the first log and at the end of training.
 
     The end is the mean of the last tenth of a run's logs, at least three; with fewer than six logs, the last log.
@@ -503,7 +503,7 @@ def _of_log(figures: Mapping[str, Any]) -> str:
     return f"The score {change} from {first:.3g} to {last:.3g}{spread}{at_kl}{of_ended}."
 
 
-def score_against_kl(logs: Sequence[Log]) -> list[dict[str, float]]:
+def score_against_kl(logs: Sequence[History]) -> list[dict[str, float]]:
     """Return the path of a group in the plane of KL and score.
 
     Args:

@@ -23,14 +23,14 @@ from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, is_checkpoint, read_judgements
 
-Log = Sequence[Mapping[str, Any]]
+History = Sequence[Mapping[str, Any]]
 """A log history: a mapping of metric to value for each log of Trainer."""
 
-Run = str | os.PathLike[str] | TrainerState | Log
+Run = str | os.PathLike[str] | TrainerState | History
 """A run: its output directory, a `trainer_state.json`, a `TrainerState` or a log history."""
 
 
-def read_log(run: Run) -> Log:
+def read_log(run: Run) -> History:
     """Return the log history of a run.
 
     Args:
@@ -50,7 +50,7 @@ def read_log(run: Run) -> Log:
     return json.loads(path.read_text(encoding="utf-8"))["log_history"]
 
 
-def training_log(run: Run) -> Log:
+def training_log(run: Run) -> History:
     """Read a run's log without its summary, and add the episode to evaluations, which log only their step."""
     log = [_numbers(entry) for entry in read_log(run) if "train_runtime" not in entry]
     known = [(entry["step"], entry["episode"]) for entry in log if "step" in entry and "episode" in entry]
@@ -183,7 +183,7 @@ class RecordedRun:
 
     name: str
     directory: Path
-    log: Log
+    log: History
     settings: RunSettings
     completions: Mapping[int, Path]
     samples: Mapping[int, Path]
@@ -264,7 +264,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
     return RecordedRun(name, root, log, RunSettings.load(root), completions, _samples(root, int(last)))
 
 
-def _judged(root: Path, log: Log) -> Iterator[dict[str, float]]:
+def _judged(root: Path, log: History) -> Iterator[dict[str, float]]:
     """Yield the judgements of a run's policy as entries of its log."""
     where = {name: max(entry.get(name, 0) for entry in log) for name in ("step", "episode")}
     for judgement in read_judgements(root):
