@@ -301,7 +301,7 @@ class EpisodeEncoder(PromptEncoder):
     stops: Sequence[int] = field(kw_only=True)
     needs_prompts: bool = field(kw_only=True)
 
-    def check_columns(self, columns: Sequence[str]) -> None:
+    def check_prompt_column(self, columns: Sequence[str]) -> None:
         """Raise a `ValueError` if a column holds token ids, to which nothing can be appended, or none a prompt."""
         if "input_ids" in columns:
             raise ValueError(
@@ -313,7 +313,7 @@ class EpisodeEncoder(PromptEncoder):
 
     def __call__(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Return the new columns of a row: `input_ids`, and `prompt` if the prompt is in `text`."""
-        self.check_columns(list(row))
+        self.check_prompt_column(list(row))
         name = row.get("environment") if self.is_mixed else None
         if name not in self.schemas:
             fix = f"write one of {list(self.schemas)} into the column `environment`, or add it to environment_factory"

@@ -54,7 +54,7 @@ class PromptEncoder:
     template_kwargs: Mapping[str, Any] | None = None
     chats: ImageChats | None = None
 
-    def check_columns(self, columns: Sequence[str]) -> None:
+    def check_prompt_column(self, columns: Sequence[str]) -> None:
         """Raise a `ValueError` if no column holds prompts."""
         prompt_column(columns, self.name)
 
@@ -579,7 +579,7 @@ def _prepare_dataset(
     dataset: datasets.Dataset, encode: PromptEncoder, fits: _LengthFilter, num_proc: int | None
 ) -> datasets.Dataset:
     if len(dataset) > 0:
-        encode.check_columns(dataset.column_names)
+        encode.check_prompt_column(dataset.column_names)
     dropped = [column for column in dataset.column_names if column == "attention_mask"]
     with PartialState().local_main_process_first():
         prompts = dataset.map(
@@ -607,7 +607,7 @@ def _prepare_stream(
     dataset: datasets.IterableDataset, encode: PromptEncoder, fits: _LengthFilter
 ) -> datasets.IterableDataset:
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    encode.check_columns(columns)
+    encode.check_prompt_column(columns)
     masks = [column for column in columns if column == "attention_mask"]
     return dataset.map(encode, with_indices=True, remove_columns=masks).filter(
         fits.streamed, input_columns="input_ids"

@@ -44,7 +44,7 @@ _NOT_PASSED = ("prompt", "completion", "completion_ids", "input_ids", "attention
 _OTHER_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric", "policy_answers")
 
 
-def check_columns(columns: Iterable[str], name: str = "the data set") -> None:
+def check_not_arguments(columns: Iterable[str], name: str = "the data set") -> None:
     """Raise a `ValueError` if a column has the name of another argument of reward functions."""
     if clashing := [column for column in columns if column in _OTHER_ARGUMENTS]:
         raise ValueError(
@@ -138,7 +138,7 @@ class RewardFunction:
         Raises:
             ValueError: A column of the data set has the name of another argument.
         """
-        check_columns(batch.prompts.columns)
+        check_not_arguments(batch.prompts.columns)
         answers = batch.answers
         prompts = batch.prompts.columns.get("prompt")
         if prompts is None:

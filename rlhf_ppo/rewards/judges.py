@@ -547,7 +547,7 @@ class PreferenceReward:
         if not pairs:
             return []
         verdicts = self._asked(pairs, columns)
-        return [_verdict(value, self.__name__) for _, value in zip(pairs, verdicts, strict=True)]
+        return [_checked(value, self.__name__) for _, value in zip(pairs, verdicts, strict=True)]
 
     def _asked(self, pairs: Sequence[Pair], columns: Mapping[str, object]) -> Any:
         if isinstance(self.judge, ScoringJudge):
@@ -565,7 +565,7 @@ def opponent_of(function: Callable[..., object]) -> str | None:
     return getattr(unwrapped(function), "opponent", None)
 
 
-def _verdict(value: Any, name: str) -> float | None:
+def _checked(value: Any, name: str) -> float | None:
     number = value.tolist() if hasattr(value, "tolist") else value
     if number is None or number == -1:
         return None

@@ -50,7 +50,7 @@ from rlhf_ppo.models.loading import NOT_HERE
 from rlhf_ppo.ranks.processes import get_logger, num_processes
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.ranks.signals import leave_signals_to_parent
-from rlhf_ppo.rewards.functions import check_columns
+from rlhf_ppo.rewards.functions import check_not_arguments
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, tokenizer_beside
 from rlhf_ppo.rewards.scorer import Answer, settings_of_row, silent_ids
 from rlhf_ppo.run.episodes import EpisodeRollouts
@@ -467,7 +467,7 @@ class PromptPreparation:
             return dataset
         args = self.args
         if self.columns_are_read and num_rows(dataset):
-            check_columns(columns_of(dataset, name), name)
+            check_not_arguments(columns_of(dataset, name), name)
         if isinstance(dataset, Dataset) and args.remove_unused_columns and not self.columns_are_read:
             used = {*PROMPT_COLUMNS, *TRAINER_COLUMNS, args.length_column_name}
             prompt_column(dataset.column_names, name)
