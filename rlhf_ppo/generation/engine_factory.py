@@ -75,7 +75,7 @@ class BaselineCompletions:
         """
         columns = dict(prompts.columns)
         for kind in self.kinds:
-            with isolated_rng(upcoming_seed(kind), device_specific=False):
+            with isolated_rng(upcoming_seed(kind)):
                 answers = generate(kind)
             response_ids = selected(answers.response_ids, answers.episode_mask)
             name = OPPONENT_COLUMNS[kind]

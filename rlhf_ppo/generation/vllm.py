@@ -135,7 +135,7 @@ class VLLMEngine:
             return
         seeds: list[Any] = [None] * self.vllm.tensor_parallel_size
         torch.distributed.all_gather_object(seeds, int(torch.randint(2**31, ())), group=self.vllm.tp_group)
-        with isolated_rng(seeds[0], device_specific=False):
+        with isolated_rng(seeds[0]):
             yield
 
     def policy_changed(self) -> None:

@@ -55,7 +55,7 @@ def minibatch_generator(seed: int, update: int, rank: int) -> torch.Generator:
 
 
 @contextmanager
-def isolated_rng(seed: int, device_specific: bool = True) -> Iterator[None]:
+def isolated_rng(seed: int, device_specific: bool = False) -> Iterator[None]:
     """Seed every generator in the block, and restore them after it.
 
     Args:
@@ -111,7 +111,7 @@ class RngStream:
 
     def seed(self, *words: int) -> None:
         """Start the stream from these numbers, such as the run's seed and the process index."""
-        with isolated_rng(derive_seed(self.label, *words), device_specific=False):
+        with isolated_rng(derive_seed(self.label, *words)):
             self._states = _rng_states()
 
     @contextmanager

@@ -66,7 +66,7 @@ HELD_OUT_SPLITS = ("test", "validation", "train")
 def data_order(args: PPOConfig, epoch: int = 0) -> AbstractContextManager[None]:
     """Draw the order of an epoch's prompts in the block."""
     seed = args.seed if args.data_seed is None else args.data_seed
-    return isolated_rng(seed + epoch, device_specific=False)
+    return isolated_rng(seed + epoch)
 
 
 def num_prompts(sizes: Sizes, args: PPOConfig) -> int:

@@ -40,7 +40,7 @@ def apart_from_training(run: RunState, model: nn.Module, engine: GenerationEngin
     run.streams.num_apart = 0
     try:
         with (
-            isolated_rng(args.seed),
+            isolated_rng(args.seed, device_specific=True),
             run.streams.rewards.reseeded(args.seed, args.process_index),
             _on_device(model, args.device),
         ):

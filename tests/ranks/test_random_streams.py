@@ -38,7 +38,7 @@ def test_a_block_draws_by_its_seed_and_leaves_every_generator_as_it_was() -> Non
     undisturbed = draw(), draw()
     seed_all(0)
     first = draw()
-    with isolated_rng(7, device_specific=False):
+    with isolated_rng(7):
         inside = draw()
     assert (first, draw()) == undisturbed
     seed_all(7)
