@@ -153,7 +153,7 @@ class KLController(Protocol):
         ...
 
 
-class HasKLCoefficient(Protocol):
+class _HasKLCoefficient(Protocol):
     """Arguments with a KL coefficient."""
 
     kl_coef: float
@@ -166,7 +166,7 @@ class FixedKLController:
         args: Arguments with `kl_coef`, reward per nat.
     """
 
-    def __init__(self, args: HasKLCoefficient) -> None:
+    def __init__(self, args: _HasKLCoefficient) -> None:
         self._args = args
 
     @property
