@@ -4,10 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_ppo.compat.trl import batch_generation, forward, generate
+    from rlhf_ppo.compat.trl import batch_generation, forward, generate, truncate_response
     from rlhf_ppo.config import PPOConfig
     from rlhf_ppo.config.presets import preset
-    from rlhf_ppo.generation.sampling import truncate_response
     from rlhf_ppo.trainer import PPOTrainer
 
 __version__ = "0.1.0"
@@ -21,7 +20,7 @@ _MODULES = {
     "forward": "rlhf_ppo.compat.trl",
     "generate": "rlhf_ppo.compat.trl",
     "preset": "rlhf_ppo.config.presets",
-    "truncate_response": "rlhf_ppo.generation.sampling",
+    "truncate_response": "rlhf_ppo.compat.trl",
 }
 
 

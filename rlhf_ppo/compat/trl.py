@@ -17,6 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from rlhf_ppo.data.rollout import pad_right
 from rlhf_ppo.generation.protocol import Generates
+from rlhf_ppo.generation.sampling import response_mask
 from rlhf_ppo.models.packing import position_ids
 
 
@@ -119,3 +120,17 @@ def forward(
         return_dict=True,
         output_hidden_states=True,
     )
+
+
+def truncate_response(stop_token_id: int, pad_token_id: int, responses: Tensor) -> Tensor:
+    """Replace all tokens after the first stop token by PAD; the stop token stays.
+
+    Args:
+        stop_token_id: The token that ends a response.
+        pad_token_id: Id of the padding; may equal the stop token.
+        responses: Sampled ids, long `(B, T)`.
+
+    Returns:
+        Long `(B, T)`.
+    """
+    return responses.masked_fill(~response_mask(responses, stop_token_id), pad_token_id)

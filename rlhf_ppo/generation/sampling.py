@@ -292,20 +292,6 @@ def response_mask(responses: Tensor, stop_token_id: StopIds) -> Tensor:
     return stops.cumsum(dim=1) - stops == 0
 
 
-def truncate_response(stop_token_id: int, pad_token_id: int, responses: Tensor) -> Tensor:
-    """Replace all tokens after the first stop token by PAD; the stop token stays.
-
-    Args:
-        stop_token_id: The token that ends a response.
-        pad_token_id: Id of the padding; may equal the stop token.
-        responses: Sampled ids, long `(B, T)`.
-
-    Returns:
-        Long `(B, T)`.
-    """
-    return responses.masked_fill(~response_mask(responses, stop_token_id), pad_token_id)
-
-
 def join_responses(
     prompts: Prompts,
     sampled: Tensor,

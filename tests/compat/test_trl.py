@@ -11,8 +11,7 @@ from numpy.testing import assert_allclose
 from torch import Tensor
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from rlhf_ppo.compat.trl import batch_generation, forward, generate
-from rlhf_ppo.generation.sampling import truncate_response
+from rlhf_ppo.compat.trl import batch_generation, forward, generate, truncate_response
 from tests.conftest import tiny_policy, tiny_scorer
 
 CONTRACT = {

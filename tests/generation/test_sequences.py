@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_ppo.compat.trl import truncate_response
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.sampling import (
     StopStrings,
@@ -14,7 +15,6 @@ from rlhf_ppo.generation.sampling import (
     join_responses,
     last_turn,
     response_mask,
-    truncate_response,
 )
 from tests.conftest import make_tokenizer
 
