@@ -19,7 +19,7 @@ NAMES = {
         "_save_checkpoint _save_optimizer_and_scheduler _save_rng_state _save_scaler"
     ),
     TrainingArguments: "_setup_devices",
-    PreTrainedModel: "_can_set_attn_implementation _from_config _no_split_modules _supports_sdpa",
+    PreTrainedModel: "_can_set_attn_implementation _from_config _get_dtype_plan _no_split_modules _supports_sdpa",
     PreTrainedConfig: "_attn_implementation _name_or_path",
     GradientState: "_set_sync_gradients",
 }
