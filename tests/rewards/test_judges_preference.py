@@ -66,7 +66,9 @@ def test_the_win_rate_is_a_share_of_the_scored_rows_of_all_calls() -> None:
     function = RewardFunction(reward, TrainerState, logged.log_metric)
     ids = torch.full((4, 2), 5)
     for theirs in (["worse"] * 4, ["better", None, None, None]):
-        function(scoring_batch(ids, ids > 0, ids[:, 1:] > 0, {"gold": theirs}, ids[:, 0] > 0, tokenizer=make_tokenizer()))
+        function(
+            scoring_batch(ids, ids > 0, ids[:, 1:] > 0, {"gold": theirs}, ids[:, 0] > 0, tokenizer=make_tokenizer())
+        )
     assert logged.drain() == {"preference/win_rate": 0.8, "preference/failed_frac": 0.0}
 
 
