@@ -26,6 +26,7 @@ from rlhf_ppo.models.unwrapping import (
     is_peft_model,
     transformers_model,
     with_adapters,
+    without_activation_wrappers,
     without_wrapper,
 )
 from rlhf_ppo.models.value_model import new_value_model
@@ -219,17 +220,41 @@ def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Tens
         model: A `PeftModel`.
         directory: The directory; PEFT would write an adapter not named "default" into a folder in it.
         state_dict: The model's weights, gathered by a backend; None takes them from the model.
+
+    Raises:
+        RuntimeError: A trained weight would not be in the files; nothing is written.
     """
     name = active_adapter(model)
     options: dict[str, Any] = {"selected_adapters": [name], "state_dict": state_dict}
-    if name == "default":
-        with_adapters(model).save_pretrained(directory, **options)
-        return
-    os.makedirs(directory, exist_ok=True)
-    with TemporaryDirectory(dir=directory) as temporary:
-        with_adapters(model).save_pretrained(temporary, **options)
-        for path in Path(temporary, name).iterdir():
-            os.replace(path, Path(directory, path.name))
+    with without_activation_wrappers(model):
+        if state_dict is not None:
+            _check_holds_adapter(state_dict, model)
+        if name == "default":
+            with_adapters(model).save_pretrained(directory, **options)
+            return
+        os.makedirs(directory, exist_ok=True)
+        with TemporaryDirectory(dir=directory) as temporary:
+            with_adapters(model).save_pretrained(temporary, **options)
+            for path in Path(temporary, name).iterdir():
+                os.replace(path, Path(directory, path.name))
+
+
+def _check_holds_adapter(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Check that PEFT finds each trained weight of the active adapter among gathered ones, whose names may differ."""
+    live = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    trained = {
+        name
+        for name, weight in adapter_state(model, live).items()
+        if isinstance(weight, nn.Parameter) and weight.requires_grad
+    }
+    if lost := trained - adapter_state(model, state_dict).keys():
+        raise RuntimeError(
+            f"the adapter is not saved: PEFT does not find the trained {min(lost)} among the weights that the "
+            "launcher's backend has gathered; launch with DDP or a lower ZeRO stage"
+        )
 
 
 def add_adapter(policy: nn.Module, peft_config: PeftConfig, name: str | None, base_serves_others: bool) -> nn.Module:
@@ -356,12 +381,12 @@ def copy_adapter(source: nn.Module, target: nn.Module) -> None:
     set_peft_model_state_dict(target, state, adapter_name=active_adapter(target))
 
 
-def adapter_state(model: nn.Module) -> dict[str, Tensor]:
+def adapter_state(model: nn.Module, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the weights and buffers of a `PeftModel`'s active adapter; names omit the adapter's."""
     from peft import get_peft_model_state_dict
 
     name = active_adapter(model)
-    return get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return get_peft_model_state_dict(model, state_dict, adapter_name=name, save_embedding_layers=False)
 
 
 def trained_but_not_saved(model: nn.Module) -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -333,6 +334,27 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def without_activation_wrappers(model: nn.Module) -> Iterator[None]:
+    """Take out FSDP's wrappers of layers that recompute activations; put them back after the context.
+
+    They add to the names of modules, not to those of a state dict.
+    """
+    wrappers = [
+        (parent, name, part)
+        for parent in model.modules()
+        for name, part in parent.named_children()
+        if isinstance(part, ActivationWrapper)
+    ]
+    for parent, name, wrapper in reversed(wrappers):  # a wrapper may be in another one, which offloads
+        setattr(parent, name, next(wrapper.children()))
+    try:
+        yield
+    finally:
+        for parent, name, wrapper in wrappers:
+            setattr(parent, name, wrapper)
 
 
 # ---- Sharded parameters ----

@@ -56,25 +56,30 @@ def test_a_killed_run_ends_like_one_that_was_not(config, models, tmp_path):
 
 
 def test_checkpoints_of_which_each_rank_writes_its_shards(models, tmp_path):
-    """They resume bit for bit, and what `save_model` writes beside is whole. In `fsdp2.yaml` rank 0 writes all."""
-    folders = {name: str(tmp_path / name) for name in ("whole", "resumed", "saved")}
+    """They resume bit for bit, and what `save_model` writes beside is whole. In `fsdp2.yaml` rank 0 writes all.
+
+    Layers that recompute activations have other names in the modules than in the weights.
+    """
+    folders = {name: str(tmp_path / name) for name in ("whole", "resumed", "saved", "adapter")}
     runs = {name: {"output_dir": folder, "models": str(models)} for name, folder in folders.items()}
-    whole, resumed, saved = processes.run_all(
+    whole, resumed, *trained = processes.run_all(
         "fsdp2",
         [
             ("train_with_checkpoints", runs["whole"]),
             ("train_with_checkpoints", {**runs["resumed"], "resume": str(tmp_path / "whole" / "checkpoint-1")}),
             ("train", {**runs["saved"], "max_steps": 1}),
+            ("train", {**runs["adapter"], "max_steps": 1, "adapters": True}),
         ],
-        options=["--fsdp_state_dict_type", "SHARDED_STATE_DICT"],
+        options=["--fsdp_state_dict_type", "SHARDED_STATE_DICT", "--fsdp_activation_checkpointing", "true"],
     )
 
     checkpoint = tmp_path / "whole" / "checkpoint-1"
     shards = {path.name for path in (checkpoint / "pytorch_model_fsdp_0").glob("*.distcp")}
     assert shards == {"__0_0.distcp", "__1_0.distcp"} and not (checkpoint / "pytorch_model_fsdp.bin").exists()
     assert_same_end(resumed, whole)
-    loaded = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
-    np.testing.assert_allclose(loaded, saved[0]["logits"], rtol=0, atol=1e-6)
+    for ranks, name in zip(trained, ("saved", "adapter"), strict=True):
+        loaded = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / name))
+        np.testing.assert_allclose(loaded, ranks[0]["logits"], rtol=0, atol=1e-6)
 
 
 def test_three_processes_resume_bit_for_bit(models, tmp_path):

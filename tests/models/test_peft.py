@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from transformers import AutoModelForCausalLM
 
+from rlhf_ppo.models import adapters
 from rlhf_ppo.models.adapters import EXACT_KINDS, INEXACT_OPTIONS
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_logprobs import ragged_batch
@@ -167,7 +170,30 @@ def test_of_the_value_model_only_adapter_and_head_train(make_trainer: MakeTraine
     assert len(moved) == 9 and any(name.endswith("score.modules_to_save.default.weight") for name in moved)
 
 
-# ---- Resuming ----
+# ---- Saving and resuming ----
+
+
+@pytest.mark.parametrize("model", [trained_adapter, lambda: trained_adapter(name="mine")], ids=["default", "named"])
+def test_weights_that_a_backend_has_gathered_are_all_saved_or_none(model: Any, tmp_path: Path):
+    """FSDP wraps layers that recompute activations: the names of modules are not those of the gathered weights."""
+    policy = model()
+    gathered = policy.state_dict()
+    adapters.save_adapter(policy, str(tmp_path / "plain"))
+    layers = policy.get_base_model().model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = offload_wrapper(checkpoint_wrapper(layer))
+    modules = [*policy.modules()]
+
+    adapters.save_adapter(policy, str(tmp_path / "wrapped"), gathered)
+
+    plain, wrapped = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "wrapped"))
+    assert len(plain) == 8 and wrapped.keys() == plain.keys()
+    assert all(torch.equal(wrapped[name], value) for name, value in plain.items())
+    assert [*policy.modules()] == modules
+    others = {name.replace(".layers.1.", ".blocks.1."): value for name, value in gathered.items()}
+    with pytest.raises(RuntimeError, match=r"PEFT does not find the trained base_model\S*\.layers\.1\.self_attn"):
+        adapters.save_adapter(policy, str(tmp_path / "other"), others)
+    assert not (tmp_path / "other").exists()
 
 
 def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer, tmp_path: Path):
