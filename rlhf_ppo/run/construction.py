@@ -299,7 +299,7 @@ def make_parts(
         critic_only: Critic warm-up.
     """
     args, tokens, accelerator, models = run.args, run.tokens, run.accelerator, loaded.models
-    set_up_backend(accelerator, run.models)
+    set_up_backend(accelerator, run.models, args.max_grad_norm)
     kl_controller, score_moments = make_kl_controller(run, inputs.kl_controller), ScoreMoments()
     if args.score_scaling:
         run.stateful.register("score_moments", score_moments)

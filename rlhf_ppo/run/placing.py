@@ -18,18 +18,23 @@ from rlhf_ppo.models.frozen import Offload
 from rlhf_ppo.ranks import processes
 
 
-def set_up_backend(accelerator: Accelerator, model: nn.Module) -> None:
+def set_up_backend(accelerator: Accelerator, model: nn.Module, max_grad_norm: float) -> None:
     """Configure the backend for PPO: exact sums and outputs, weights of one type, and unsharded saved models.
 
     Args:
         accelerator: Has prepared nothing yet.
         model: Policy and value model.
+        max_grad_norm: Where DeepSpeed clips gradients, unless its own configuration file says it.
     """
     _keep_sums_in_float32(accelerator)
     processes.warn_of_missing_fsdp(accelerator)
-    if processes.zero_stage(accelerator) == 3:  # save_model writes unsharded weights
-        zero = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config["zero_optimization"]
-        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    stage = processes.zero_stage(accelerator)
+    if stage is None:
+        return
+    config = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config
+    config.setdefault("gradient_clipping", max_grad_norm)  # DeepSpeed's default is 1
+    if stage == 3:
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # save_model writes whole ones
         processes.give_trained_one_type(model, accelerator)
 
 
