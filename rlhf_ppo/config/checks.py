@@ -500,6 +500,8 @@ def _unsupported_parts(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         yield "accelerator_config", "drop its split_batches: each process reads per_device_train_batch_size rows"
     if config.dispatch_batches:
         yield "accelerator_config", "drop its dispatch_batches: each process reads its own prompts"
+    if not config.even_batches:
+        yield "accelerator_config", "drop its even_batches=False: processes would wait for those without a last batch"
     if config.gradient_accumulation_kwargs and not reduces_once(args):
         yield "accelerator_config", "drop its gradient_accumulation_kwargs: use gradient_accumulation_steps"
     if not config.use_seedable_sampler:

@@ -57,6 +57,21 @@ def test_rejected_arguments_are_named_with_advice(name: str):
     assert getattr(make(**{name: accepted}), name) == accepted
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("split_batches", True),
+        ("dispatch_batches", True),
+        ("even_batches", False),
+        ("use_seedable_sampler", False),
+        ("gradient_accumulation_kwargs", {"num_steps": 2}),
+    ],
+)
+def test_rejected_parts_of_accelerator_config_are_named(part: str, value: Any):
+    with pytest.raises(ValueError, match=f"PPO cannot use accelerator_config=.*: drop its {part}"):
+        make(accelerator_config={part: value})
+
+
 # ---- What TrainingArguments once had ----
 
 # The documented signature of TRL's PPOConfig held the fields of transformers 4.46 to 4.57; these are gone from 5.
