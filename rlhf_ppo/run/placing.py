@@ -44,11 +44,20 @@ def early_accelerator(trainer: Trainer, args: PPOConfig) -> Accelerator | None:
     Args:
         trainer: The trainer, whose constructor has not been called.
         args: Its arguments.
+
+    Raises:
+        ValueError: It is FSDP's version 1.
     """
     if not _uses_fsdp(args) or not torch.distributed.is_initialized():
         return None
     vars(trainer).update(args=args, model=None)  # which this method reads
     trainer.create_accelerator_and_postprocess()
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1:
+        raise ValueError(
+            "fsdp_version=1 is not supported: set fsdp_version: 2 in the launcher's configuration (--fsdp_version 2) "
+            "or in fsdp_config"
+        )
     _keep_sums_in_float32(trainer.accelerator)
     return trainer.accelerator
 

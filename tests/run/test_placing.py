@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from rlhf_ppo.run.placing import set_up_backend
+from rlhf_ppo.run.placing import early_accelerator, set_up_backend
 from tests.conftest import tiny_policy
 
 
@@ -20,3 +21,19 @@ def test_deepspeed_clips_at_max_grad_norm_unless_its_file_says_otherwise(of_file
     set_up_backend(accelerator, tiny_policy(), max_grad_norm=0.25)
 
     assert plugin.deepspeed_config["gradient_clipping"] == used
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_version_1_of_fsdp_is_refused_before_models_are_loaded(version: int, monkeypatch: pytest.MonkeyPatch):
+    """It is what accelerate takes without `fsdp_version`."""
+    plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=None)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    trainer: Any = SimpleNamespace(accelerator=accelerator, create_accelerator_and_postprocess=lambda: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    args: Any = SimpleNamespace(fsdp=True)
+
+    if version == 2:
+        assert early_accelerator(trainer, args) is accelerator
+        return
+    with pytest.raises(ValueError, match="fsdp_version=1 is not supported: set fsdp_version: 2 in the launcher's"):
+        early_accelerator(trainer, args)
