@@ -169,7 +169,10 @@ def make_value_model(original: nn.Module) -> nn.Module:
         )
     if reads_last_token(original):
         return without_adapters(copy_model(original)).float().train().requires_grad_(True)
-    source = without_adapters(copy.deepcopy(original)) if is_peft_model(original) else original
+    source = original
+    if is_peft_model(original):
+        with gathered(original.parameters()):  # ZeRO-3's shards are not copied
+            source = without_adapters(copy.deepcopy(original))
     value_model: Any = new_value_model(source)
     setattr(value_model, MERGED, getattr(source, MERGED, False))
     copy_weights(backbone(source), backbone(value_model))
@@ -363,13 +366,17 @@ def why_not_loaded(error: Exception, path: str | os.PathLike[str], fault: str) -
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Merge a model's adapter, if it has one, into its base, whose weights train as those of any whole model."""
-    if is_peft_model(model):
-        merged: nn.Module = model.merge_and_unload()  # pyright: ignore[reportAssignmentType]
-    elif getattr(model, LOADED, False):
-        merged = merged_in_place(model)
-    else:
+    """Merge a model's adapter, if it has one, into its base, whose weights train as those of any whole model.
+
+    Under ZeRO-3 each rank holds the whole model meanwhile.
+    """
+    if not is_peft_model(model) and not getattr(model, LOADED, False):
         return model
+    with gathered(model.parameters(), modify=True):
+        if is_peft_model(model):
+            merged: nn.Module = model.merge_and_unload()  # pyright: ignore[reportAssignmentType]
+        else:
+            merged = merged_in_place(model)
     setattr(merged, MERGED, True)
     for parameter in merged.parameters():
         parameter.requires_grad_(parameter.is_floating_point())

@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
+from transformers.modeling_utils import set_zero3_state
 from transformers.utils import WEIGHTS_NAME
 
 from rlhf_ppo.models.heads import last_real
@@ -103,7 +104,7 @@ def _joined(
 
 def _names_of_weights(kind: Callable[[PreTrainedConfig], nn.Module], config: PreTrainedConfig) -> list[str]:
     """Return the names; none where transformers cannot make the class, as the one of Qwen 3.5 in its version 5.6."""
-    with torch.device("meta"), contextlib.suppress(AttributeError):
+    with torch.device("meta"), set_zero3_state(), contextlib.suppress(AttributeError):  # without ZeRO-3's shards
         return [*kind(copy.deepcopy(config)).state_dict()]
     return []
 

@@ -23,6 +23,7 @@ from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation import transformers_engine
 from rlhf_ppo.generation.sampling import join_responses, whole_policy
 from rlhf_ppo.models import policy_and_value
+from rlhf_ppo.models.unwrapping import gathered
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests import conftest
 from tests.distributed.processes import scenario_named
@@ -381,6 +382,18 @@ def train_with_reward_model(output_dir: str, models: str, adapters: bool = False
         built_numbers_here=built,
         widths=[int(rollout.response_mask.sum(dim=1).max()) for rollout in rollouts],
     )
+
+
+def made_by_the_constructor(output_dir: str, models: str, **given: Any) -> dict[str, np.ndarray]:
+    """Construct a trainer without a given value model; return its weights and the reward model's, put together."""
+    trainer = make_trainer(output_dir, models, given={"value_model": None, **given})
+    parts = {"value_model": trainer.model.value_model, "reward_model": trainer.reward_model}
+    weights = {}
+    for part, model in parts.items():
+        for name, weight in () if model is None else model.named_parameters():
+            with gathered([weight]):
+                weights[f"{part}.{name.removeprefix('module.')}"] = weight.detach().numpy().copy()
+    return weights
 
 
 def prefers_larger_words(prompts: list[str], pairs: list[list[str]]) -> list[float]:

@@ -2,7 +2,10 @@
 
 import time
 
+import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.distributed import processes
@@ -64,6 +67,36 @@ def test_frozen_models_are_sharded_and_give_the_same_numbers(config, arguments, 
     assert sum(here) >= whole and max(here) < 0.55 * whole  # padding comes to the halves
     if config == "deepspeed_zero3":  # the constructor loads what is trained in shards, too
         assert max(rank["built_numbers_here"] for rank in runs[0]) < 0.55 * ddp[0][0]["built_numbers_here"]
+
+
+def test_a_value_model_is_made_of_sharded_weights_and_adapters_are_merged_into_them(models, tmp_path):
+    """It is made of a policy, of one with an adapter, and of a reward model with an adapter, which is merged too."""
+    policy = AutoModelForCausalLM.from_pretrained(models / "policy")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(models / "reward_model")
+    plain = {name: weight.detach().clone() for name, weight in policy.named_parameters()}
+    adapters = {"model": peft_model(policy, "CAUSAL_LM"), "reward_model": peft_model(reward_model, "SEQ_CLS")}
+    for argument, adapter in adapters.items():
+        adapter.save_pretrained(tmp_path / argument)
+    given = [{}, *({argument: str(tmp_path / argument)} for argument in adapters)]
+    run = {"output_dir": str(tmp_path / "run"), "models": str(models)}
+    made = processes.run_all("deepspeed_zero3", [("made_by_the_constructor", run | each) for each in given])
+
+    merged, rewards = (dict(adapter.merge_and_unload().named_parameters()) for adapter in adapters.values())
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(plain[changed], merged[changed])
+    for (weights, _), source in zip(made, (plain, merged, rewards), strict=True):
+        parts = ("value_model", "reward_model") if source is rewards else ("value_model",)
+        names = [name for name in source if name.startswith("model.")] + ["score.weight"]
+        assert weights.keys() == {f"{part}.{name}" for part in parts for name in names}
+        for name, weight in weights.items():
+            expected = source.get(name.partition(".")[2])  # the head over a policy is new
+            np.testing.assert_array_equal(weight, 0 if expected is None else expected.detach(), err_msg=name)
+
+
+def peft_model(base, task_type):
+    return get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj"], task_type=task_type, init_lora_weights=False)
+    )
 
 
 @pytest.mark.parametrize("config", ["deepspeed_zero1", "deepspeed_zero2"])
