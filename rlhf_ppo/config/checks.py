@@ -501,7 +501,7 @@ def _unsupported_parts(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     if config.dispatch_batches:
         yield "accelerator_config", "drop its dispatch_batches: each process reads its own prompts"
     if not config.even_batches:
-        yield "accelerator_config", "drop its even_batches=False: processes would wait for those without a last batch"
+        yield "accelerator_config", "drop its even_batches=False: each process needs as many batches as the others"
     if config.gradient_accumulation_kwargs and not reduces_once(args):
         yield "accelerator_config", "drop its gradient_accumulation_kwargs: use gradient_accumulation_steps"
     if not config.use_seedable_sampler:

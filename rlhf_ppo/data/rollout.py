@@ -695,7 +695,7 @@ def dealt_evenly(lengths: Sequence[int], max_rows: int) -> list[int]:
 
     Args:
         lengths: Tokens of each row.
-        max_rows: RowIndices of each part; the last may have fewer.
+        max_rows: Rows of each part; the last may have fewer.
 
     Returns:
         Indices of the rows, part after part.

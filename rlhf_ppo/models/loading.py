@@ -323,7 +323,7 @@ def load_processor(
 def _adapted_classifier(
     path: str | os.PathLike[str], argument: str, may_get_a_head: bool, **settings: object
 ) -> nn.Module:
-    """Load a classifier's adapter over its base, without a head in either only if it `may_get_a_head`."""
+    """Load a classifier's adapter over its base; `may_get_a_head`: a head that neither has is new, not an error."""
     from peft import load_peft_weights
 
     base = base_of_adapter(path)

@@ -496,7 +496,7 @@ class PreferenceReward:
         rewards = [compared.reward for compared in self.compare(ours, theirs, columns)]
         if log_metric is not None:
             scored = [reward for reward in rewards if reward is not None]
-            weight = [len(scored)] * (policy_answers is not None)  # TRL's takes none
+            weight = () if policy_answers is None else (len(scored),)  # TRL's `log_metric` takes no weight
             if scored:
                 log_metric(f"{self.__name__}/win_rate", (1 + sum(scored) / len(scored)) / 2, *weight)
             failed = [reward is None and other is not None for reward, other in zip(rewards, theirs, strict=True)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,14 +58,14 @@ class ScoringBatch:
         ended: Whether the response ended with a stop token or a stop string, bool `(B,)`, see
             `rlhf_ppo.generation.sampling.SpecialTokens.ended`.
         stops: The tokens that end a response, which texts leave out if they are special.
-        tokenizer: The policy's tokenizer, which decodes; None in a batch of which nobody reads texts.
+        tokenizer: The policy's tokenizer, which decodes.
     """
 
     responses: Responses
     prompts: Prompts
     ended: Tensor
-    stops: Sequence[int] = ()
-    tokenizer: PreTrainedTokenizerBase | None = None
+    stops: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -81,24 +81,22 @@ class ScoringBatch:
     @cached_property
     def prompt_texts(self) -> list[str]:
         """Each prompt's text, without special tokens, decoded once for all sources."""
-        tokenizer = cast("PreTrainedTokenizerBase", self.tokenizer)
-        return written_texts(tokenizer, self._rows[0], skip_special_tokens=True)
+        return written_texts(self.tokenizer, self._rows[0], skip_special_tokens=True)
 
     @cached_property
     def answers(self) -> list[Answer]:
         """The rows as answers, made once for all sources."""
-        tokenizer = cast("PreTrainedTokenizerBase", self.tokenizer)
         prompt_ids, response_ids = self.prompt_ids(), self.response_ids()
         names = ("prompt", "tools", "chat_template_kwargs")
         columns = {name: self.prompts.columns.get(name) or [None] * len(self) for name in names}
         settings = [settings_of_row(dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-        silent = silent_ids(tokenizer, self.stops)
-        texts = spoken_texts(tokenizer, response_ids, silent)
+        silent = silent_ids(self.tokenizer, self.stops)
+        texts = spoken_texts(self.tokenizer, response_ids, silent)
         records = self.prompts.columns.get(EPISODE_COLUMN)
         messages = [None] * len(self) if records is None else [record.messages for record in records]
         rows = zip(columns["prompt"], texts, self.has_ended, prompt_ids, response_ids, strict=True)
         of_rows = zip(rows, self.written, messages, settings, strict=True)
-        return [Answer(*row, tokenizer, written, episode, silent, how) for row, written, episode, how in of_rows]
+        return [Answer(*row, self.tokenizer, written, episode, silent, how) for row, written, episode, how in of_rows]
 
     @property
     def written(self) -> list[list[bool]]:

@@ -24,7 +24,7 @@ def set_up_backend(accelerator: Accelerator, model: nn.Module, max_grad_norm: fl
     Args:
         accelerator: Has prepared nothing yet.
         model: Policy and value model.
-        max_grad_norm: Where DeepSpeed clips gradients, unless its own configuration file says it.
+        max_grad_norm: Norm to which DeepSpeed clips gradients, unless its configuration file gives one.
     """
     _keep_sums_in_float32(accelerator)
     processes.warn_of_missing_fsdp(accelerator)
@@ -34,7 +34,7 @@ def set_up_backend(accelerator: Accelerator, model: nn.Module, max_grad_norm: fl
     config = cast(Any, accelerator.state).deepspeed_plugin.deepspeed_config
     config.setdefault("gradient_clipping", max_grad_norm)  # DeepSpeed's default is 1
     if stage == 3:
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # save_model writes whole ones
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # for save_model
         processes.give_trained_one_type(model, accelerator)
 
 

@@ -86,7 +86,7 @@ def save_models(
 
 
 def _in_type(state_dict: Mapping[str, Tensor], dtype: torch.dtype, kept: Iterable[str]) -> dict[str, Tensor]:
-    """Return the floating-point weights in another type, but those of names with a part in `kept`.
+    """Return the floating-point weights in another type, except those whose names match a pattern in `kept`.
 
     Tied weights stay one tensor.
     """
