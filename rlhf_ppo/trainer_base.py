@@ -37,7 +37,7 @@ from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
 from rlhf_ppo.reporting.health import health_settings
 from rlhf_ppo.reporting.metrics import MetricWindow, named_apart
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
-from rlhf_ppo.reporting.run_log import save_settings, where_results_are
+from rlhf_ppo.reporting.run_log import save_settings, step_of_policy, where_results_are
 from rlhf_ppo.run import construction, datasets, evaluator, rollouts, saving
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import is_unfinished
@@ -85,8 +85,7 @@ class TrainerBase(Steps, Trainer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __init__(self, inputs: TrainerInputs) -> None:
-        args = inputs.args
-        loaded = construction.load(self, inputs)
+        args, loaded = inputs.args, construction.load(self, inputs)
         models = loaded.models
         self.policy_model, self.value_model, self.reference = models.policy, models.value_model, models.reference
         self.reward_models = [reward.model for reward in models.rewards]
@@ -241,6 +240,7 @@ class TrainerBase(Steps, Trainer):
         reference = None if self.reference is None else self.reference.separate_policy
         names, funcs = self.scorer.names, self._reward_funcs
         made_of = names_of_parts(self.policy_model, reference, self.reward_models, names, funcs, self.dataset_name)
+        made_of |= saving.trained_parts(self._run.models) | {"num_prompts": self._progress.num_prompts or None}
         if self.args.should_save:
             save_settings(self.args, made_of, health_settings(self.callback_handler.callbacks))
 
@@ -672,11 +672,11 @@ class TrainerBase(Steps, Trainer):
             **more: Trainer's other arguments, of which `language`, `license` and `finetuned_from` are used.
         """
         if self.is_world_process_zero():
-            rewards, log = reward_origins(self.reward_models, self.scorer.names), self.state.log_history
+            rewards, chats = reward_origins(self.reward_models, self.scorer.names), renders_chats(self._run.tokenizer)
+            args, log, step, curves = self.args, self.state.log_history, step_of_policy(self), not self.is_in_train
             more |= {"model_name": model_name, "dataset_name": dataset_name or self.dataset_name}
-            curves, chats = not self.is_in_train, renders_chats(self._run.tokenizer)
             save_run_card(
-                self.args, self.policy_model, rewards, log, tags=tags, with_curves=curves, reads_chats=chats, **more
+                args, self.policy_model, rewards, log, step, tags=tags, with_curves=curves, reads_chats=chats, **more
             )
 
     # ---- Counting: one step is one PPO update ----

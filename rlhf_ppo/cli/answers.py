@@ -105,6 +105,8 @@ def answers_in_column(
     answers: list[Answer | None] = []
     for row, one in zip(rows, ours or [None] * len(rows), strict=True):
         known: dict[str, Any] = {} if one is None else {"prompt_ids": one.prompt_ids, "tokenizer": one.tokenizer}
+        if not isinstance(row[column], str | list | None):
+            raise ValueError(f"column {column!r} has {row[column]!r}, which is no text: convert the column")
         texts = [] if row[column] is None else response_texts([row[column]])
         answers += [Answer(row.get("prompt"), text, settings=settings_of_row(row), **known) for text in texts] or [
             None

@@ -15,7 +15,7 @@ from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.trainers import has_reward_model, lora_config
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import AtLeastOne, Interval, option
+from rlhf_ppo.config.checks import AtLeastOne, Interval, check_ranges, option, ranges_of
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.heads import is_head_of_policy
 from rlhf_ppo.models.loading import load_pretrained
@@ -60,6 +60,7 @@ def estimate(argv: Sequence[str] | None = None) -> dict[str, int]:
     program = "rlhf-ppo estimate"
     script_args, args, model_args = parse((EstimateArguments, PPOConfig, ModelConfig), program, argv)
     with user_errors(program):
+        check_ranges(script_args, ranges_of(EstimateArguments))
         num_bytes_by_purpose = estimate_memory(script_args, args, model_args)
     table = Table("memory per device", "GB", "for", title=f"PPO on {script_args.num_devices} device(s)")
     for purpose, num_bytes in num_bytes_by_purpose.items():

@@ -221,6 +221,8 @@ def load_rows(args: JudgeArguments) -> Dataset:
             f"dataset_name={args.dataset_name!r} has no column {missing[0]!r}, but {rows.column_names}: rename one, "
             "or name another with model_column or opponent_column"
         )
+    if args.model is None and None in rows["prompt"]:
+        raise ValueError(f"dataset_name={args.dataset_name!r}: row {[*rows['prompt']].index(None)} has no prompt")
     return rows
 
 

@@ -83,8 +83,10 @@ class Step:
         ]
 
     def names(self, directory: Path) -> bool:
-        """Return whether an option names a directory, which the step reads."""
-        return any(str(directory) in self._words(name) for name in self.options if name != "output_dir")
+        """Return whether an option names a directory, or what is in it, which the step reads."""
+        read = os.path.realpath(directory)
+        words = [word for name in self.options if name != "output_dir" for word in self._words(name)]
+        return any(Path(os.path.realpath(os.path.expanduser(word))).is_relative_to(read) for word in words)
 
     def recorded_options(self) -> dict[str, Any]:
         """Return the options as JSON values, without secrets."""

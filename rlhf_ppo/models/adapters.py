@@ -427,6 +427,11 @@ def changed_settings(model: nn.Module, directory: str) -> list[str]:
     return [f"{name}={before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
 
 
+def adapter_settings(model: nn.Module) -> dict[str, Any]:
+    """Return the settings of a `PeftModel`'s active adapter that change its output and are not empty."""
+    return {name: value for name, value in _settings(with_adapters(model).active_peft_config).items() if value}
+
+
 def _settings(config: PeftConfig) -> dict[str, Any]:
     """Return an adapter's settings as JSON values, without those that change no output; sets of names are sorted."""
     values = json.loads(json.dumps(config.to_dict(), default=list))

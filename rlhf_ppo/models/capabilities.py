@@ -24,7 +24,13 @@ def position_limit(model: nn.Module) -> PositionLimit | None:
     Args:
         model: A transformers model, or a `PeftModel` around one.
     """
-    return stated_limit(text_config(model), type(transformers_model(model)).__name__)
+    limit = stated_limit(text_config(model), type(transformers_model(model)).__name__)
+    parts = model.named_modules()
+    padding = (getattr(part, "padding_idx", None) for name, part in parts if name.endswith("position_embeddings"))
+    if limit is None or (last := next(padding, None)) is None:
+        return limit
+    usable = limit.tokens - last - 1
+    return PositionLimit(usable, f"the model counts positions from {last + 1}, which leaves {usable}")
 
 
 def stated_limit(config: PreTrainedConfig, name: str) -> PositionLimit | None:
@@ -42,7 +48,7 @@ def stated_limit(config: PreTrainedConfig, name: str) -> PositionLimit | None:
         PositionLimit(original, f"beyond {original} the {kind} of {name} changes for all rows of a batch")
         for kind, original in _changing_ropes(config)
     ]
-    if most := getattr(config, "max_position_embeddings", None):
+    if (most := getattr(config, "max_position_embeddings", None) or 0) > 0:  # XLNet states -1
         limits.append(PositionLimit(most, f"the model has {most}"))
     return smallest(limits)
 

@@ -163,7 +163,9 @@ def pooled_score(
     """
     order = (~attention_mask).to(torch.int8).argsort(dim=1, stable=True)
     mask = attention_mask.gather(1, order)
-    ids = input_ids.gather(1, order).masked_fill(~mask, 0)
+    config = text_config(model)
+    pad = getattr(config, "pad_token_id", None)  # ModernBERT's decoder ends a text before it
+    ids = input_ids.gather(1, order).masked_fill(~mask, pad if pad is not None and 0 <= pad < config.vocab_size else 0)
     fields = {} if images is None else model_inputs(images, mask.long())
     return model(input_ids=ids, attention_mask=mask.long(), **fields).logits[:, 0].float()
 
@@ -238,8 +240,8 @@ def is_head_of_policy(value_model: object) -> bool:
     return value_model == "policy" or (is_path and os.path.isfile(os.path.join(value_model, _VALUE_HEAD)))
 
 
-def multiply_in_float32(head: nn.Module) -> None:
-    """Make the linear layers of a head and of its adapters multiply in float32.
+def multiply_in_float32(head: nn.Module, on: bool = True) -> None:
+    """Make the linear layers of a head and of its adapters multiply in float32, or again in the type of their weights.
 
         z = float32(W) float32(h) + float32(b)
 
@@ -250,10 +252,11 @@ def multiply_in_float32(head: nn.Module) -> None:
 
     Args:
         head: A head; its layers are changed in place.
+        on: False undoes an earlier call.
     """
     for layer in head.modules():
         if type(layer) in LINEAR_KINDS:
-            layer.__class__ = Float32Linear
+            layer.__class__ = Float32Linear if on else nn.Linear
 
 
 def is_in_float32(head: nn.Module) -> bool:

@@ -69,7 +69,8 @@ def log_line(logs: Log, update: int, num_updates: int, seconds_per_update: float
     Returns:
         The line; None for Trainer's summary at the end of training and for an empty log.
     """
-    evaluated = next((key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")), None)
+    timed = [key.removesuffix("_runtime") for key in logs if key.endswith("_runtime") and "loss" not in logs]
+    evaluated = timed[-1] if timed else None  # Trainer's own comes after those that functions log
     if evaluated == "train":
         return None
     if "loss" in logs or evaluated is not None:

@@ -55,6 +55,7 @@ def save_run_card(
     policy: nn.Module,
     rewards: Sequence[str],
     log: History,
+    step: int,
     *,
     model_name: str | None,
     dataset_name: str | None,
@@ -71,6 +72,7 @@ def save_run_card(
         policy: The policy.
         rewards: The rewards' origins, see `reward_origins`.
         log: The run's log history.
+        step: The update whose policy is saved, for the final metrics.
         model_name: The card's title; None takes the last part of `hub_model_id` or `output_dir`.
         dataset_name: Hub name or path of the prompts; a path is not shown.
         tags: Additional tags.
@@ -81,7 +83,7 @@ def save_run_card(
     """
     from trl.trainer.utils import generate_model_card, get_comet_experiment_url, get_trackio_space_url
 
-    output_dir = Path(str(args.output_dir))
+    output_dir, until = Path(str(args.output_dir)), [entry for entry in log if entry.get("step", 0) <= step]
     base, name = finetuned_from or model_origin(policy), output_dir.absolute().name
     card = generate_model_card(
         base_model=if_on_hub(base),
@@ -105,7 +107,7 @@ def save_run_card(
         _draw(log, output_dir / CURVES)
     ours = f"using rlhf_ppo {installed_versions().get('rlhf_ppo', '')}"
     card.text = card.text.replace("using [TRL](https://github.com/huggingface/trl)", ours)
-    card.text = with_local_names(card.text, name, base, dataset_name) + _sections(args, rewards, log, output_dir)
+    card.text = with_local_names(card.text, name, base, dataset_name) + _sections(args, rewards, until, output_dir)
     if not reads_chats:
         card.text = card.text.replace('[{"role": "user", "content": question}]', "question", 1)
     if args.stop_strings:  # transformers looks for them with the tokenizer

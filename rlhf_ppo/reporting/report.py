@@ -345,7 +345,7 @@ def _select_evenly(steps: Sequence[int]) -> list[int]:
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a sample table; the response of an episode of several turns has a line for each message."""
-    rows = pd.read_csv(path, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
+    rows = pd.read_csv(path, dtype=str, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
     return [
         {
             "prompt": str(row["query"]),

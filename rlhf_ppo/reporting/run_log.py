@@ -7,11 +7,12 @@ import json
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from transformers import TrainerState
@@ -22,6 +23,9 @@ from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING
 from rlhf_ppo.data.files import optional, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, is_checkpoint, read_judgements
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 History = Sequence[Mapping[str, Any]]
 """A log history: a mapping of metric to value for each log of Trainer."""
@@ -75,6 +79,13 @@ def find_state(run: str | os.PathLike[str]) -> Path | None:
     return max(states, key=lambda state: state.stat().st_mtime_ns, default=None)
 
 
+def step_of_policy(trainer: Trainer) -> int:
+    """Return the update whose policy a trainer has: that of the best model, if Trainer has loaded it."""
+    state = trainer.state
+    has_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint and not trainer.is_in_train
+    return (state.best_global_step if has_best else None) or state.global_step
+
+
 # Settings
 
 SETTINGS_NAME = "ppo_settings.json"
@@ -88,8 +99,9 @@ class RunSettings:
     Attributes:
         arguments: The arguments of `PPOConfig`, without secrets.
         versions: Package to version.
-        made_of: Origins or names of `policy`, another `reference`, `rewards` and `dataset`; `reward_identities`; and
-            `reward_funcs`, the texts that named reward functions, None for other functions.
+        made_of: Origins or names of `policy`, `value_model`, another `reference`, `rewards` and `dataset`;
+            `reward_identities`; `reward_funcs`, the texts that named reward functions, None for other functions;
+            `trained`, the kind of each trained model, with the settings of `adapters`; and `num_prompts`.
         health: The run's properties for the health checks; empty without them.
     """
 
@@ -133,7 +145,7 @@ def save_settings(args: PPOConfig, made_of: Mapping[str, object], health: Mappin
 
     Args:
         args: The run's arguments.
-        made_of: The names of policy and rewards.
+        made_of: As in `RunSettings`.
         health: The settings of its health checks.
     """
     settings = RunSettings(args.to_dict(), installed_versions(), dict(made_of), dict(health))
@@ -210,7 +222,7 @@ def read_audit(directory: str | Path) -> dict[str, Any] | None:
 
 
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
-    """Group runs whose arguments differ only in seed and directory.
+    """Group runs whose settings differ only in seed and directory; runs of one seed are in different groups.
 
     Returns:
         The runs of each label, in their order. A run without settings is its own group.
@@ -233,9 +245,12 @@ def grouped_directories(directories: Sequence[str], separately: bool = False) ->
 
 
 def _by_label(runs: Sequence[T], names: Sequence[str], settings: Sequence[RunSettings]) -> dict[str, list[T]]:
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[str, int], list[int]] = {}
+    seen: Counter[tuple[str, Any]] = Counter()  # runs of the same seed are not one experiment
     for number, setting in enumerate(settings):
-        groups.setdefault(setting.without_seed() or str(number), []).append(number)
+        same, seed = setting.without_seed() or str(number), setting.arguments.get("seed")
+        groups.setdefault((same, seen[same, seed]), []).append(number)
+        seen[same, seed] += 1
     labels = [_label([names[number] for number in group]) for group in groups.values()]
     named = zip(labels, groups.values(), strict=True)
     return {

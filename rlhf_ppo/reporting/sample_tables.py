@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 import re
@@ -21,7 +22,7 @@ from rlhf_ppo.data.images import IMAGES_COLUMN, thumbnails
 from rlhf_ppo.data.prompts import written_texts
 from rlhf_ppo.reporting.console import beside_bars
 from rlhf_ppo.reporting.metrics import named_apart
-from rlhf_ppo.reporting.run_log import SAMPLES_DIR
+from rlhf_ppo.reporting.run_log import SAMPLES_DIR, step_of_policy
 from rlhf_ppo.terminal import cell, markdown
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
         The printed text.
     """
     prompts = "held-out" if held_out else "training"
-    step = trainer.state.global_step
+    step = step_of_policy(trainer)
     title = f"{f'After update {step}' if step else 'Before the first update'}: {prompts} prompts"
     shown = f"{title}\n{df.head(NUM_PRINTED).to_csv(index=False)}"
     if shown != printed:
@@ -147,7 +148,7 @@ def show_table(df: pd.DataFrame, trainer: Trainer, held_out: bool, printed: str 
     path = Path(str(trainer.args.output_dir), SAMPLES_DIR, f"update-{step:05d}.csv")
     with optional("A sample table"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, df.to_csv(index=False))
+        write_text(path, df.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC))  # else not texts with a lone \r
     report_table(df, trainer)
     return shown
 

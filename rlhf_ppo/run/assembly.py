@@ -127,9 +127,8 @@ def assemble_models(
             policy, reference_model, args.ref_adapter_name, peft_config is not None, args.temperature
         )
     separate_reference = None if reference is None else reference.separate_policy
-    if args.lm_head_float32:
-        for language_model in filter(None, (policy, separate_reference)):
-            heads.multiply_in_float32(output_layer(language_model))
+    for language_model in filter(None, (policy, separate_reference)):
+        heads.multiply_in_float32(output_layer(language_model), args.lm_head_float32)
     _warn_of_low_precision(policy, args.learning_rate)
     shares = False if args.torch_compile else args.share_prefixes  # each prefix tree would recompile a model
     share_prefixes(shares, policy, critic, separate_reference, *(reward.model for reward in rewards))

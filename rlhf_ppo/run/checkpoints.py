@@ -32,7 +32,7 @@ EARLIER = "_earlier"
 """Directory in a run's directory for the results of a policy that was trained there before."""
 _RESULTS = (
     *(f"{JUDGED}/", f"{JUDGED}*.parquet", "win_rate*.json", VERDICT),
-    *(f"{SAMPLES_DIR}/", f"{COMPLETIONS_DIR}/", AUDIT_NAME),
+    *(f"{SAMPLES_DIR}/", f"{COMPLETIONS_DIR}/", AUDIT_NAME, TRAINER_STATE_NAME),
 )
 
 _held: set[str] = set()

@@ -336,7 +336,7 @@ def make_scorer(
     """Combine reward models and reward functions in one scorer, models first; place the models.
 
     Raises:
-        ValueError: `reward_weights` does not fit.
+        ValueError: `reward_weights` does not fit, or two comparisons have the same name.
     """
     args, accelerator, logged = run.args, run.accelerator, run.logged
     together = partial(processes.raise_on_all_ranks, accelerator)
@@ -353,6 +353,11 @@ def make_scorer(
         )
         for reward in rewards
     ]
+    compared = [function.__name__ for function in functions if opponent_of(function) is not None]
+    if twice := {name for name in compared if compared.count(name) > 1}:
+        raise ValueError(
+            f"reward_funcs has two comparisons called {min(twice)!r}, and so their metrics: give each a name="
+        )
     sources: list[RewardSource] = [
         function
         if is_reward_source(function)

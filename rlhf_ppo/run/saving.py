@@ -27,13 +27,20 @@ from transformers.trainer_callback import ExportableState
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING, Sizes
 from rlhf_ppo.generation.sampling import SpecialTokens, changed
-from rlhf_ppo.models.adapters import adapter_kind, changed_settings, load_adapter_weights, save_adapter
+from rlhf_ppo.models.adapters import (
+    adapter_kind,
+    adapter_settings,
+    changed_settings,
+    load_adapter_weights,
+    save_adapter,
+)
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_start_elsewhere, remove_saved_models
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, transformers_model
 from rlhf_ppo.ranks.processes import get_logger, is_fsdp, raise_on_all_ranks, zero_stage
 from rlhf_ppo.ranks.random_streams import preserve_rng
+from rlhf_ppo.reporting.model_card import model_origin
 from rlhf_ppo.run import checkpoints as directories
 from rlhf_ppo.run.datasets import check_ranks_alike
 from rlhf_ppo.run.optimization import Optimization
@@ -194,6 +201,16 @@ def kinds_of(models: PolicyAndValue) -> dict[str, str]:
         whole = "a head on the policy" if isinstance(part, ValueHead) else "all weights"
         kinds[argument] = f"a {adapter_kind(part)} adapter" if is_peft_model(part) else whole
     return kinds
+
+
+def trained_parts(models: PolicyAndValue) -> dict[str, Any]:
+    """Return what is trained, the adapters' settings and the value model's origin, for the run's settings."""
+    parts = {"policy": models.policy, "value_model": models.value_model}
+    adapters = {name: adapter_settings(part) for name, part in parts.items() if is_peft_model(part)}
+    described: dict[str, Any] = {"trained": kinds_of(models), "adapters": adapters or None}
+    if not isinstance(models.value_model, ValueHead):
+        described["value_model"] = model_origin(models.value_model)
+    return {name: value for name, value in described.items() if value is not None}
 
 
 def _check_same_kinds(models: PolicyAndValue, checkpoint: str) -> None:

@@ -103,9 +103,10 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 # ---- Encoders as reward models ----
 
 
-@pytest.mark.parametrize("family", ["bert", "deberta-v2", "modernbert"])
-def test_scores_of_encoders_are_those_of_each_text_alone(family: str, make_trainer: Any) -> None:
+@pytest.mark.parametrize("family", ["bert", "deberta-v2", "modernbert", "modernbert-decoder"])
+def test_scores_of_models_with_their_own_pooling_are_those_of_each_text_alone(family: str, make_trainer: Any) -> None:
     model, rows = tiny_model(family, AutoModelForSequenceClassification), [{"input_ids": row} for row in ROWS]
+    model.config.pad_token_id = 35  # ModernBERT's decoder reads the token before it
     trainer = make_trainer(reward_model=model, train_dataset=rows, total_episodes=len(ROWS))
     (rollout,) = train_and_record(trainer)
     texts = zip(rollout.responses.query_responses, rollout.responses.attention_mask, strict=True)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from rlhf_ppo.models.capabilities import check_consistent, positions
+from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.packing import hidden_states
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.architectures import tiny_model
@@ -67,6 +69,17 @@ def test_up_to_the_limit_rows_do_not_depend_on_each_other_and_beyond_it_they_do(
     inside = states_beside(model(), 8, limit)
     torch.testing.assert_close(inside, states_beside(model(), 8, 9), rtol=0, atol=1e-5)
     assert (states_beside(model(), 8, limit + 1) - inside).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet", "roberta"])
+def test_a_classifier_reads_texts_up_to_its_limit(family: str) -> None:
+    model = tiny_model(family, AutoModelForSequenceClassification, max_position_embeddings=24, pad_token_id=1)
+    longest = positions(model)
+    assert longest == (24 if family == "bert" else 22)  # others begin to count behind the padding's position
+    score = FrozenScorer(model)
+    score(torch.full((1, longest), 5), torch.ones(1, longest, dtype=torch.bool))
+    with pytest.raises((IndexError, RuntimeError)):
+        score(torch.full((1, longest + 1), 5), torch.ones(1, longest + 1, dtype=torch.bool))
 
 
 def test_runs_that_may_cross_it_are_refused_at_construction(make_trainer: Any) -> None:

@@ -17,6 +17,7 @@ from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models import policy_and_value as logprobs_module
 from rlhf_ppo.models.heads import (
+    is_in_float32,
     last_token_score,
     multiply_in_float32,
     reads_last_token,
@@ -128,6 +129,14 @@ def policy_with(head: str, dtype: torch.dtype = torch.float32, in_float32: bool 
     if in_float32:
         multiply_in_float32(output_layer(policy))
     return policy
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_next_trainer_of_a_model_multiplies_as_its_own_arguments_say(head: str) -> None:
+    layer = output_layer(policy_with(head))
+    assert is_in_float32(layer)
+    multiply_in_float32(layer, on=False)
+    assert not is_in_float32(layer)
 
 
 def exact(head: nn.Module, states: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -54,6 +54,13 @@ def test_a_section_wins_over_common_and_options_become_words(tmp_path: Path) -> 
     assert plain[:6] == ["--save_strategy", "no", "--bf16", "false", "--packing", "true"]
 
 
+@pytest.mark.parametrize("spelled", ["runs/x/sft", "runs/x/sft/", "./runs/x/sft", "{}/runs/x/sft/checkpoint-1", "no"])
+def test_a_step_reads_another_however_its_directory_is_spelled(spelled: str, empty_place: Path) -> None:
+    named = f"sft_model_path: {spelled.format(empty_place)}"
+    ppo = steps(WHOLE.replace("ppo: {", f"ppo: {{{named}, "), empty_place)["ppo-seed3"]
+    assert ppo.names(Path("runs/x/sft")) == (spelled != "no")
+
+
 @pytest.mark.parametrize(
     ("judge", "model", "opponent", "judge_model"),
     [

@@ -41,6 +41,14 @@ EVALUATION = {
         ),
         (EVALUATION, "evaluated  7/20 | score   1.250 | KL 12.500 | length   10.0 | ended 100% | 0.3 s"),
         ({"eval_red_score": 1.0, "eval_red_runtime": 2.0}, "evaluated red  7/20 | score   1.000 | 2.0 s"),
+        (
+            {"eval_exec_runtime": 9.0, "eval_score": 1.0, "eval_runtime": 2.0},
+            "evaluated  7/20 | score   1.000 | 2.0 s",
+        ),
+        (
+            {"loss": 0.1, "objective/kl": 1.0, "exec_runtime": 9.0},
+            "update     7/20 | KL  1.000 | 4.0 s | 0:00:52 left",
+        ),
         ({"loss": 0.1, "objective/kl": 1e7}, "update     7/20 | KL 1.0e+07 | 4.0 s | 0:00:52 left"),
         (
             {"loss": 6.2694, "mean_token_accuracy": 0.1113, "grad_norm": 1.0},

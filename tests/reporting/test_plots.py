@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def test_the_command_draws_runs_that_differ_in_their_seed_as_one(
     assert lines(axes) == {"ppo": ([8, 16, 24], [0.5, 0.75, 1.25])}
     assert [isinstance(each, PolyCollection) for each in axes.collections] == [True]
     assert list(grouped_directories([str(run) for run in runs], separately=True)) == ["ppo-seed1", "ppo-seed2"]
+    twice = [
+        str(runs[0]),
+        str(shutil.copytree(runs[0], tmp_path / "again")),
+        str(runs[1]),
+    ]  # a seed is in a group once
+    assert list(grouped_directories(twice).values()) == [[twice[0], twice[2]], [twice[1]]]
 
 
 def test_a_log_is_that_of_the_newest_state(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from rlhf_ppo.reporting.sample_tables import is_due, print_table, table_of
+from rlhf_ppo.reporting.report import report_data
+from rlhf_ppo.reporting.run_log import read_runs
+from rlhf_ppo.reporting.sample_tables import is_due, print_table, show_table, table_of
 
 NAN = float("nan")
 QUERIES = ["[INST] Tell me | a story [/INST]", "<b>Hi</b>"]
@@ -60,6 +62,17 @@ def test_the_lines_with_which_all_prompts_begin_are_left_out(capsys: pytest.Capt
     assert "...Tell" in shown and "...Think" in shown and "helpful" not in shown
     print_table(table, num_rows=1)
     assert "helpful" in capsys.readouterr().out and table["query"][1] == f"{default}Think"
+
+
+def test_the_report_shows_the_texts_of_the_files(make_trained: Any) -> None:
+    texts = ["007", "1e3", "a\rb", "NA", 'c\r\nd,"e"']
+    written = samples(texts, texts, [1.0, NAN, 0.5, 2.0, 3.0])
+    trainer = make_trained()
+    show_table(written, trainer, held_out=True)
+    (run,) = read_runs([str(trainer.args.output_dir)])
+    shown = report_data([run])["runs"][0]["samples"][-1]["rows"]
+    assert [(row["prompt"], row["response"]) for row in shown] == [(text.replace("\r", r"\r"),) * 2 for text in texts]
+    assert [row["score"] for row in shown] == [1.0, None, 0.5, 2.0, 3.0]
 
 
 def test_columns_with_one_and_with_several_rewards(table: pd.DataFrame) -> None:

@@ -59,6 +59,15 @@ def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, o
     assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed_frac": 0.25}
 
 
+def test_two_comparisons_in_a_run_need_two_names(make_trainer: Any) -> None:
+    def compared(**name: str) -> PreferenceReward:
+        return PreferenceReward(Recorder(longer), opponent="self", **name)
+
+    with pytest.raises(ValueError, match=r"two comparisons called 'preference'.*: give each a name="):
+        make_trainer(reward_funcs=[compared(), compared()])
+    make_trainer(reward_funcs=[compared(), compared(name="other")])
+
+
 def test_the_win_rate_is_a_share_of_the_scored_rows_of_all_calls() -> None:
     """Not the mean over calls: an opponent is missing where the one response loses."""
     judge = Recorder(lambda prompt, first, second: float(first == "worse" or second == "better"))

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_ppo.data.files import read_object, replacing, write_json
 from rlhf_ppo.run.checkpoints import InUseError, find_start, in_use, last_complete_checkpoint, locked
-from tests.runs import QUICK
+from tests.runs import QUICK, At
 
 
 @pytest.fixture
@@ -101,12 +101,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_files_that_training_does_not_need_cannot_end_it(make_trainer: Any, caplog: Any, tmp_path: Path) -> None:
-    for name in ("ppo_settings.json", "README.md", "trainer_state.json"):
+    for name in ("ppo_settings.json", "README.md"):
         (tmp_path / name).mkdir()
+    log = At("on_train_begin", 0, lambda _: (tmp_path / "trainer_state.json").mkdir())  # an earlier one is moved away
     for name in ("_samples", "_completions"):
         (tmp_path / name).touch()
     run = {**QUICK, "save_strategy": "steps", "save_steps": 2, "num_sample_generations": 3}
-    trainer = make_trainer(output_dir=str(tmp_path), **run)
+    trainer = make_trainer(output_dir=str(tmp_path), callbacks=[log], **run)
     assert trainer.train().global_step == 3
     warned = {message.partition(" could not be written")[0] for message in caplog.messages}
     what = {"The run's settings", "The model card", "The log", "A sample table", "The responses of an update"}
@@ -145,7 +146,8 @@ def test_a_new_run_does_not_inherit_the_results_of_an_earlier_policy(
     of_run = {
         str(path.relative_to(tmp_path)) for name in ("_samples", "_completions") for path in files(tmp_path / name)
     }
-    assert len(of_run) == 6
+    of_run |= {"trainer_state.json"}  # a report of the new run, until it has its own, would show the old curves
+    assert len(of_run) == 7
 
     make_trainer(**run | {"total_episodes": 4}).train()
     assert {str(path.relative_to(tmp_path / "_earlier")) for path in files(tmp_path / "_earlier")} == of_run | judged
@@ -156,7 +158,11 @@ def test_a_new_run_does_not_inherit_the_results_of_an_earlier_policy(
     make_trainer(**run).train(resume_from_checkpoint=True)
     assert not (tmp_path / "_earlier-2").exists()
     make_trainer(**run).train()
-    assert {path.name for path in (tmp_path / "_earlier-2").iterdir()} == {"_samples", "_completions"}
+    assert {path.name for path in (tmp_path / "_earlier-2").iterdir()} == {
+        "_samples",
+        "_completions",
+        "trainer_state.json",
+    }
 
     other = tmp_path / "other"
     (other / "_samples").mkdir(parents=True)

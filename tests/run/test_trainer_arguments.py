@@ -72,6 +72,11 @@ def test_load_best_model_at_end_restores_policy_and_value_of_the_highest_score(
     assert all(not torch.equal(states[2][name], states[4][name]) for name in states[2])  # policy and value moved on
     assert trainer.state.best_metric == pytest.approx(0.9)
     assert trainer.state.best_model_checkpoint == os.path.join(trainer.args.output_dir, "checkpoint-2")
+    trainer.create_model_card()
+    trainer.generate_completions()
+    folder, told = Path(cast(str, trainer.args.output_dir)), 0.9 if load_best else 0.4
+    assert f"| eval_score | {told} |" in (folder / "README.md").read_text()  # of the policy that the card is about
+    assert [path.stem for path in (folder / "_samples").iterdir()] == [f"update-0000{2 if load_best else 4}"]
 
 
 # ---- When to log, evaluate and save ----
