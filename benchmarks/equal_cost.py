@@ -7,10 +7,11 @@
 
 Every method trains for 20 CPU minutes on five seeds with the preset's learning rate and KL coefficient, measured after
 5, 10 and 20. Then each tries the same settings (`TRIALS`) for 10 minutes on two other seeds, and trains again with the
-best of them below 12 nats of KL, if that is not the preset's. The learning rate falls in a line to 0 at the last
-minute, so no method needs to know how many updates it will make. The rows of `one-body` without `--decay` are the
-preset as it is: its rate falls over 36 updates, 18 to 20 CPU minutes. A stopped run resumes at its last checkpoint,
-except TRL's PPO, which starts again. A run has one thread; `--jobs 2` runs two at a time, which makes each slower.
+best of them below 12 nats of KL, if that is not the preset's; the table has both. The learning rate falls in a line to
+0 at the last minute, so no method needs to know how many updates it will make. The rows of `one-body` without
+`--decay` are the preset as it is: its rate falls over 36 updates, 18 to 20 CPU minutes. A stopped run resumes at its
+last checkpoint, except TRL's PPO, which starts again. A run has one thread; `--jobs 2` runs two at a time, which makes
+each slower.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ METHODS = {
     "critic": "PPO, value model of its own",
     "trl-ppo": "PPO of TRL 1.12",
 }
-TRIALS = ((5e-4, 0.05), (3e-4, 0.05), (1e-3, 0.05))
+TRIALS = ((5e-4, 0.05), (1e-3, 0.05))
 """Learning rate and KL coefficient; the first are those of the preset `recommended-lora`."""
 SELECTION, FINAL = (11, 12), (1, 2, 3, 4, 5)
 SELECTED_AT, MARKS, MOST_KL = 10, (5, 10, 20), 12
@@ -74,16 +75,13 @@ def chosen(method: str, rows: dict[tuple[str, int, float], dict[str, Any]]) -> t
     return max(allowed, key=lambda trial: fmean(accuracy(run) for run in measured[trial]))
 
 
-def setting(method: str, rows: dict[tuple[str, int, float], dict[str, Any]]) -> tuple[float, float]:
-    """Return a method's chosen trial; the preset's until all trials have their rows."""
-    return chosen(method, rows) or TRIALS[0]
-
-
 def missing(rows: dict[tuple[str, int, float], dict[str, Any]]) -> list[tuple[str, tuple[float, float], int]]:
     """Return the runs without their last row: the final seeds, a seed of all methods before the next, then trials."""
-    finals = [(name, setting(name, rows), seed) for seed in FINAL for name in METHODS]
+    finals = [(name, TRIALS[0], seed) for seed in FINAL for name in METHODS]
     trials = [(name, trial, seed) for trial in TRIALS for seed in SELECTION for name in METHODS]
-    runs = [(run, MARKS[-1]) for run in finals] + [(run, SELECTED_AT) for run in trials]
+    best = {name: trial for name in METHODS if (trial := chosen(name, rows)) not in (None, TRIALS[0])}
+    again = [(name, trial, seed) for seed in FINAL for name, trial in best.items()]
+    runs = [*((run, MARKS[-1]) for run in (*finals, *again)), *((run, SELECTED_AT) for run in trials)]
     return [run for run, mark in runs if (label(*run[:2]), run[2], mark) not in rows]
 
 
@@ -110,7 +108,7 @@ def train(run: tuple[str, tuple[float, float], int], options: argparse.Namespace
 
 
 def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
-    """Summarize the trials and, of each method's chosen one, the final seeds at each mark."""
+    """Summarize the trials, and the final seeds of each that has them at each mark."""
     lines = ["| trial, 10 minutes | seeds | all ten | KL, nats | steps |", "|---|---|---|---|---|"]
     for name in METHODS:
         for trial in TRIALS:
@@ -121,9 +119,9 @@ def table(rows: dict[tuple[str, int, float], dict[str, Any]]) -> str:
                 lines.append(f"| {label(name, trial)} | {len(runs)} | {' | '.join(figures)} | {steps:.0f} |")
     titles = ["method", "CPU minutes", "seeds", "all ten", "six", "pairs", "KL, nats", "updates", "memory, GB"]
     lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for name, description in METHODS.items():
+    for name, trial, description in described():
         for mark in MARKS:
-            runs = final_rows(name, mark, rows)
+            runs = final_rows(name, trial, mark, rows)
             if runs:
                 columns = [list(map(accuracy, runs)), *([run[key] for run in runs] for key in ("single", "pairs"))]
                 figures = [shown(column) for column in columns]
@@ -148,10 +146,20 @@ def kl(row: dict[str, Any]) -> float:
     return row["evaluation"]["kl"]
 
 
-def final_rows(method: str, mark: float, rows: dict[tuple[str, int, float], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a method's setting at a mark."""
-    name = label(method, setting(method, rows))
-    return [row for seed in FINAL if (row := rows.get((name, seed, mark)))]
+def described() -> list[tuple[str, tuple[float, float], str]]:
+    """Return each method with each trial, and what they are called in the tables."""
+    return [
+        (name, trial, text if trial == TRIALS[0] else f"{text}, rate {trial[0]:g}")
+        for name, text in METHODS.items()
+        for trial in TRIALS
+    ]
+
+
+def final_rows(
+    method: str, trial: tuple[float, float], mark: float, rows: dict[tuple[str, int, float], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return a trial's rows of the final seeds at a mark."""
+    return [row for seed in FINAL if (row := rows.get((label(method, trial), seed, mark)))]
 
 
 def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None:
@@ -160,8 +168,8 @@ def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None
     from intervals import mean  # pyright: ignore
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for name, description in METHODS.items():
-        points = {mark: runs for mark in MARKS if (runs := final_rows(name, mark, rows))}
+    for name, trial, description in described():
+        points = {mark: runs for mark in MARKS if (runs := final_rows(name, trial, mark, rows))}
         if not points:
             continue
         seeds = min(map(len, points.values()))

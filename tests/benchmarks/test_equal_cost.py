@@ -72,9 +72,9 @@ def test_a_run_with_its_last_mark_is_not_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
-        ({"trial2": (0.6, 11.9)}, 2),
-        ({"trial2": (0.6, 12.0), "trial1": (0.55, 1.0)}, 1),
-        ({f"trial{place}": (0.5, 15.0 - place) for place in range(3)}, 2),
+        ({"trial1": (0.6, 11.9)}, 1),
+        ({"trial1": (0.6, 12.0)}, 0),
+        ({"trial0": (0.5, 15.0), "trial1": (0.5, 14.0)}, 1),
     ],
     ids=["the most accurate", "of those below the KL", "the smallest KL if none is below"],
 )
@@ -105,6 +105,9 @@ def test_a_mark_that_was_measured_twice_counts_the_last_time_and_the_table_has_e
     of_two_seeds = {key: line for key, line in rows.items() if key[1] not in FINAL[2:]}
     assert "| GRPO (TRL 1.16) | 20 | 2 | 0.30 | 0.50 | 0.00 | 5.00 | 13 | 4.6 |" in table(of_two_seeds)
     draw(rows, tmp_path / "picture.svg")
+    rate = f"{TRIALS[1][0]:g}"
+    others = {(key[0].replace("0.0005", rate), *key[1:]): line for key, line in rows.items()}
+    assert f"| GRPO (TRL 1.16), rate {rate} | 20 | 5 | 0.30" in table(rows | others)
     assert "CPU minutes of training" in (tmp_path / "picture.svg").read_text()
 
 
