@@ -73,7 +73,13 @@ class Step:
 
     def argv(self) -> list[str]:
         """Return the arguments of the command."""
-        return [*self.runs, *(word for name in self.options for word in (f"--{name}", *self._words(name)))]
+        return [*self.runs, *(word for name in self.options for word in self._option(name))]
+
+    def _option(self, name: str) -> list[str]:
+        words = self._words(name)
+        if len(words) == 1 and words[0].startswith("-"):  # else argparse takes it for an option
+            return [f"--{name}={words[0]}"]
+        return [f"--{name}", *words]
 
     def _words(self, name: str) -> list[str]:
         value = self.options[name]
@@ -157,7 +163,7 @@ def read_pipeline(path: str | Path) -> Pipeline:
                 f"{name}={options!r:.80} must be options, one per line, without output_dir; PPO's seeds are at the "
                 "top, such as `seeds: [0, 1, 2]`"
             )
-    seeds = content.get("seeds", [0])
+    seeds = content.get("seeds") or [0]
     seeds = seeds if isinstance(seeds, list) else [seeds]
     folder = Path(os.path.expanduser(content["output_dir"]))
     steps = tuple(_steps(folder, content, _policies(seeds, read_record(folder))))

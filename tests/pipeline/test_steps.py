@@ -50,6 +50,10 @@ def test_a_section_wins_over_common_and_options_become_words(tmp_path: Path) -> 
     words = found["ppo-seed3"].argv()
     assert words[words.index("--reward_funcs") + 1 :][:3] == ["length", "f.py:g", "--seed"]
     assert words[words.index("--use_cpu") + 1] == "true"
+    dashes = steps(
+        "output_dir: x\nseeds:\nppo: {sft_model_path: a, reward_funcs: length, stop_strings: ['---']}", tmp_path
+    )
+    assert "--stop_strings=---" in dashes["ppo"].argv()
     plain = steps("output_dir: x\nsft: {save_strategy: no, bf16: false, packing: True}", tmp_path)["sft"].argv()
     assert plain[:6] == ["--save_strategy", "no", "--bf16", "false", "--packing", "true"]
 
