@@ -484,10 +484,12 @@ def _say_adapter_stays(path: str) -> None:
 
 def _adapted_model(trainer_class: object, path: str, settings: dict[str, object], model_args: ModelConfig) -> Any:
     """Load an adapter over its base; with `use_peft` train it further, else merge it and train all weights."""
-    is_reward = trainer_class is _RewardTrainer
-    auto_class = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
-    settings = {**settings, "num_labels": 1} if is_reward else settings
-    model = load_adapter(load_pretrained(auto_class, base_of_adapter(path), "model_name_or_path", **settings), path)
+    argument = "model_name_or_path"
+    if trainer_class is _RewardTrainer:
+        settings, base = {**settings, "num_labels": 1}, base_of_adapter(path)
+        model = load_adapter(load_pretrained(AutoModelForSequenceClassification, base, argument, **settings), path)
+    else:
+        model = load_pretrained(AutoModelForCausalLM, path, argument, **settings)
     return model if model_args.use_peft else without_adapters(model)
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from rlhf_ppo.models.adapters import (
     ADAPTER_DIRECTORY,
     LOADED,
     MERGED,
+    adapter_config,
     base_of_adapter,
     is_adapter_directory,
     load_adapter,
@@ -49,6 +50,9 @@ from rlhf_ppo.models.unwrapping import (
 )
 from rlhf_ppo.models.value_model import AutoClassifier, TRLModel, new_value_model
 from rlhf_ppo.ranks.processes import get_logger
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = get_logger(__name__)
 
@@ -71,9 +75,11 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
         argument: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: It cannot be loaded, or is not a decoder-only language model.
+        ValueError: It cannot be loaded, is not a decoder-only language model, or has a reward model's adapter.
     """
     loaded = load_pretrained(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
+    if is_peft_model(loaded):
+        _check_no_scorer(loaded.active_peft_config, argument, f"{argument} has")
     base = transformers_model(loaded)
     is_wrapper = not hasattr(base, "get_output_embeddings")  # TRL's with a value head
     if is_wrapper or base.config.is_encoder_decoder or base.get_output_embeddings() is None:
@@ -249,6 +255,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     if is_adapter_directory(path):
         if auto_class is AutoModelForSequenceClassification:
             return _adapted_classifier(path, argument, may_get_a_head=False, **kwargs)
+        _check_no_scorer(adapter_config(path), argument, f"{argument}={os.fspath(path)!r} is")
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     is_language_model = auto_class is AutoModelForCausalLM
     if auto_class is AutoModelForSequenceClassification:
@@ -269,15 +276,39 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     if not loads_weights:
         return loaded
     loaded, info = loaded
-    if (fault := _fault_of_files(loaded, info, is_language_model)) is not None:
+    if (fault := _fault_of_files(loaded, info, config)) is not None:
         raise ValueError(f"{passed} {fault}")
     if config is not None:
         setattr(loaded, CHECKPOINT_DTYPE, config.dtype)
     return (loaded, info) if with_info else loaded
 
 
-def _fault_of_files(loaded: PreTrainedModel, info: Mapping[str, Any], is_language_model: bool) -> str | None:
-    """Return why weights that a model needs would be random, or None; a classifier may get a new head."""
+def _check_no_scorer(adapter: PeftConfig, argument: str, what: str) -> None:
+    """Check that a policy's adapter is not one of a reward or value model, as which it would be saved again."""
+    for kind in ("SEQ_CLS", "TOKEN_CLS"):
+        if adapter.task_type == kind:
+            raise ValueError(
+                f"{what} an adapter of a reward model (task_type {kind}): pass it as reward_model, and an SFT model "
+                f"as {argument}"
+            )
+
+
+def _fault_of_files(
+    loaded: PreTrainedModel, info: Mapping[str, Any], language_model: PreTrainedConfig | None
+) -> str | None:
+    """Return why weights that a model needs would be random, or None; a classifier may get a new head.
+
+    Args:
+        loaded: The model.
+        info: What transformers says about its weights.
+        language_model: The configuration in the files of a language model; None for a classifier.
+    """
+    is_language_model, saved_as = language_model is not None, getattr(language_model, "architectures", None) or []
+    if saved_as and all(name.endswith(("ForSequenceClassification", "ForTokenClassification")) for name in saved_as):
+        return (
+            f"is a reward model ({saved_as[0]}), not a language model: pass it as reward_model, and name the model that "
+            "it was trained from"
+        )
     for weight, shape, needed in info["mismatched_keys"]:
         fault = f"holds {weight} of the shape {(*shape,)}, where {type(loaded).__name__} needs {(*needed,)}"
         has_other_labels = not is_language_model and shape[1:] == needed[1:]

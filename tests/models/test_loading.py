@@ -73,6 +73,22 @@ def test_an_adapters_directory_gives_the_adapted_policy(tmp_path: Path) -> None:
     assert not torch.allclose(states(loaded), states(tiny_policy()), atol=1e-2)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_reward_model_is_no_policy(tmp_path: Path, tied: bool) -> None:
+    """Over tied embeddings no weight of the language model is missing; an adapter would be saved as a reward model's."""
+    tiny_scorer(tie_word_embeddings=tied).save_pretrained(tmp_path / "reward")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
+    adapted(base, TaskType.SEQ_CLS).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"ref_model='.*/reward' is a reward model \(LlamaForSequenceC.*\), not a lang"):
+        load_policy(tmp_path / "reward", "ref_model")
+    with pytest.raises(ValueError, match=r"model='.*/adapter' is an adapter of a reward model \(task_type SEQ_CLS\)"):
+        load_policy(tmp_path / "adapter", "model")
+    with pytest.raises(ValueError, match="model has an adapter of a reward model .* an SFT model as model"):
+        load_policy(adapted(tiny_policy(), TaskType.SEQ_CLS), "model")
+    for directory in ("reward", "adapter"):
+        load_classifier(tmp_path / directory, "value_model", is_value_model=True)
+
+
 @pytest.mark.parametrize("argument", ["value_model", "value_model_path"])
 def test_a_language_models_directory_gives_a_scalar_model_with_one_label(tmp_path: Path, argument: str) -> None:
     """`num_labels` is 2 in a configuration that says nothing about it."""
