@@ -239,7 +239,8 @@ def parse_strings(name: str, value: Any) -> Any:
         A list.
 
     Raises:
-        ValueError: There is no text, or a text is empty or has U+FFFD, the decoders' mark of an incomplete character.
+        ValueError: There is no text, or a text is empty or has U+FFFD, the decoders' mark of an incomplete character,
+            or a backslash with n, t or r in place of a line break or tab.
     """
     written = value
     texts = [value] if isinstance(value, str) else value
@@ -248,6 +249,12 @@ def parse_strings(name: str, value: Any) -> Any:
         texts = decoded if isinstance(decoded, list) else texts
     if isinstance(texts, list) and (not texts or any(text == "" or "\ufffd" in str(text) for text in texts)):
         raise ValueError(f"{name}={written!r} must hold non-empty texts without U+FFFD; use None for none")
+    for text in texts if isinstance(texts, list) else ():
+        if escape := re.search(r"\\[ntr](?![a-z])", str(text)):  # not the start of a command such as \right
+            raise ValueError(
+                f"""{name}={written!r} holds a backslash and the letter {escape[0][1]}, not a line break or tab: write """
+                f"""them in JSON, '["\\n"]', or in Python ["\\n"]"""
+            )
     return texts
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from rlhf_ppo.config.checks import suggestion
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS, TRL_REWARDS, builtin_reward
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
@@ -45,8 +47,11 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
         argument: Name of the argument, for errors.
 
     Raises:
-        ValueError: It is neither callable nor a text, or the text names nothing, or a reward that needs settings.
+        ValueError: It is neither callable nor a text, or a model, or the text names nothing, or a reward that needs
+            settings.
     """
+    if isinstance(spec, nn.Module) and hasattr(spec, "config"):
+        raise ValueError(f"{argument} holds a {type(spec).__name__}, which is a model: pass it as reward_model")
     if callable(spec):
         return spec
     name = str(spec)
@@ -61,7 +66,9 @@ def resolve_reward(spec: RewardSpec, argument: str = "reward_funcs") -> Callable
     parts = urllib.parse.urlsplit(name)
     if parts.scheme in ("http", "https") and parts.hostname:
         return RewardEndpoint(name)
-    return load_object(name, argument, f", or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]} or 'http://host/path'")
+    others = f", or one of {[*BUILTIN_REWARDS, *TRL_REWARDS]} or 'http://host/path'"
+    is_reward = argument == "reward_funcs"
+    return load_object(name, argument, f"{others}; pass a reward model as reward_model" if is_reward else others)
 
 
 def resolve_tools(specs: str | Sequence[str] | None) -> list[Callable[..., Any]] | None:

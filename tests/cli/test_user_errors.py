@@ -91,6 +91,7 @@ MISTAKES = [
     (f"{RUN} --learning_rate 3e-4x", "learning_rate='3e-4x' must be a number"),
     (f"{RUN} --seed x", "seed='x' must be a whole number"),
     (f"{RUN} --stop_token foo", "stop_token='foo' must be one of 'eos'"),
+    (rf"{RUN} --stop_strings '\n\n'", r"""write them in JSON, '["\n"]',"""),
     (f"{RUN} --config", "argument --config: expected one argument"),
     (f"{RUN} --no_cuda", "no_cuda"),
     (f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),
@@ -106,7 +107,7 @@ MISTAKES = [
     (f"{RUN} --output_dir used --sft_model_path nowhere", "output_dir='used' holds checkpoints"),
     (f"{LLM} --project-name used --model nowhere", "move them away, or choose another project_name"),
     (f"{RUN} --sft_model_path bare", "sft_model_path='bare'"),
-    (f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is not a language model: lm_head.weight"),
+    (f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is a reward model (LlamaForSeq"),
     (f"{RUN} --reward_model_path base --sft_model_path ./base", "reward_model_path='base' is not a reward model"),
     (f"{RUN} --reward_funcs lenght", "reward_funcs holds 'lenght': write"),
     (

@@ -37,7 +37,7 @@ VALUES: dict[str, Any] = {
 """Valid values of options for which the type does not tell one."""
 
 WRONG: dict[str, tuple[Any, ...]] = {
-    "stop_strings": ([], [""], ["a", ""], "", ["\ufffd"], ["a", None], {"a": "b"}, "[]", '[""]', ["[]"]),
+    "stop_strings": ([], [""], ["a", ""], "", ["\ufffd"], ["a", None], {"a": "b"}, "[]", '[""]', ["[]"], r"\n"),
     "reward_weights": ([], {}, [NAN], {"a": NAN}, ["a"], [True], {"a": "1"}, {1: 1.0}, 1.0, "", "1.0", '{"a": 1'),
     "num_mini_batches": (3,),  # does not divide 8
     "num_generations": (3,),
@@ -167,6 +167,7 @@ def test_values_assigned_later_are_checked_when_the_trainer_starts():
         ("reward_weights", ['{"a": 1.0}'], {"a": 1.0}),
         ("stop_strings", "END", ["END"]),
         ("stop_strings", r'["\n\n", "é"]', ["\n\n", "é"]),
+        ("stop_strings", r"\right)", [r"\right)"]),
     ],
 )
 def test_a_list_may_be_given_as_text(name: str, given: Any, value: Any, tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 from rlhf_ppo.rewards.builtin import BUILTIN_REWARDS
 from rlhf_ppo.rewards.endpoint import RewardEndpoint
 from rlhf_ppo.rewards.resolve import resolve_reward, resolve_rewards
-from tests.conftest import count_w4
+from tests.conftest import count_w4, tiny_scorer
 
 SOURCE = """
 from dataclasses import dataclass
@@ -67,6 +67,13 @@ def test_modules_are_looked_for_in_the_working_directory_and_beside_a_file(folde
     (beside / "neighbour_of_test.py").write_text("SCORE = 2.5\n")
     (beside / "json.py").write_text("import neighbour_of_test\ndef f(**_):\n    return neighbour_of_test.SCORE\n")
     assert resolve_reward("other/json.py:f")() == 2.5 and json.loads("1") == 1
+
+
+def test_a_reward_model_is_no_reward_function() -> None:
+    with pytest.raises(ValueError, match=r"holds a LlamaForSeq\w+, which is a model: pass it as reward_model"):
+        resolve_rewards([tiny_scorer()])
+    with pytest.raises(ValueError, match="holds 'org/name': write .*; pass a reward model as reward_model"):
+        resolve_reward("org/name")
 
 
 def test_built_ins_and_addresses() -> None:
