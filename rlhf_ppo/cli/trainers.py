@@ -239,14 +239,6 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     if has_reward_model(script_args, args):
         if args.share_base_model and is_adapter_directory(path):
             reward_model = path
-        elif path == args.sft_model_path:
-            logger.warning_once(
-                f"{argument}={path!r} is the policy, as in TRL's example: unless it has a score head, the head and "
-                "the scores are random"
-            )
-            reward_model = load_pretrained(
-                AutoModelForSequenceClassification, path, argument, num_labels=1, **settings
-            )
         else:
             reward_model = _load_reward_model(path, settings)
         if is_other and value_path is None and not args.share_base_model:

@@ -108,7 +108,7 @@ MISTAKES = [
     (f"{LLM} --project-name used --model nowhere", "move them away, or choose another project_name"),
     (f"{RUN} --sft_model_path bare", "sft_model_path='bare'"),
     (f"{RUN} --sft_model_path scorer", "sft_model_path='scorer' is a reward model (LlamaForSeq"),
-    (f"{RUN} --reward_model_path base --sft_model_path ./base", "reward_model_path='base' is not a reward model"),
+    (f"{RUN} --reward_model_path base", "reward_model_path='base' is not a reward model: score.weight of Llama"),
     (f"{RUN} --reward_funcs lenght", "reward_funcs holds 'lenght': write"),
     (
         f"{RUN} --reward_funcs nowhere.py:ours",
