@@ -47,9 +47,15 @@ class PPOArgumentParser(CommandParser, TrlParser):
         options, words = first.parse_known_args(None if args is None else [*args])
         config = [] if options.config is None else ["--config", self._config_file(options.config, words)]
         try:
-            return super().parse_args_and_config([*config, *words])
+            *groups, unknown = super().parse_args_and_config([*config, *words], return_remaining_strings=True)
         except yaml.YAMLError as error:  # it names the file and the line
             raise ValueError(f"--config {options.config}: {error}") from error
+        values = dict(zip(unknown[::2], unknown[1::2], strict=True))  # of the file
+        if any(values.get(f"--{section}", "").startswith("{") for section in ("common", "ppo", "report")):
+            raise ValueError(f"--config {options.config} is the file of a pipeline: rlhf-ppo pipeline {options.config}")
+        if values:
+            raise ValueError(f"--config {options.config}: there is no option {', '.join(self._advice(values))}")
+        return tuple(groups)
 
     def _config_file(self, name: str, words: list[str]) -> str:
         """Return a preset's file, with LoRA's rates if only adapters are trained; any other name is a path."""
@@ -69,18 +75,23 @@ class PPOArgumentParser(CommandParser, TrlParser):
     ) -> tuple[Any, list[str]]:
         """Parse; an error explains unknown options."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        known = [action.dest for action in self._actions]
-        advice: list[str] = []
-        for word in (word.partition("=")[0] for word in unknown if word.startswith("--")):
-            name = word.lstrip("-").replace("-", "_")
-            reject_removed([name])
-            hint = hint_for(name, known, CONFIG_HINTS, {})
-            advice.append(f"{word} ({hint})" if hint else word)
+        advice = self._advice(word.partition("=")[0] for word in unknown if word.startswith("--"))
         if unknown:
             raise ValueError(
                 f"there is no option {', '.join(advice)}" if advice else f"no option takes {' '.join(unknown)!r}"
             )
         return parsed, unknown
+
+    def _advice(self, options: Iterable[str]) -> list[str]:
+        """Return unknown options, each with its hint."""
+        known = [action.dest for action in self._actions]
+        advice: list[str] = []
+        for word in options:
+            name = word.lstrip("-").replace("-", "_")
+            reject_removed([name])
+            hint = hint_for(name, known, CONFIG_HINTS, {})
+            advice.append(f"{word} ({hint})" if hint else word)
+        return advice
 
 
 def parse(groups: Sequence[type], program: str, argv: Sequence[str] | None) -> Any:

@@ -96,7 +96,11 @@ MISTAKES = [
     (f"{RUN} --no_cuda", "no_cuda"),
     (f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),
     (f"{RUN} --config nowhere.yaml", "nowhere.yaml"),
-    (f"{RUN} --config unknown.yaml", "learning_rte"),
+    (
+        f"{RUN} --config unknown.yaml",
+        "--config unknown.yaml: there is no option --learning_rte (did you mean 'learning_rate'?)",
+    ),
+    (f"{RUN} --config steps.yaml", "--config steps.yaml is the file of a pipeline: rlhf-ppo pipeline steps.yaml"),
     (f"{RUN} --config list.yaml", "must contain a YAML mapping"),
     (f"{RUN} --dataset_train_split dev", "dataset_train_split='dev', but the data s"),
     (PPO, "dataset_name is not set"),
