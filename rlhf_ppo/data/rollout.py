@@ -188,11 +188,13 @@ class PositionLimit(NamedTuple):
         tokens: Number of tokens.
         reason: What sets the limit, for error messages.
         remedy: How to raise it, for error messages.
+        is_of_prompts: Whether the prompt alone is too long: a shorter response does not help.
     """
 
     tokens: int
     reason: str
     remedy: str = "use a model with more positions"
+    is_of_prompts: bool = False
 
 
 def smallest(limits: Iterable[PositionLimit | None]) -> PositionLimit | None:
@@ -221,11 +223,14 @@ def check_lengths(
     """
     total = longest_prompt + response_length
     if limit is not None and total > limit.tokens:
-        room = limit.tokens - response_length
-        shorter = f"set max_prompt_length={room}" if room > 0 else "lower response_length"
+        of_response = 0 if limit.is_of_prompts else limit.tokens - longest_prompt
+        of_prompt = limit.tokens - response_length
+        ways = [f"lower response_length to {of_response}"] if of_response > 0 else []
+        ways += [f"set max_prompt_length={of_prompt}"] if of_prompt > 0 else []
+        fix = fix or f"{', '.join(ways or ['lower response_length'])}, or {limit.remedy}"
         raise ValueError(
             f"the longest prompt ({longest_prompt} tokens) and {option}={response_length} take {total} positions, but "
-            f"{limit.reason}: {fix or f'{shorter}, or {limit.remedy}'}"
+            f"{limit.reason}: {fix}"
         )
 
 

@@ -85,7 +85,8 @@ def test_a_classifier_reads_texts_up_to_its_limit(family: str) -> None:
 def test_runs_that_may_cross_it_are_refused_at_construction(make_trainer: Any) -> None:
     rows = [{"input_ids": [5] * 6}] * 8
     make_trainer(model=phi3(), response_length=10, train_dataset=rows)
-    with pytest.raises(ValueError, match=r"take 17 positions, but beyond 16 .*longrope.*: set max_prompt_length=5"):
+    ways = "lower response_length to 10, set max_prompt_length=5, or use a model with more"
+    with pytest.raises(ValueError, match=rf"take 17 positions, but beyond 16 .*longrope.*: {ways}"):
         make_trainer(model=phi3(), response_length=11, train_dataset=rows)
 
 
