@@ -18,6 +18,7 @@ from rlhf_ppo.cli.trainers import (
     measured_reward_trainer,
     ppo_trainer,
     running,
+    say_if_template_is_unused,
     sft_trainer,
     text_columns,
     train_and_save,
@@ -115,6 +116,8 @@ def _train(command: str, argv: Sequence[str] | None) -> Any:
                 environment_factory=resolve_environments(script_args.environment),
                 **load_scorers(script_args, args, model_args),
             )
+            if trainer.is_world_process_zero():
+                say_if_template_is_unused(rows[0], trainer.processing_class)
         else:
             make = sft_trainer if command == "sft" else measured_reward_trainer
             trainer = make(args, model_args, *rows)

@@ -205,7 +205,7 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
             return column
     raise ValueError(
         f"{name} has the columns {names}, but none of `prompt` (text or conversation), `text` (text) or `input_ids` "
-        "(token ids): rename the column that holds the prompts, or let --prompt_column of init or train name it"
+        "(token ids): rename the column that holds the prompts, or on a command line name it with --prompt_column"
     )
 
 

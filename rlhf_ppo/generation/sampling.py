@@ -407,8 +407,13 @@ class SpecialTokens:
         return replace(self, stops=stops, ends=stops)
 
 
-def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-    """Return the special tokens from arguments and tokenizer.
+def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, is_stepped: bool = False) -> SpecialTokens:
+    """Return the special tokens from arguments and tokenizer; warn if no token ends a response.
+
+    Args:
+        args: The arguments.
+        tokenizer: The policy's tokenizer.
+        is_stepped: The responses come from the user, who ends them: no warning.
 
     Raises:
         TypeError: `processing_class` is not a tokenizer.
@@ -434,7 +439,7 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Speci
                 f"{name}={getattr(args, name)} needs something that ends a response; set stop_token_id, stop_strings, "
                 "or an eos_token"
             )
-    if stop is None and eos is not None and not args.stop_strings:
+    if stop is None and eos is not None and not args.stop_strings and not is_stepped:
         logger.warning_once(
             "No stop token is set: every response has response_length tokens, even if EOS comes earlier. Set "
             "stop_token='eos' to end responses at EOS."

@@ -209,7 +209,7 @@ CHECKS = (
         "all responses have nearly the same reward",
         "the reward is saturated or too sparse: without differences there is no advantage to learn from",
         (
-            "raise score_clip",
+            "raise score_clip if it is set",
             "raise per_device_train_batch_size",
             "raise temperature",
             "stop earlier (total_episodes)",

@@ -117,7 +117,7 @@ def load(trainer: Trainer, inputs: TrainerInputs) -> LoadedInputs:
     check_ptx(args.ptx_coef, inputs.ptx_dataset)
     if inputs.kl_controller is not None:
         check_coefficient(inputs.kl_controller)
-    tokens = special_tokens(args, tokenizer)
+    tokens = special_tokens(args, tokenizer, is_stepped=is_stepped)
     check_optimization(args.critic_learning_rate, inputs.optimizers)
     policy_loss = resolve_policy_loss(args.policy_loss if inputs.policy_loss is None else inputs.policy_loss)
     args.count_sizes(processes.num_processes(args), num_rows(train_dataset))  # checks them

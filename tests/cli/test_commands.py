@@ -83,6 +83,20 @@ def test_train_scores_with_functions_beside_a_model(places):
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 2
 
 
+@pytest.mark.parametrize("kind", ["text", "conversation", "ids"])
+def test_train_says_that_texts_do_not_get_the_chat_template(places, capsys, kind):
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained("base")
+    prompt = {"text": "w4", "conversation": [{"role": "user", "content": "w4"}], "ids": [4]}[kind]
+    write_rows("rows.jsonl", [{"input_ids" if kind == "ids" else "prompt": prompt}] * 4)
+
+    training_commands.train([*PPO, "--dataset_name", "rows.jsonl", "--reward_funcs", "length", "--dry_run"])
+
+    said = capsys.readouterr().out.count("The prompts are texts: the model's chat template is not used.")
+    assert said == (kind == "text")
+
+
 def test_texts_of_exactly_max_length_tokens_are_whole_if_they_end_as_others_do(places, caplog):
     """Their ends: EOS that TRL adds, or what a chat template writes after a message. One text of 7 tokens is cut."""
     texts = ["w4 w5 w6 w7 w8 w9", "w5", *["w4 w5 w6 w7 w8"] * 3]

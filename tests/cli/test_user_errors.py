@@ -151,7 +151,7 @@ MISTAKES = [
     (f"{PPO} --dataset_name blank.jsonl", "row 6 of train_dataset has an empty prompt: drop such rows, such as by"),
     (
         "init --model base --prompts questions.jsonl --reward_funcs length",
-        "or let --prompt_column of init or train name",
+        "or on a command line name it with --prompt_column",
     ),
     (
         f"{PPO} --dataset_name questions.jsonl --prompt_column query",

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.generation import sampling
 from rlhf_ppo.run.checkpoints import InUseError, in_use
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
-from tests.runs import QUICK, MakeArgs, assert_identical, history, parameters, record_rollouts
+from tests.runs import QUICK, MakeArgs, MakeTrainer, assert_identical, history, parameters, record_rollouts
 
 RUN = QUICK | {"num_ppo_epochs": 2, "learning_rate": 0.01, "kl_coef": 0.3, "missing_eos_penalty": 0.5}
 Rows = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
@@ -46,6 +47,17 @@ def rows(number: int) -> Rows:
     queries = [torch.tensor([5 + number]), torch.tensor([6, 7])]
     responses = [torch.tensor([8, 9 + number, 1]), torch.tensor([7])]
     return queries, responses, torch.tensor([1.0 + number, -0.5])
+
+
+def test_nothing_is_said_of_stop_tokens_where_the_loop_samples(
+    make_stepper: Steps, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sampling.logger, "warning_once", said.append)
+    make_stepper(stop_token=None)
+    assert said == []
+    make_trainer(stop_token=None)
+    assert "No stop token is set" in said[0]
 
 
 def test_two_trainers_one_after_the_other_in_one_directory(make_stepper: Steps) -> None:
