@@ -52,7 +52,9 @@ class PPOArgumentParser(CommandParser, TrlParser):
             raise ValueError(f"--config {options.config}: {error}") from error
         values = dict(zip(unknown[::2], unknown[1::2], strict=True))  # of the file
         if any(values.get(f"--{section}", "").startswith("{") for section in ("common", "ppo", "report")):
-            raise ValueError(f"--config {options.config} is the file of a pipeline: rlhf-ppo pipeline {options.config}")
+            raise ValueError(
+                f"--config {options.config} is the file of a pipeline: rlhf-ppo pipeline {options.config}"
+            )
         if values:
             raise ValueError(f"--config {options.config}: there is no option {', '.join(self._advice(values))}")
         return tuple(groups)

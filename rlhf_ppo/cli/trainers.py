@@ -214,7 +214,7 @@ def ppo_trainer(
     )
 
 
-def say_if_template_is_unused(rows: object, tokenizer: PreTrainedTokenizerBase) -> None:
+def say_if_template_is_unused(rows: object, tokenizer: Any) -> None:
     """Print a line if prompts are texts, to which the tokenizer's chat template is not applied; no stream is read."""
     first = rows[0] if isinstance(rows, Dataset) else {}
     prompt = next((first[column] for column in PROMPT_COLUMNS if column in first), None)

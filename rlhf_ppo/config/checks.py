@@ -252,8 +252,8 @@ def parse_strings(name: str, value: Any) -> Any:
     for text in texts if isinstance(texts, list) else ():
         if escape := re.search(r"\\[ntr](?![a-z])", str(text)):  # not the start of a command such as \right
             raise ValueError(
-                f"""{name}={written!r} holds a backslash and the letter {escape[0][1]}, not a line break or tab: write """
-                f"""them in JSON, '["\\n"]', or in Python ["\\n"]"""
+                f"""{name}={written!r} holds a backslash and the letter {escape[0][1]}, not a line break or tab: """
+                """write a line break in JSON, '["\\n"]', or in Python ["\\n"]"""
             )
     return texts
 

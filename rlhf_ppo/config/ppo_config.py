@@ -427,7 +427,9 @@ class PPOConfig(
 
     # --- Rollout ---
     total_episodes: AtLeastOne | None = _option(
-        None, "Episodes of the whole run. If not set: num_train_epochs x number of prompts x num_generations."
+        None,
+        "Episodes of the whole run, rounded up to whole updates. If not set: num_train_epochs x number of prompts x "
+        "num_generations.",
     )
     response_length: AtLeastOne = _option(53, "Maximum length of a response, in tokens.")
     temperature: Temperature = _option(0.7, "Sampling temperature; divides the logits in every log-probability.")
@@ -445,7 +447,7 @@ class PPOConfig(
     stop_strings: list[str] | None = _option(
         None,
         "Texts that end a response, after the token that completes the text: several values, "
-        """or a JSON list such as '["Question:", "###"]'. Texts in the prompt do not count.""",
+        """or a JSON list such as '["Question:", "\\n"]' with a line break. Texts in the prompt do not count.""",
     )
     local_rollout_forward_batch_size: AtLeastOne = _option(
         64, "Rows that each process generates, or evaluates, at once in the rollout."
@@ -513,7 +515,7 @@ class PPOConfig(
     batch_size: int | None = _option(None, "Derived: episodes per update: local_batch_size x world_size.")
     local_mini_batch_size: int | None = _option(None, "Derived: local_batch_size / num_mini_batches.")
     mini_batch_size: int | None = _option(None, "Derived: batch_size / num_mini_batches.")
-    num_total_batches: int | None = _option(None, "Derived: PPO updates: total_episodes / batch_size.")
+    num_total_batches: int | None = _option(None, "Derived: PPO updates: total_episodes / batch_size, rounded up.")
 
     def __post_init__(self) -> None:
         """Resolve defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""

@@ -306,8 +306,8 @@ def _fault_of_files(
     is_language_model, saved_as = language_model is not None, getattr(language_model, "architectures", None) or []
     if saved_as and all(name.endswith(("ForSequenceClassification", "ForTokenClassification")) for name in saved_as):
         return (
-            f"is a reward model ({saved_as[0]}), not a language model: pass it as reward_model, and name the model that "
-            "it was trained from"
+            f"is a reward model ({saved_as[0]}), not a language model: pass it as reward_model, and name the model "
+            "that it was trained from"
         )
     for weight, shape, needed in info["mismatched_keys"]:
         fault = f"holds {weight} of the shape {(*shape,)}, where {type(loaded).__name__} needs {(*needed,)}"

@@ -91,7 +91,7 @@ MISTAKES = [
     (f"{RUN} --learning_rate 3e-4x", "learning_rate='3e-4x' must be a number"),
     (f"{RUN} --seed x", "seed='x' must be a whole number"),
     (f"{RUN} --stop_token foo", "stop_token='foo' must be one of 'eos'"),
-    (rf"{RUN} --stop_strings '\n\n'", r"""write them in JSON, '["\n"]',"""),
+    (rf"{RUN} --stop_strings '\n\n'", r"""write a line break in JSON, '["\n"]',"""),
     (f"{RUN} --config", "argument --config: expected one argument"),
     (f"{RUN} --no_cuda", "no_cuda"),
     (f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),

@@ -75,15 +75,17 @@ def test_an_adapters_directory_gives_the_adapted_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_reward_model_is_no_policy(tmp_path: Path, tied: bool) -> None:
-    """Over tied embeddings no weight of the language model is missing; an adapter would be saved as a reward model's."""
+    """Over tied embeddings no weight of the language model is missing; an adapter would be saved as it was."""
     tiny_scorer(tie_word_embeddings=tied).save_pretrained(tmp_path / "reward")
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     adapted(base, TaskType.SEQ_CLS).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"ref_model='.*/reward' is a reward model \(LlamaForSequenceC.*\), not a lang"):
+    with pytest.raises(
+        ValueError, match=r"ref_model='.*/reward' is a reward model \(LlamaForSequenceC.*\), not a lang"
+    ):
         load_policy(tmp_path / "reward", "ref_model")
     with pytest.raises(ValueError, match=r"model='.*/adapter' is an adapter of a reward model \(task_type SEQ_CLS\)"):
         load_policy(tmp_path / "adapter", "model")
-    with pytest.raises(ValueError, match="model has an adapter of a reward model .* an SFT model as model"):
+    with pytest.raises(ValueError, match=r"model has an adapter of a reward model .* an SFT model as model"):
         load_policy(adapted(tiny_policy(), TaskType.SEQ_CLS), "model")
     for directory in ("reward", "adapter"):
         load_classifier(tmp_path / directory, "value_model", is_value_model=True)

@@ -72,7 +72,7 @@ def test_modules_are_looked_for_in_the_working_directory_and_beside_a_file(folde
 def test_a_reward_model_is_no_reward_function() -> None:
     with pytest.raises(ValueError, match=r"holds a LlamaForSeq\w+, which is a model: pass it as reward_model"):
         resolve_rewards([tiny_scorer()])
-    with pytest.raises(ValueError, match="holds 'org/name': write .*; pass a reward model as reward_model"):
+    with pytest.raises(ValueError, match=r"holds 'org/name': write .*; pass a reward model as reward_model"):
         resolve_reward("org/name")
 
 
