@@ -166,9 +166,12 @@ MISTAKES = [
     (f"sft {TRL} scorer --dataset_name rows.jsonl", "model_name_or_path='scorer' is a reward model, not a language"),
     (
         f"reward {TRL} base --dataset_name gap.jsonl",
-        "dataset_name='gap.jsonl' has chosen=' w4', rejected=None in row 6",
+        "dataset_name='gap.jsonl' has chosen=' w4', prompt='w4 w5', rejected=None in row 6",
     ),
-    (f"reward {TRL} base --dataset_name mixed.jsonl", "has chosen=[{'role': 'assistant', 'content': 'w4'}], rej"),
+    (
+        f"reward {TRL} base --dataset_name mixed.jsonl",
+        "has chosen=[{'role': 'assistant', 'content': 'w4'}], prompt='w4",
+    ),
     (f"sft {QUICK} --bf16 False --dataset_name rows.jsonl", "model_name_or_path=None: give the directory"),
     (f"sft {TRL} base --dataset_name questions.jsonl", "but training needs `text` or `messages`"),
     (f"reward {TRL} nowhere --dataset_name rows.jsonl", "model_name_or_path='nowhere'"),
