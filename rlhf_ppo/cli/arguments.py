@@ -229,7 +229,8 @@ def check_columns(dataset: Rows, alternatives: list[set[str]], name: str = "the 
             f"has the columns {columns}, but training needs {wanted}: rename them, such as by datasets' `{name_it}`"
         )
     elif has and isinstance(dataset, Dataset) and "input_ids" not in has:
-        problem = _unreadable_row(dataset, sorted(has | ({"prompt"} & {*columns} if "chosen" in has else set())))
+        read = has | {"prompt"} if "chosen" in has and "prompt" in dataset.column_names else has
+        problem = _unreadable_row(dataset, sorted(read))
     if problem:
         raise ValueError(f"{name} {problem}")
 
