@@ -135,8 +135,11 @@ def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_s
 
 
 @pytest.mark.filterwarnings("error:Accessing the data pointer")
-def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places):
+def test_an_adapter_of_trls_reward_trainer_scores_over_the_policys_base(places, capsys):
     training_commands.reward(["--model_name_or_path", "base", "--dataset_name", "pairs.jsonl", *QUICK, *LORA])
+    with pytest.raises(SystemExit):
+        training_commands.sft([*TEXTS, *QUICK, "--model_name_or_path", "out"])
+    assert "model_name_or_path='out' is an adapter of a reward model" in capsys.readouterr().err
     options = [*LORA, "--reward_model_path", "out", "--share_base_model", "--output_dir", "ppo"]
     trainer = training_commands.train([*PPO, *options])
 
