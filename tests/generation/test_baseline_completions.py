@@ -21,7 +21,7 @@ class Watching(PreferenceReward):
     """A comparison by length that notes what it is given."""
 
     def __init__(self, opponent: str, scored: bool = True) -> None:
-        super().__init__(self._longer, opponent)
+        super().__init__(self._longer, opponent, name=opponent)
         self.seen: list[dict[str, Any]] = []
         self.scored = scored
 
