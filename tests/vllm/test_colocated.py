@@ -79,7 +79,8 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_asked_for(
 def test_rows_end_at_a_stop_token_or_have_all_tokens(trained: PPOTrainer, stops: list[int]) -> None:
     config = sampling_config(trained.args, trained.tokens.stop, None)
     config.temperature, config.eos_token_id = 2.0, stops
-    sampled = sample_with(trained.sampler.engine, policy_of(trained), some_prompts(), config)
+    prompts = some_prompts(64)  # of 16, none ended on one machine
+    sampled = sample_with(trained.sampler.engine, policy_of(trained), prompts, config)
     assert sampled.lengths is not None
     lengths = sampled.lengths.tolist()
     assert len(set(lengths)) > 1 and max(lengths) == 12
