@@ -89,7 +89,7 @@ class Step:
         ]
 
     def names(self, directory: Path) -> bool:
-        """Return whether an option names a directory, or what is in it, which the step reads."""
+        """Return whether the step reads a directory or a path in it, which one of its options names."""
         read = os.path.realpath(directory)
         words = [word for name in self.options if name != "output_dir" for word in self._words(name)]
         return any(Path(os.path.realpath(os.path.expanduser(word))).is_relative_to(read) for word in words)

@@ -74,7 +74,8 @@ class LoadedRewardModel:
             prompt_ids = encoded_answer(begun, chats).ids if chats else reward_model_ids(begun, self.tokenizer)
             reads = f"{self.argument}, which has its own tokens, reads {len(prompt_ids)} for the prompt alone"
             reason = f"{reads} and has {limit.tokens}"
-            return PositionLimit(len(ids), reason, limit.remedy, True) if len(prompt_ids) >= limit.tokens else None
+            is_too_long = len(prompt_ids) >= limit.tokens
+            return PositionLimit(len(ids), reason, limit.remedy, is_of_prompts=True) if is_too_long else None
         reader: Any = chats.processor if chats else self.template or prompt.tokenizer
         if not is_conversation(prompt.prompt) or reader.chat_template is None:
             return limit

@@ -204,7 +204,7 @@ def kinds_of(models: PolicyAndValue) -> dict[str, str]:
 
 
 def trained_parts(models: PolicyAndValue) -> dict[str, Any]:
-    """Return what is trained, the adapters' settings and the value model's origin, for the run's settings."""
+    """Return the kinds of the trained models, the adapters' settings and the value model's origin."""
     parts = {"policy": models.policy, "value_model": models.value_model}
     adapters = {name: adapter_settings(part) for name, part in parts.items() if is_peft_model(part)}
     described: dict[str, Any] = {"trained": kinds_of(models), "adapters": adapters or None}

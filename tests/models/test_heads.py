@@ -131,12 +131,12 @@ def policy_with(head: str, dtype: torch.dtype = torch.float32, in_float32: bool 
     return policy
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_the_next_trainer_of_a_model_multiplies_as_its_own_arguments_say(head: str) -> None:
-    layer = output_layer(policy_with(head))
-    assert is_in_float32(layer)
-    multiply_in_float32(layer, on=False)
-    assert not is_in_float32(layer)
+@pytest.mark.parametrize("head", ["own weights", "LoRA"])
+def test_the_next_trainer_of_a_model_multiplies_as_its_own_arguments_say(head: str, make_trainer: Any) -> None:
+    policy = policy_with(head, in_float32=False)
+    for in_float32 in (True, False):
+        make_trainer(model=policy, lm_head_float32=in_float32)
+        assert is_in_float32(output_layer(policy)) == in_float32
 
 
 def exact(head: nn.Module, states: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -78,11 +78,8 @@ def test_the_command_draws_runs_that_differ_in_their_seed_as_one(
     assert lines(axes) == {"ppo": ([8, 16, 24], [0.5, 0.75, 1.25])}
     assert [isinstance(each, PolyCollection) for each in axes.collections] == [True]
     assert list(grouped_directories([str(run) for run in runs], separately=True)) == ["ppo-seed1", "ppo-seed2"]
-    twice = [
-        str(runs[0]),
-        str(shutil.copytree(runs[0], tmp_path / "again")),
-        str(runs[1]),
-    ]  # a seed is in a group once
+    copied = shutil.copytree(runs[0], tmp_path / "again")  # of the same seed
+    twice = [str(runs[0]), str(copied), str(runs[1])]
     assert list(grouped_directories(twice).values()) == [[twice[0], twice[2]], [twice[1]]]
 
 

@@ -18,7 +18,6 @@ from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.rewards.identity import function_identities, judge_identities, model_identity
 from rlhf_ppo.rewards.judges import ChatJudge, PreferenceReward, RewardModelJudge, as_judge
 from rlhf_ppo.rewards.resolve import resolve_reward
-from rlhf_ppo.run.saving import trained_parts
 from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer
 from tests.runs import QUICK
 
@@ -78,11 +77,14 @@ def test_runs_are_grouped_by_what_their_reward_does_wherever_its_file_is(tmp_pat
     assert settings[0] == settings[1] != settings[2]
 
 
-def test_runs_that_train_other_weights_are_not_grouped(make_trainer: Any) -> None:
+def test_runs_that_train_other_weights_are_not_grouped(make_trained: Any, tmp_path: Path) -> None:
     lora = [LoraConfig(r=rank, target_modules=["q_proj"]) for rank in (2, 2, 4)]
     kinds = [{"peft_config": config} for config in lora] + [{}, {"value_model": "policy"}]
-    parts = [trained_parts(make_trainer(model=tiny_policy(), **kind)._run.models) for kind in kinds]
-    keys = [RunSettings({"gamma": 1.0}, made_of=part).without_seed() for part in parts]
+    runs = [
+        make_trained(**QUICK, model=tiny_policy(), output_dir=str(tmp_path / f"run{seed}"), seed=seed, **kind)
+        for seed, kind in enumerate(kinds)
+    ]
+    keys = [RunSettings.load(str(run.args.output_dir)).without_seed() for run in runs]
     assert keys[0] == keys[1] and len({*keys}) == 4
 
 
