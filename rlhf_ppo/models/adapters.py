@@ -220,15 +220,10 @@ def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Tens
         model: A `PeftModel`.
         directory: The directory; PEFT would write an adapter not named "default" into a folder in it.
         state_dict: The model's weights, gathered by a backend; None takes them from the model.
-
-    Raises:
-        RuntimeError: A trained weight would not be in the files; nothing is written.
     """
     name = active_adapter(model)
     options: dict[str, Any] = {"selected_adapters": [name], "state_dict": state_dict}
     with without_activation_wrappers(model):
-        if state_dict is not None:
-            _check_holds_adapter(state_dict, model)
         if name == "default":
             with_adapters(model).save_pretrained(directory, **options)
             return
@@ -239,18 +234,25 @@ def save_adapter(model: nn.Module, directory: str, state_dict: Mapping[str, Tens
                 os.replace(path, Path(directory, path.name))
 
 
-def _check_holds_adapter(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Check that PEFT finds each trained weight of the active adapter among gathered ones, whose names may differ."""
-    live = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    trained = {
-        name
-        for name, weight in adapter_state(model, live).items()
-        if isinstance(weight, nn.Parameter) and weight.requires_grad
-    }
-    if lost := trained - adapter_state(model, state_dict).keys():
+def check_holds_adapter(state_dict: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Check that PEFT finds each trained weight of the active adapter among gathered ones, whose names may differ.
+
+    Args:
+        state_dict: The model's weights, gathered by a backend.
+        model: A `PeftModel`.
+
+    Raises:
+        RuntimeError: `save_adapter` would leave a trained weight out.
+    """
+    with without_activation_wrappers(model):
+        live = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        needed = adapter_state(model, live).items()
+        trained = {name for name, weight in needed if isinstance(weight, nn.Parameter) and weight.requires_grad}
+        lost = trained - adapter_state(model, state_dict).keys()
+    if lost:
         raise RuntimeError(
             f"the adapter is not saved: PEFT does not find the trained {min(lost)} among the weights that the "
             "launcher's backend has gathered; launch with DDP or a lower ZeRO stage"

@@ -31,6 +31,7 @@ from rlhf_ppo.models.adapters import (
     adapter_kind,
     adapter_settings,
     changed_settings,
+    check_holds_adapter,
     load_adapter_weights,
     save_adapter,
 )
@@ -63,7 +64,7 @@ def save_models(
     value_directory: str | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the models, or their adapters, in the format of `from_pretrained`.
+    """Write the models, or their adapters, in place of earlier ones, in the format of `from_pretrained`.
 
     Args:
         models: Both models.
@@ -71,12 +72,20 @@ def save_models(
         state_dict: Weights of both models, gathered by a backend; None takes them from the models.
         value_directory: The value model's subdirectory; None does not write it.
         dtype: Type of the policy's saved weights, unless it has an adapter; None: as they are.
+
+    Raises:
+        RuntimeError: A trained weight of an adapter would not be saved; nothing is written or removed.
     """
     parts = [("policy", models.policy, directory)]
     if value_directory is not None:
         parts.append(("value_model", models.value_model, os.path.join(directory, value_directory)))
-    for prefix, part, part_directory in parts:
-        part_state = None if state_dict is None else _with_prefix(state_dict, f"{prefix}.")
+    states = {name: None if state_dict is None else _with_prefix(state_dict, f"{name}.") for name, *_ in parts}
+    for name, part, _ in parts:
+        if is_peft_model(part) and (gathered := states[name]) is not None:
+            check_holds_adapter(gathered, part)
+    remove_saved_models(directory)
+    for name, part, part_directory in parts:
+        part_state = states[name]
         if is_peft_model(part):
             save_adapter(part, part_directory, part_state)
             continue
@@ -120,7 +129,6 @@ def save_all(run: RunState, directory: str, state_dict: Mapping[str, Tensor] | N
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
     dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
     check_start_elsewhere(run.starts, directory)
-    remove_saved_models(directory)
     with stopping_as_trained(models.policy, run.tokens):
         save_models(models, directory, state_dict, value_directory, dtype)
     (run.processor or run.tokenizer).save_pretrained(directory)

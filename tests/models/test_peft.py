@@ -174,7 +174,7 @@ def test_of_the_value_model_only_adapter_and_head_train(make_trainer: MakeTraine
 
 
 @pytest.mark.parametrize("model", [trained_adapter, lambda: trained_adapter(name="mine")], ids=["default", "named"])
-def test_weights_that_a_backend_has_gathered_are_all_saved_or_none(model: Any, tmp_path: Path):
+def test_weights_that_a_backend_has_gathered_are_all_saved(model: Any, tmp_path: Path):
     """FSDP wraps layers that recompute activations: the names of modules are not those of the gathered weights."""
     policy = model()
     gathered = policy.state_dict()
@@ -190,10 +190,21 @@ def test_weights_that_a_backend_has_gathered_are_all_saved_or_none(model: Any, t
     assert len(plain) == 8 and wrapped.keys() == plain.keys()
     assert all(torch.equal(wrapped[name], value) for name, value in plain.items())
     assert [*policy.modules()] == modules
-    others = {name.replace(".layers.1.", ".blocks.1."): value for name, value in gathered.items()}
+
+
+@pytest.mark.parametrize("argument", ["peft_config", "value_peft_config"])
+def test_an_adapter_that_is_not_saved_removes_no_earlier_model(
+    argument: str, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer = make_trainer(**QUICK, **{argument: lora()}, save_critic=True)
+    trainer._save(str(tmp_path), trainer.model.state_dict())
+    saved = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    others = {name.replace(".layers.1.", ".blocks.1."): value for name, value in trainer.model.state_dict().items()}
+
     with pytest.raises(RuntimeError, match=r"PEFT does not find the trained base_model\S*\.layers\.1\.self_attn"):
-        adapters.save_adapter(policy, str(tmp_path / "other"), others)
-    assert not (tmp_path / "other").exists()
+        trainer._save(str(tmp_path), others)
+
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == saved
 
 
 def test_resuming_equals_a_run_that_was_never_stopped(make_trainer: MakeTrainer, tmp_path: Path):
