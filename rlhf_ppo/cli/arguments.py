@@ -6,8 +6,9 @@ import argparse
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, fields
+from types import NoneType
+from typing import Any, cast, get_args, get_type_hints
 
 import yaml
 from datasets import Dataset
@@ -26,6 +27,10 @@ from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.terminal import visible_logger
 
 
+class _NullError(ValueError):
+    """An option of a file is null, but needs a value."""
+
+
 class PPOArgumentParser(CommandParser, TrlParser):
     """A `TrlParser` that takes the name of a preset after `--config`, and whose errors name the closest option.
 
@@ -37,7 +42,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
 
     Raises:
         TypeError: The command line holds an option that `TrainingArguments` no longer has.
-        ValueError: The YAML file cannot be read, or an option is unknown.
+        ValueError: The YAML file cannot be read, or an option is unknown, or null where it needs a value.
     """
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, *_: object, **__: object) -> tuple[Any, ...]:
@@ -48,7 +53,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         config = [] if options.config is None else ["--config", self._config_file(options.config, words)]
         try:
             *groups, unknown = super().parse_args_and_config([*config, *words], return_remaining_strings=True)
-        except yaml.YAMLError as error:  # it names the file and the line
+        except (yaml.YAMLError, _NullError) as error:
             raise ValueError(f"--config {options.config}: {error}") from error
         values = dict(zip(unknown[::2], unknown[1::2], strict=True))  # of the file
         if any(values.get(f"--{section}", "").startswith("{") for section in ("common", "ppo", "report")):
@@ -58,6 +63,16 @@ class PPOArgumentParser(CommandParser, TrlParser):
         if values:
             raise ValueError(f"--config {options.config}: there is no option {', '.join(self._advice(values))}")
         return tuple(groups)
+
+    def set_defaults_with_config(self, **values: Any) -> list[str]:
+        """Take the values of a file."""
+        for group in self.dataclass_types:
+            kinds = get_type_hints(group)
+            names = [field.name for field in fields(group) if field.default is not None]
+            for name in (name for name in names if values.get(name, "") is None):
+                if NoneType not in get_args(kinds[name]):
+                    raise _NullError(f"{name} is null, but needs a value: write it, or delete the line")
+        return super().set_defaults_with_config(**values)
 
     def _config_file(self, name: str, words: list[str]) -> str:
         """Return a preset's file, with LoRA's rates if only adapters are trained; any other name is a path."""

@@ -45,6 +45,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("steps.yaml").write_text(f"output_dir: steps\nppo: {step}\n")
         Path("torn.jsonl").write_text('{"prompt": "w4"}\n{"prompt": \n')
         Path("unknown.yaml").write_text("learning_rte: 1e-5\n")
+        Path("null.yaml").write_text("critic_learning_rate: null\nlearning_rate: null\n")
         Path("open.yaml").write_text("reward_funcs: [length\n")
         Path("game.yaml").write_text("environment: own.py:Game\n")
         Path("list.yaml").write_text("- learning_rate\n")
@@ -99,6 +100,13 @@ MISTAKES = [
     (
         f"{RUN} --config unknown.yaml",
         "--config unknown.yaml: there is no option --learning_rte (did you mean 'learning_rate'?)",
+    ),
+    *(
+        (
+            f"{command} --config null.yaml",
+            "--config null.yaml: learning_rate is null, but needs a value: write it, or d",
+        )
+        for command in (RUN, f"sft {TRL} base --dataset_name rows.jsonl")
     ),
     (f"{RUN} --config steps.yaml", "--config steps.yaml is the file of a pipeline: rlhf-ppo pipeline steps.yaml"),
     (f"{RUN} --config list.yaml", "must contain a YAML mapping"),
