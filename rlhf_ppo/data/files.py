@@ -41,6 +41,20 @@ def optional(what: str) -> Iterator[None]:
         logger.warning(f"{what} could not be written, and the run continues: {error}")
 
 
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name a damaged file in the error that reading it raises.
+
+    Raises:
+        ValueError: The block has not found in the file what it needs.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        fault = f"{type(error).__name__}: {error!s:.200}"
+        raise ValueError(f"{path} cannot be read ({fault}): restore the file, or move it away") from error
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 text file atomically; characters that UTF-8 cannot encode become question marks."""
     with replacing(path) as temporary:

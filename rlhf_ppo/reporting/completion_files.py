@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json
-from rlhf_ppo.data.files import optional, replacing
+from rlhf_ppo.data.files import optional, reading, replacing
 from rlhf_ppo.data.images import thumbnails
 from rlhf_ppo.data.prompts import written_texts
 from rlhf_ppo.data.rollout import Experience, Rollout
@@ -222,8 +222,12 @@ def read_completions(path: str | Path) -> list[dict[str, Any]]:
 
     Args:
         path: The file.
+
+    Raises:
+        ValueError: The file is damaged.
     """
-    return pq.read_table(path).to_pylist()
+    with reading(path):
+        return pq.read_table(path).to_pylist()
 
 
 def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:

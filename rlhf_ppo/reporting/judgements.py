@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlhf_ppo.data.files import read_object, write_json
+from rlhf_ppo.data.files import read_object, reading, write_json
 from rlhf_ppo.rewards.builtin import prompt_text
 from rlhf_ppo.terminal import redacted
 
@@ -370,7 +370,8 @@ def _read(path: Path) -> Judged:
         raise ValueError(f"{path} has no win rate: {error}") from None
     folder = path.resolve().parent
     inside = f"{folder.parent.name}/" if folder.name == JUDGED else ""
-    return Judged(f"{inside}{folder.name}{path.stem.removeprefix(JUDGED)}", figures, pd.read_parquet(path))
+    with reading(path):
+        return Judged(f"{inside}{folder.name}{path.stem.removeprefix(JUDGED)}", figures, pd.read_parquet(path))
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:

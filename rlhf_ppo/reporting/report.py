@@ -25,7 +25,7 @@ from transformers import TrainingArguments
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import as_lines
-from rlhf_ppo.data.files import write_text
+from rlhf_ppo.data.files import reading, write_text
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, read_completions
 from rlhf_ppo.reporting.health import CHECKS, RunContext, warnings_of
 from rlhf_ppo.reporting.judgements import JUDGED, Judged, judged_data, over_seeds, read_judged, student_quantile
@@ -66,7 +66,7 @@ def write_report(
 
     Raises:
         FileNotFoundError: A directory has no run, or no verdicts.
-        ValueError: A run has no log of PPO; or `path` is a file of another kind.
+        ValueError: A run has no log of PPO, or a damaged file; or `path` is a file of another kind.
     """
     path = Path(os.path.expanduser(path))
     if path.exists() and path.suffix.lower() not in (".html", ".htm"):
@@ -345,7 +345,8 @@ def _select_evenly(steps: Sequence[int]) -> list[int]:
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a sample table; the response of an episode of several turns has a line for each message."""
-    rows = pd.read_csv(path, dtype=str, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
+    with reading(path):
+        rows = pd.read_csv(path, dtype=str, keep_default_na=False, nrows=MAX_SAMPLES).to_dict("records")
     return [
         {
             "prompt": str(row["query"]),

@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING
-from rlhf_ppo.data.files import optional, write_json
+from rlhf_ppo.data.files import optional, reading, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
 from rlhf_ppo.reporting.judgements import JUDGED_RATE, is_checkpoint, read_judgements
 
@@ -43,6 +43,7 @@ def read_log(run: Run) -> History:
 
     Raises:
         FileNotFoundError: The directory holds no log.
+        ValueError: The file is damaged.
     """
     if isinstance(run, TrainerState):
         return run.log_history
@@ -51,7 +52,8 @@ def read_log(run: Run) -> History:
     path = find_state(run)
     if path is None:
         raise FileNotFoundError(f"{run} holds no run: neither it nor a checkpoint in it has a {TRAINER_STATE_NAME}")
-    return json.loads(path.read_text(encoding="utf-8"))["log_history"]
+    with reading(path):
+        return [dict(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["log_history"]]
 
 
 def training_log(run: Run) -> History:
@@ -114,7 +116,8 @@ class RunSettings:
     def load(cls, output_dir: str | Path) -> Self:
         """Read the `ppo_settings.json` of a run, or of a checkpoint's run."""
         path = _root(Path(output_dir)) / SETTINGS_NAME
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
+        with reading(path):
+            return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
 
     def without_seed(self) -> str | None:
         """Return a text that is equal for runs that differ only in seed and directory; None without settings."""
@@ -208,7 +211,7 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
         directories: Their output directories, or checkpoints, whose logs end there.
 
     Raises:
-        ValueError: A run has no log of PPO.
+        ValueError: A run has no log of PPO, or a damaged file.
         FileNotFoundError: A directory has no run.
     """
     paths = [Path(directory) for directory in directories]
@@ -218,7 +221,8 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
 def read_audit(directory: str | Path) -> dict[str, Any] | None:
     """Read the `critic_audit.json` of a run; None without one."""
     path = Path(directory, AUDIT_NAME)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    with reading(path):
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:

@@ -209,6 +209,30 @@ def test_a_report_replaces_no_file_of_another_kind(runs: list[Path], tmp_path: P
     assert (tmp_path / "rewards.py").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("trainer_state.json", b'{"log_history": [{'),
+        ("trainer_state.json", b"{}"),
+        ("trainer_state.json", b'{"log_history": [1]}'),
+        ("ppo_settings.json", b"[]"),
+        ("critic_audit.json", b"{"),
+        ("_completions/completions_00001.parquet", b"PAR1"),
+        ("_samples/update-00001.csv", b""),
+        ("judged/judged.parquet", b""),
+    ],
+)
+def test_a_damaged_file_is_named(
+    name: str, content: bytes, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_judgement(runs[0], 0)
+    damaged = runs[0] / name
+    damaged.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(runs[0]), "--output", str(tmp_path / "report.html")])
+    assert ended.value.code == 2 and f"{damaged} cannot be read (" in capsys.readouterr().err
+
+
 def test_first_and_last_by_hand() -> None:
     log = [{"a": float(value)} for value in (1, 2, 3, 4, 5, 9)]
     found = first_and_last([log], "a")
