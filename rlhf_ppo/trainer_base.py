@@ -44,7 +44,7 @@ from rlhf_ppo.run.checkpoints import is_unfinished
 from rlhf_ppo.run.external import ExternalRun
 from rlhf_ppo.run.inputs import TrainerInputs
 from rlhf_ppo.run.learning import CriticOnly
-from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric
+from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric, step_by_metric
 from rlhf_ppo.run.run_state import LoopState, PPOTrainerState, Progress, Stateful, count_update
 from rlhf_ppo.run.steps import Steps
 from rlhf_ppo.terminal import print_text
@@ -564,8 +564,7 @@ class TrainerBase(Steps, Trainer):
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run.agree_on_control()
         if self._schedule_follows_metric and not skip_scheduler:
-            name = self.args.metric_for_best_model or "score"
-            self.lr_scheduler.step(metrics[f"eval_{name.removeprefix('eval_')}"])
+            step_by_metric(self.lr_scheduler, self.args, metrics)
         return metrics
 
     @torch.no_grad()

@@ -213,6 +213,26 @@ def follows_metric(scheduler: object) -> bool:
     return isinstance(scheduler, ReduceLROnPlateau | GreedyLR)
 
 
+def step_by_metric(scheduler: Any, args: PPOConfig, metrics: Mapping[str, float]) -> None:
+    """Step a schedule that follows a metric.
+
+    Args:
+        scheduler: The schedule.
+        args: Gives `metric_for_best_model`; `score` if it is not set.
+        metrics: Those of an evaluation.
+
+    Raises:
+        ValueError: The metric is not among them, such as `score` if no response has a score.
+    """
+    name = f"eval_{(args.metric_for_best_model or 'score').removeprefix('eval_')}"
+    if name not in metrics:
+        raise ValueError(
+            f"the schedule follows metric_for_best_model={args.metric_for_best_model!r}, but the evaluation has no "
+            f"{name}, only {sorted(metrics)}: name one of these, or see why no response has a score"
+        )
+    scheduler.step(metrics[name])
+
+
 def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | None) -> Optimizer:
     """Move the value model's parameters into separate groups, with the same schedule.
 

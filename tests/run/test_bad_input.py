@@ -130,6 +130,19 @@ def test_a_schedule_follows_the_score_of_one_data_set(metric: str, make_trained:
     assert trainer.lr_scheduler.last_epoch == 3
 
 
+@pytest.mark.parametrize(
+    "case",
+    [{"reward_funcs": lambda completions, **_: [None] * len(completions)}, {"metric_for_best_model": "accuracy"}],
+    ids=["no score", "unknown"],
+)
+def test_a_schedule_whose_metric_is_not_evaluated_says_so(case: dict[str, Any], make_trainer: MakeTrainer) -> None:
+    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "save_strategy": "no", "eval_strategy": "steps"}
+    trainer = make_trainer(**QUICK | options | {"eval_steps": 1, "eval_dataset": prompt_rows(2)} | case)
+    metric = case.get("metric_for_best_model", "score")
+    with pytest.raises(ValueError, match=f"the schedule follows .*='{metric}', .* no eval_{metric}, only"):
+        trainer.train()
+
+
 def test_a_stream_is_checked_as_its_rows_come(make_trainer: MakeTrainer) -> None:
     stream = of_length(61).select(range(49, 51)).to_iterable_dataset()
     with pytest.raises(ValueError, match="take 65 positions, but the model has 64"):
