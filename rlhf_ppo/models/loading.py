@@ -369,12 +369,17 @@ def _adapted_classifier(
         of_files.setLevel(level)
     held = load_peft_weights(os.fspath(path), device="cpu")
     random = [name for name in sorted(info["missing_keys"]) if not any(key.endswith(f".{name}") for key in held)]
-    if random and not may_get_a_head:
-        raise ValueError(
+    if random:
+        fault = (
             f"{argument}={os.fspath(path)!r} is an adapter without a head: {random[0]} is neither in it nor in its "
-            f"base {os.fspath(base)!r} and would be random; train one with `rlhf-ppo reward --use_peft`, or with "
-            "task_type='SEQ_CLS' of PEFT"
+            f"base {os.fspath(base)!r}"
         )
+        if not may_get_a_head:
+            raise ValueError(
+                f"{fault} and would be random; train one with `rlhf-ppo reward --use_peft`, or with "
+                "task_type='SEQ_CLS' of PEFT"
+            )
+        logger.warning(f"{fault}. A new head with random weights is trained.")
     return load_adapter(model, path)
 
 

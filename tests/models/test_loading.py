@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -112,12 +113,15 @@ def test_an_adapter_brings_the_head_that_its_base_lacks_or_is_refused(tmp_path: 
         load_classifier(tmp_path / "headless", "reward_model")
 
 
-def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> None:
+def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path, caplog: Any) -> None:
     """PEFT's class for it looks for `prepare_inputs_for_generation`, which a classifier does not have."""
+    PartialState()  # as a trainer has it, for the warning of a new head
     tiny_policy().save_pretrained(tmp_path / "base")
     policy = adapted(load_policy(tmp_path / "base", "model"), TaskType.CAUSAL_LM)
     policy.save_pretrained(tmp_path / "adapter")
     loaded = load_classifier(tmp_path / "adapter", "value_model_path", is_value_model=True)
+    (said,) = (message for message in caplog.messages if "A new head with random weights is trained." in message)
+    assert "/adapter' is an adapter without a head: score.weight is neither in it nor in its base" in said
     assert torch.allclose(states(loaded), states(policy), atol=1e-5)
     assert token_values(loaded, IDS, MASK, last=4).shape == (3, 4)
     kept: Any = load_classifier(tmp_path / "adapter", "value_model", is_value_model=True, merges_adapter=False)
@@ -130,6 +134,7 @@ def test_a_value_model_starts_from_a_language_models_adapter(tmp_path: Path) -> 
 @pytest.mark.parametrize("task", [TaskType.SEQ_CLS, TaskType.CAUSAL_LM])
 def test_a_value_model_of_a_merged_adapter_trains_as_a_whole(tmp_path: Path, task: TaskType) -> None:
     """PEFT leaves the base's weights frozen: the head alone would train."""
+    PartialState()  # as a trainer has it, for the warning of a new head
     tiny_policy().save_pretrained(tmp_path / "base")
     kind = AutoModelForSequenceClassification if task == TaskType.SEQ_CLS else AutoModelForCausalLM
     adapted(kind.from_pretrained(tmp_path / "base", num_labels=1), task).save_pretrained(tmp_path / "adapter")
@@ -196,6 +201,7 @@ def test_adapters_of_the_reward_model_are_merged_into_the_copy() -> None:
 
 @pytest.mark.parametrize("argument", ["reward_model", "value_model"])
 def test_an_adapter_that_transformers_has_loaded_is_merged_into_the_value_model(tmp_path: Path, argument: str) -> None:
+    PartialState()  # as a trainer has it, for the warning of a new head
     tiny_policy().save_pretrained(tmp_path / "base")
     kind = AutoModelForSequenceClassification
     base = kind.from_pretrained(tmp_path / "base", num_labels=1)
