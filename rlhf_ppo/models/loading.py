@@ -65,7 +65,7 @@ NOT_HERE = "is not a directory, and the hub does not provide it"
 # ---- Loading ----
 
 
-def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.Module:
+def load_policy(model: nn.Module | str | os.PathLike[str], argument: str, adapter: str | None = None) -> nn.Module:
     """Return the causal language model itself, or load it from a directory or the hub, in float32.
 
     A directory with an adapter gives a `PeftModel` over the base that the adapter names.
@@ -73,13 +73,15 @@ def load_policy(model: nn.Module | str | os.PathLike[str], argument: str) -> nn.
     Args:
         model: The model, a directory, or a hub name.
         argument: Name of the caller's argument, for error messages.
+        adapter: Name of the adapter that is used; None: the active one.
 
     Raises:
         ValueError: It cannot be loaded, is not a decoder-only language model, or has a reward model's adapter.
     """
     loaded = load_pretrained(AutoModelForCausalLM, model, argument) if isinstance(model, str | os.PathLike) else model
     if is_peft_model(loaded):
-        _check_no_scorer(loaded.active_peft_config, argument, f"{argument} has")
+        used = loaded.peft_config.get(adapter or "", loaded.active_peft_config)
+        check_no_scorer(used, argument, f"{argument} has")
     base = transformers_model(loaded)
     is_wrapper = not hasattr(base, "get_output_embeddings")  # TRL's with a value head
     if is_wrapper or base.config.is_encoder_decoder or base.get_output_embeddings() is None:
@@ -255,7 +257,7 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     if is_adapter_directory(path):
         if auto_class is AutoModelForSequenceClassification:
             return _adapted_classifier(path, argument, may_get_a_head=False, **kwargs)
-        _check_no_scorer(adapter_config(path), argument, f"{argument}={os.fspath(path)!r} is")
+        check_no_scorer(adapter_config(path), argument, f"{argument}={os.fspath(path)!r} is")
         return load_adapter(load_pretrained(auto_class, base_of_adapter(path), argument, **kwargs), path)
     is_language_model = auto_class is AutoModelForCausalLM
     if auto_class is AutoModelForSequenceClassification:
@@ -283,8 +285,17 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     return (loaded, info) if with_info else loaded
 
 
-def _check_no_scorer(adapter: PeftConfig, argument: str, what: str) -> None:
-    """Check that a policy's adapter is not one of a reward or value model, as which it would be saved again."""
+def check_no_scorer(adapter: PeftConfig, argument: str, what: str) -> None:
+    """Check that a policy's adapter is not one of a reward or value model, as which it would be saved again.
+
+    Args:
+        adapter: Its configuration.
+        argument: The argument that takes a policy.
+        what: Start of the message, such as `model has`.
+
+    Raises:
+        ValueError: It is one.
+    """
     for kind in ("SEQ_CLS", "TOKEN_CLS"):
         if adapter.task_type == kind:
             raise ValueError(

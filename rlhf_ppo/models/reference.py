@@ -16,7 +16,7 @@ from rlhf_ppo.models.adapters import (
     trained_in_base,
     trained_weights_kept,
 )
-from rlhf_ppo.models.loading import low_precision_parameters
+from rlhf_ppo.models.loading import check_no_scorer, low_precision_parameters
 from rlhf_ppo.models.policy_and_value import FrozenPolicy, Reference
 from rlhf_ppo.models.unwrapping import active_adapter, copy_model, is_peft_model
 from rlhf_ppo.ranks.processes import get_logger
@@ -60,8 +60,8 @@ def make_reference(
         policy for the kinds of adapters that a model holds one of); else a frozen copy.
 
     Raises:
-        ValueError: `ref_adapter_name` is given without such an adapter, or together with `ref_model`; or the reference
-            would be trained along.
+        ValueError: `ref_adapter_name` is given without such an adapter, with `ref_model`, or for a reward model's
+            adapter; or the reference would be trained along.
     """
     model = adapter = None
     if ref_adapter_name is not None:
@@ -82,13 +82,14 @@ def make_reference(
 def _check_adapter(policy: nn.Module, ref_model: nn.Module | None, ref_adapter_name: str) -> None:
     if ref_model is not None:
         raise ValueError(f"ref_adapter_name={ref_adapter_name!r} and ref_model are both given; pass one of them")
-    adapters = list(policy.peft_config) if is_peft_model(policy) else []
+    adapters = policy.peft_config if is_peft_model(policy) else {}
     others = [name for name in adapters if name != active_adapter(policy)]
     if ref_adapter_name not in others:
         raise ValueError(
             f"ref_adapter_name={ref_adapter_name!r} is not an adapter of the policy other than the "
             f"trained one; there are {others}"
         )
+    check_no_scorer(adapters[ref_adapter_name], "ref_model", f"ref_adapter_name={ref_adapter_name!r} is")
 
 
 def _check_separate_weights(policy: nn.Module, ref_model: nn.Module) -> None:

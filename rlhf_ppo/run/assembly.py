@@ -169,7 +169,7 @@ def _load_models(
     model, ref_model, value_model = inputs.model, inputs.ref_model, inputs.value_model
     scorers = {reward.argument: reward.model for reward in rewards}
     _check_distinct({"model": model, "ref_model": ref_model, **scorers, "value_model": value_model})
-    policy: nn.Module = loading.load_policy(model, "model")
+    policy: nn.Module = loading.load_policy(model, "model", inputs.args.model_adapter_name)
     reference = critic = None
     if ref_model is not None:
         reference = loading.load_policy(ref_model, "ref_model")

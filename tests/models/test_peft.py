@@ -288,6 +288,14 @@ def with_trained_norm() -> Any:
     return policy
 
 
+def with_scorers_adapter(active: str) -> Any:
+    """A policy with its own adapter, "default", and one of a reward model, "scorer"."""
+    policy = trained_adapter()
+    policy.add_adapter("scorer", lora(task_type="SEQ_CLS"))
+    policy.set_adapter(active)
+    return policy
+
+
 def both_active() -> Any:
     policy = two_adapters()
     policy.base_model.set_adapter(["sft", "policy"])
@@ -299,6 +307,18 @@ def both_active() -> Any:
     [
         (lambda: {"model": trained_adapter(), "model_adapter_name": "other"}, "'other' is not an adapter"),
         (lambda: {"ref_adapter_name": "sft"}, "'sft' is not an adapter"),
+        (
+            lambda: {"model": with_scorers_adapter("scorer")},
+            r"model has an adapter of a reward model \(task_type SEQ_",
+        ),
+        (
+            lambda: {"model": with_scorers_adapter("default"), "model_adapter_name": "scorer"},
+            "model has an adapter of a reward model",
+        ),
+        (
+            lambda: {"model": with_scorers_adapter("default"), "ref_adapter_name": "scorer"},
+            "ref_adapter_name='scorer' is an adapter of a reward model .*, and an SFT model as ref_model",
+        ),
         (lambda: {"peft_config": lora(init_lora_weights="pissa")}, "pass ref_model"),
         (lambda: {"model": tiny_policy(attention_bias=True), "peft_config": lora(bias="all")}, "pass ref_model"),
         (lambda: {"model": tiny_policy().requires_grad_(False)}, "model has no trainable parameter"),
@@ -319,6 +339,12 @@ def both_active() -> Any:
 def test_what_cannot_work(make_trainer: MakeTrainer, arguments: Any, message: str):
     with pytest.raises(ValueError, match=message):
         make_trainer(**arguments())
+
+
+def test_a_policy_may_hold_a_reward_models_adapter_beside_its_own(make_trainer: MakeTrainer) -> None:
+    policy = with_scorers_adapter("scorer")
+    trainer = make_trainer(model=policy, model_adapter_name="default", **QUICK)
+    assert trainer.policy_model.active_adapter == "default"
 
 
 @pytest.mark.parametrize(
