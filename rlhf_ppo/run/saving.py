@@ -234,6 +234,17 @@ def _check_same_kinds(models: PolicyAndValue, checkpoint: str) -> None:
             _check_same_model([f"{argument}: {change}" for change in changed_settings(part, directory)])
 
 
+def _check_same_optimizer(args: PPOConfig, checkpoint: str) -> None:
+    """Check that a checkpoint's optimizer state is of the same kind of optimizer; fused or not is the same."""
+    now = comparable_arguments(args)["optim"]
+    before = Progress.load(checkpoint).arguments.get("optim", now)
+    if before.removesuffix("_fused") != now.removesuffix("_fused"):
+        raise ValueError(
+            f"optim={now!r}, but {checkpoint} has the state of optim={before!r}: set optim={before!r}, or start a new "
+            "run from the models in the checkpoint"
+        )
+
+
 def _tied_names(model: nn.Module) -> set[str]:
     """Return the names of weights that share their storage with another one."""
     names: dict[int, list[str]] = {}
@@ -381,6 +392,7 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 if start is not None:
                     check_backend(start, accelerator)
                     _check_same_kinds(run.models, start)
+                    _check_same_optimizer(args, start)
                 elif args.overwrite_output_dir:
                     checkpoints = directories.list_checkpoints(directory)
                     _check_starts_stay(run.starts, checkpoints)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -112,6 +113,13 @@ def went_on(make_trainer: MakeTrainer, at: int = 3, first: Any = None, **changes
     trainer = make_trainer(**{**SAVED, **(first or {}), **changes}, output_dir=f"{run}-on")
     trainer.train(resume_from_checkpoint=f"{run}/checkpoint-{at}")
     return trainer
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch_fused"])
+def test_another_kind_of_optimizer_is_refused(optim: str, make_trainer: MakeTrainer) -> None:
+    message = "optim='adafactor', but .*checkpoint-3 has the state of optim='adamw_torch': set optim='adamw_torch', or"
+    with nullcontext() if optim == "adamw_torch_fused" else pytest.raises(ValueError, match=message):
+        went_on(make_trainer, first={"optim": "adamw_torch"}, total_episodes=8, optim=optim)
 
 
 def test_a_longer_run_has_the_schedule_of_its_length_and_its_rate(make_trainer: MakeTrainer, caplog: Any) -> None:
