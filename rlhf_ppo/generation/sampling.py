@@ -378,8 +378,8 @@ class SpecialTokens:
     Attributes:
         pad: Pads prompts, and responses after their stop token; may equal `stop`, or lie outside the vocabulary.
         stops: Responses are cut after these tokens; the first is `stop_token_id`, or EOS.
-        ends: `missing_eos_penalty` and `missing_eos_score` apply without one of these tokens: the stop tokens, or EOS
-            without any.
+        ends: `missing_eos_penalty` and `missing_eos_score` apply without one of these tokens or a stop string: the
+            stop tokens, or EOS without any stop token or stop string.
         stop_strings: Responses are also cut after these texts; or None.
     """
 
@@ -432,7 +432,8 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, is_st
     if eos is None and args.stop_token == "eos":
         raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
     stop = eos if args.stop_token == "eos" else args.stop_token_id
-    stops, ends = [() if one is None else (one,) for one in (stop, eos if stop is None else stop)]
+    stops, of_eos = [() if one is None else (one,) for one in (stop, eos)]
+    ends = stops if stops or args.stop_strings else of_eos
     for name in ("missing_eos_penalty", "missing_eos_score"):
         if not ends and not args.stop_strings and getattr(args, name) is not None:
             raise ValueError(

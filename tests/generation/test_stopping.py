@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_ppo.generation.sampling import StopStrings, ended, greedy_config, join_responses
+from rlhf_ppo.generation.sampling import StopStrings, ended, greedy_config, join_responses, special_tokens
 from rlhf_ppo.generation.transformers_engine import StopsAtStrings, TransformersEngine
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
@@ -127,6 +127,13 @@ def test_stop_token_and_stop_string_whichever_comes_first() -> None:
     assert joined.response_ids.tolist() == [[5, 7, 0, 0], [5, 1, 0, 0], [5, 6, 8, 9]]
     assert ended(joined, 1, stop).tolist() == [True, True, False]
     assert ended(joined, 1, None).tolist() == [False, True, False]
+
+
+def test_without_a_stop_token_eos_ends_no_response_that_has_stop_strings(make_args: MakeArgs) -> None:
+    responses = join_responses(prompts([5]), torch.tensor([[5, 1, 6]]), None, 0)
+    for strings, expected in ((["w4"], [False]), (None, [True])):
+        tokens = special_tokens(make_args(stop_token=None, stop_strings=strings), make_tokenizer())
+        assert tokens.ended(responses).tolist() == expected
 
 
 # ---- In generate ----
