@@ -565,9 +565,9 @@ class PPOTrainer(TrainerBase):
             The update's metrics.
 
         Raises:
-            ValueError: The number of rows is not that of an update, a row is too long for the models, an id is not in
-                a vocabulary, a response has no token of the policy, or a log-probability is above 0 or not finite.
-                The trainer is unchanged.
+            ValueError: The number of rows is not that of an update, a row has another type or length, or is too long
+                for the models, an id is not in a vocabulary, a response has no token of the policy, a score is not a
+                number, or a log-probability is above 0 or not finite. The trainer is unchanged.
             RuntimeError: The run has had all its updates, or `close` has ended it.
             RunStopped: A signal ended the run.
         """

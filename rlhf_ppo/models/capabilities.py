@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,35 @@ class Vocabulary:
     def never_sampled(self) -> list[int] | None:
         """The ids that some model cannot read, or None."""
         return list(range(self.size, self.num_logits)) or None
+
+
+def check_rows(rows: Mapping[str, Sequence[Tensor]], vocabulary: Vocabulary, limit: PositionLimit | None) -> None:
+    """Check prompts and responses from the user's code; a GPU would only say that an assertion failed.
+
+    Args:
+        rows: Token ids of each row, by the name of the argument: of the prompts, and of the responses.
+        vocabulary: Ids that all models embed.
+        limit: Longest prompt and response together; None without a limit.
+
+    Raises:
+        ValueError: An id is outside the vocabulary or an image's, or a row is too long.
+    """
+    for name, parts in rows.items():
+        for row, ids in enumerate(parts):
+            is_outside = len(ids) and not 0 <= int(ids.long().min()) <= int(ids.long().max()) < vocabulary.size
+            if is_outside or vocabulary.image_token in ids.tolist():
+                texts = "" if is_outside else f" without {vocabulary.image_token}, an image's: pass texts only"
+                raise ValueError(
+                    f"{name}[{row}] holds something other than the token ids 0 to {vocabulary.size - 1} of "
+                    f"{vocabulary.limited_by}{texts}: {ids!r:.80}"
+                )
+    lengths = [sum(map(len, parts)) for parts in zip(*rows.values(), strict=True)]
+    if limit is not None and max(lengths) > limit.tokens:
+        longest = lengths.index(max(lengths))
+        names = " and ".join(f"{name}[{longest}]" for name in rows)
+        raise ValueError(
+            f"{names} have {max(lengths)} tokens together, but {limit.reason}: shorten them, or {limit.remedy}"
+        )
 
 
 def shared_vocabulary(

@@ -27,7 +27,7 @@ from rlhf_ppo.generation.episodes import (
 )
 from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows
 from rlhf_ppo.generation.sampling import Sampler, changed, sample_with
-from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.models.capabilities import Vocabulary, check_rows
 from rlhf_ppo.models.unwrapping import gathers_in_passes
 from rlhf_ppo.ranks.processes import num_processes, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import derive_seed
@@ -133,6 +133,7 @@ class EpisodeRollouts:
         run: RunState,
         sampler: Sampler,
         longest_sequence: PositionLimit | None,
+        vocabulary: Vocabulary,
         opponents: Sequence[str],
     ) -> Play:
         """Return what makes the rollouts.
@@ -142,6 +143,7 @@ class EpisodeRollouts:
             run: The run.
             sampler: Gives the engine that samples the turns, and its settings.
             longest_sequence: The longest that every model supports, or None.
+            vocabulary: Ids that all models embed.
             opponents: Kinds of the policies that reward functions compare with.
 
         Raises:
@@ -151,7 +153,7 @@ class EpisodeRollouts:
             raise ValueError(f"reward_funcs compare with {list(opponents)}, which plays no episodes: leave them out")
         play = partial(self._play, run, sampler.engine, longest_sequence)
         if self.rollout_func is not None:
-            play = partial(self._roll_out, trainer, run)
+            play = partial(self._roll_out, trainer, run, longest_sequence, vocabulary)
 
         def play_with(
             model: nn.Module, prompts: Prompts, config: GenerationConfig | None
@@ -258,15 +260,29 @@ class EpisodeRollouts:
         run.logged.log_extra(EPISODE_COLUMN, [record.summary for record in records])
 
     def _roll_out(
-        self, trainer: Trainer, run: RunState, policy: nn.Module, prompts: Prompts, config: GenerationConfig
+        self,
+        trainer: Trainer,
+        run: RunState,
+        longest_sequence: PositionLimit | None,
+        vocabulary: Vocabulary,
+        policy: nn.Module,
+        prompts: Prompts,
+        config: GenerationConfig,
     ) -> tuple[Responses, Prompts]:
-        """Let `rollout_func` make the responses to the prompts."""
+        """Let `rollout_func` make the responses to the prompts; check that the models can read them."""
         assert self.rollout_func is not None
         asked = prompts.columns.get("prompt")
         if asked is None:
             asked = written_texts(run.tokenizer, prompt_rows(prompts), skip_special_tokens=True)
         returned = self.rollout_func(copy.deepcopy(list(asked)), trainer)
-        return responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
+        responses, played = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
+        rows = zip(responses.response_ids.cpu(), responses.episode_mask.cpu(), strict=True)
+        ids = {
+            "prompt_ids": [torch.tensor(each) for each in prompt_rows(played)],
+            "completion_ids": [each[real] for each, real in rows],
+        }
+        check_rows(ids, vocabulary, longest_sequence)
+        return responses, played
 
 
 def _most_of_ranks(run: RunState, numbers: list[int]) -> list[int]:

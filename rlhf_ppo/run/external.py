@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from rlhf_ppo.data.rollout import Responses
-from rlhf_ppo.models.capabilities import Vocabulary
+from rlhf_ppo.models.capabilities import check_rows
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.run.datasets import PromptPreparation
 from rlhf_ppo.run.run_state import RunState
@@ -63,16 +63,13 @@ class ExternalRows:
                     f"{name} has {len(rows)} entries, but an update takes {num_rows} responses on each process: "
                     "per_device_train_batch_size x gradient_accumulation_steps"
                 )
-        _check_ids("queries", self.queries, preparation.vocabulary)
-        _check_ids("responses", self.responses, preparation.vocabulary)
+            for row, values in enumerate(rows if rows is not None and name not in ("scores", "ended") else ()):
+                if not isinstance(values, Tensor) or values.dim() != 1:
+                    raise ValueError(f"{name}[{row}] must be a tensor with one number for each token: {values!r:.80}")
+        ids = {"queries": self.queries, "responses": self.responses}
+        check_rows(ids, preparation.vocabulary, preparation.longest_sequence)
         device = run.args.device
         padded = padded_responses(self.queries, self.responses, self.response_masks, num_rows, run.tokens.pad, device)
-        limit, longest = preparation.longest_sequence, int(padded.lengths.argmax())
-        if limit is not None and (tokens := int(padded.lengths[longest])) > limit.tokens:
-            raise ValueError(
-                f"query and response {longest} have {tokens} tokens together, but {limit.reason}: shorten them, or "
-                f"{limit.remedy}"
-            )
         responses = replace(
             padded,
             sampling_logprobs=None if self.sampling_logprobs is None else _logprobs(self.sampling_logprobs, padded),
@@ -91,9 +88,19 @@ def _scores(scores: Sequence[float] | Sequence[Tensor] | Tensor, rows: Responses
         values = torch.zeros(num_rows).masked_fill(has_none, math.nan).to(device)
         token_scores = token_scores.masked_fill(has_none[:, None], 0.0).to(device)
         return Scores(values, token_scores, {ExternalScores.name: values + token_scores.sum(dim=1)})
-    values = torch.tensor([float(score) for score in scores], dtype=torch.float32, device=device)
+    values = torch.tensor([_number(*each) for each in enumerate(scores)], dtype=torch.float32, device=device)
     token_scores = torch.zeros_like(rows.response_mask, dtype=torch.float32)
     return Scores(values, token_scores, {ExternalScores.name: values})
+
+
+def _number(row: int, score: Any) -> float:
+    try:
+        return float(score)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"scores[{row}] must be a number, NaN for a response without a score, or scores a list of tensors with a "
+            f"reward for each token: {score!r:.80}"
+        ) from error
 
 
 def padded_responses(
@@ -113,28 +120,26 @@ def padded_responses(
         num_rows: Number of rows.
         pad_token_id: Id of the padding.
         device: Device of the result.
+
+    Raises:
+        ValueError: A mask has another length than its response.
     """
     context, length = max(map(len, queries)), max(map(len, responses))
     ids = torch.full((num_rows, context + length), pad_token_id, dtype=torch.long)
     attention = torch.zeros(num_rows, context + length, dtype=torch.bool)
     written = torch.zeros(num_rows, length, dtype=torch.bool)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        if response_masks is not None:
+            _check_length("response_masks", row, response_masks[row], len(response))
         real = slice(context - len(query), context + len(response))
         ids[row, real], attention[row, real] = torch.cat([query.cpu(), response.cpu()]), True
         written[row, : len(response)] = True if response_masks is None else response_masks[row].bool().cpu()
     return Responses(ids.to(device), attention.to(device), written.to(device))
 
 
-def _check_ids(name: str, rows: Sequence[Tensor], vocabulary: Vocabulary) -> None:
-    """Raise a `ValueError` where an id is outside the vocabulary; a GPU would only say that an assertion failed."""
-    for row, ids in enumerate(rows):
-        is_outside = len(ids) and not 0 <= int(ids.long().min()) <= int(ids.long().max()) < vocabulary.size
-        if is_outside or vocabulary.image_token in ids.tolist():
-            texts = "" if is_outside else f" without {vocabulary.image_token}, an image's: step() takes texts only"
-            raise ValueError(
-                f"{name}[{row}] holds something other than the token ids 0 to {vocabulary.size - 1} of "
-                f"{vocabulary.limited_by}{texts}: {ids!r:.80}"
-            )
+def _check_length(name: str, row: int, values: Tensor, length: int) -> None:
+    if len(values) != length:
+        raise ValueError(f"{name}[{row}] has {len(values)} values for the {length} tokens of the response")
 
 
 def _of_tokens(name: str, per_row: Sequence[Tensor], rows: Responses) -> Tensor:
@@ -151,8 +156,7 @@ def _of_tokens(name: str, per_row: Sequence[Tensor], rows: Responses) -> Tensor:
     padded = torch.zeros(rows.response_mask.shape)
     lengths = rows.episode_mask.sum(dim=1).tolist()
     for row, (numbers, length) in enumerate(zip(per_row, lengths, strict=True)):
-        if len(numbers) != length:
-            raise ValueError(f"{name}[{row}] has {len(numbers)} values for the {length} tokens of the response")
+        _check_length(name, row, numbers, length)
         padded[row, :length] = numbers.detach().float().cpu()
     return padded.masked_fill_(~rows.response_mask.cpu(), 0.0)
 

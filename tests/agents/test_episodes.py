@@ -501,3 +501,23 @@ def test_rollout_func_gives_whole_rollouts_and_columns(tmp_path: Any) -> None:
     assert kept.response_mask.tolist() == [[True, False, True], [True, True, False]]
     assert kept.responses.sampling_logprobs[0].tolist() == [-0.5, 0.0, -0.25]
     assert kept.ended.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"completion_ids": [[8, 9, 10], [10, 9999]]}, r"completion_ids\[1\] holds .* the token ids 0 to \d+ of"),
+        ({"prompt_ids": [[-1, 6], [7]]}, r"prompt_ids\[0\] holds .* the token ids 0 to"),
+        (
+            {"prompt_ids": [[5, 6], [7] * 9999]},
+            r"prompt_ids\[1\] and completion_ids\[1\] have 10001 tokens together, but the model has",
+        ),
+    ],
+)
+def test_rollout_func_gives_what_the_models_can_read(tmp_path: Any, changed: dict[str, Any], message: str) -> None:
+    def wrong(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return {**rollout(prompts, trainer), **changed}
+
+    given = {"environment_factory": None, "rollout_func": wrong, "reward_funcs": [lambda **columns: [1.0, 0.0]]}
+    with pytest.raises(ValueError, match=message):
+        made(tmp_path, DONE, engine=None, **given).train()
