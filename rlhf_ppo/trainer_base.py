@@ -629,7 +629,8 @@ class TrainerBase(Steps, Trainer):
             `output_dir/critic_audit.json`.
 
         Raises:
-            ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` is set.
+            ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` or
+                `gae_level="turn"` is set.
         """
         sets: Any = self.eval_dataset
         if eval_dataset is not None:

@@ -218,13 +218,15 @@ def findings(figures: Mapping[str, Estimate], std_of_values: float, std_of_retur
 def check_audit(
     args: PPOConfig, prompts: object, num_prefixes: int, num_continuations: int, has_episodes: bool
 ) -> None:
-    """Raise a `ValueError` for an audit without prompts, with too small numbers, other units, or environments."""
+    """Raise a `ValueError` for an audit without prompts, of too few responses, in other units, or of turns."""
     problems = {
         "eval_dataset=None: an audit needs held-out prompts": prompts is None,
         "an audit continues prefixes of responses, which is impossible with tools and environments": has_episodes,
         f"num_prefixes={num_prefixes} must be at least 2": num_prefixes < 2,
         f"num_continuations={num_continuations} must be at least 4": num_continuations < 4,
         "whiten_rewards=True: values in the unit of each batch cannot be compared with returns": args.whiten_rewards,
+        "gae_level='turn': an audit compares values of tokens, and only a turn's first has one": args.gae_level
+        == "turn",
     }
     if present := [problem for problem, is_one in problems.items() if is_one]:
         raise ValueError(present[0])

@@ -96,6 +96,15 @@ def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., 
     assert first == second and torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("option", [{"gae_level": "turn"}, {"whiten_rewards": True}])
+def test_values_of_other_tokens_or_units_are_not_audited(
+    make_audited: Callable[..., PPOTrainer], option: dict[str, Any]
+) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name}=.*values"):
+        make_audited(true_values, **option).audit_critic(num_continuations=4)
+
+
 def prefixes(values: Any, returns: Any, prompts: Any) -> AuditedPrefixes:
     return AuditedPrefixes(np.array(prompts), np.array(values), np.zeros(len(values)), np.array(returns))
 
