@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_ppo.algorithm.advantages import ReduceSum, masked_var, zero_outside
+from rlhf_ppo.algorithm.advantages import ReduceSum, masked_mean, masked_var, zero_outside
 
 NO_FIGURES: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -197,8 +197,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce_sum
         reduce_sum: Sums over all ranks, each of which must call this; None for one process.
 
     Returns:
-        float32 scalar: 1 for perfect values, 0 for constant ones, below 0 for worse ones; 0 for constant returns.
+        float32 scalar: 1 for perfect values, 0 for constant ones, below 0 for worse ones; 0 for returns that are
+            constant up to rounding.
     """
     residual_var = masked_var(returns.float() - values.float(), mask, reduce_sum)
     returns_var = masked_var(returns, mask, reduce_sum)
-    return torch.where(returns_var > 0, 1 - residual_var / returns_var, 0.0)
+    # GAE adds advantages to values in float32: the rounding is relative to the larger of values and returns.
+    size = masked_mean(returns.float().square() + values.float().square(), mask, reduce_sum)
+    return torch.where(returns_var > 1e-10 * size, 1 - residual_var / returns_var, 0.0)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_ppo.algorithm.advantages import gae
 from rlhf_ppo.algorithm.losses import (
     approx_kl,
     clipped_policy_loss,
@@ -46,6 +47,18 @@ def test_explained_variance_at_its_marks():
     assert explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
     assert explained_variance(returns, torch.full((1, 3), 2.0), mask).item() == 0.0  # nothing to explain
     assert explained_variance(returns, returns, torch.tensor([[True, False, False]])).item() == 0.0
+
+
+def test_returns_that_are_constant_up_to_rounding_leave_nothing_to_explain():
+    values = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    rewards, mask = torch.zeros(2, 1000), torch.ones(2, 1000, dtype=torch.bool)
+    for score in (0.0, 1.0, -1000.0):
+        rewards[:, -1] = score
+        returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)[1]
+        assert returns.unique().numel() > 1
+        assert explained_variance(values, returns, mask).item() == 0.0
+    returns = 1000 + torch.randn(2, 1000)  # which differ by more
+    assert explained_variance(returns, returns, mask).item() == 1.0
 
 
 # ---- Truncated importance sampling ----
