@@ -37,7 +37,8 @@ Play = Callable[[nn.Module, Prompts, "GenerationConfig | None"], tuple[Responses
 
 
 def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Responses) -> PolicyAndValueOutput:
-    """Compute log-probabilities and values of responses, without entropies."""
+    """Compute log-probabilities and values of responses, without entropies; the update keeps their temperature."""
+    run.models.temperature = run.args.temperature  # a callback may change it
 
     def forward(*batch: Tensor, places: PackedIndices) -> tuple[Tensor, ...]:
         return model(*batch, with_entropy=False, places=places)
@@ -58,6 +59,9 @@ def reference_logprobs(
     """
     if reference is None:
         return None
+    if reference.model is not None:
+        separate: Any = run.accelerator.unwrap_model(reference.model, keep_torch_compile=False)
+        separate.temperature = run.args.temperature
     with reference.forward(model, run.models.policy) as forward:
         return _forward(run, responses, forward, run.models.packs_rows)[0]
 

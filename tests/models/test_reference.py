@@ -16,7 +16,7 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue, Reference, response
 from rlhf_ppo.models.reference import make_reference
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_peft import lora
-from tests.runs import MakeTrainer
+from tests.runs import At, MakeTrainer, train_and_record
 
 IDS = torch.arange(2, 26).view(3, 8)
 MASK = torch.ones(3, 8, dtype=torch.bool)
@@ -114,3 +114,16 @@ def test_kl_starts_at_zero_and_the_reference_stays_while_the_policy_moves(
     assert len(later) == 2 and all(abs(kl) > 1e-3 for kl in later)
     assert torch.equal(reference_logprobs(trainer.reference, trainer.policy_model), before)
     assert (logprobs(trainer.policy_model) - before).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("setup", [{}, {"peft_config": lora()}], ids=["separate", "adapter"])
+def test_log_probabilities_follow_a_temperature_that_a_callback_changes(
+    make_trainer: MakeTrainer, setup: dict[str, Any]
+) -> None:
+    cools = At("on_step_end", 1, lambda passed: setattr(passed.args, "temperature", 0.2))
+    given = {"temperature": 1.0, "kl_coef": 0.1, "learning_rate": 1e-9, "callbacks": [cools], **setup}
+    for rollout, temperature in zip(train_and_record(make_trainer(**given)), (1.0, 0.2), strict=False):
+        batch, mask = rollout.responses.batch, rollout.response_mask
+        expected = response_logprobs(tiny_policy(), *batch, temperature).logprobs[mask]
+        torch.testing.assert_close(rollout.logprobs[mask], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(rollout.ref_logprobs[mask], expected, atol=1e-4, rtol=1e-4)
