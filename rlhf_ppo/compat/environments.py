@@ -65,7 +65,7 @@ def make_environment(
             "preference_comparison": a `judge`, `preference_model` or `human_feedback_fn` compares each response with
             an `opponent` ("reference", "self", or "dataset" with the `column` to take), see `PreferenceReward`.
         config: A dict, or its JSON text, with the keys of `KEYS[env_type]`. A reward is given as in
-            `resolve_reward`, or as a dict with its `type`, `weight` and other settings.
+            `resolve_reward`, or as a dict with its `type`, `weight` (1 if left out) and other settings.
         reward_weights: Weights by name, or their JSON text; may also be in the config. `reward_model` is the weight of
             the reward model.
         reward_fn: An additional reward, of weight 1 unless the weights name it; may also be in the config.
@@ -79,11 +79,11 @@ def make_environment(
     _check_entries(entries, env_type, {"reward_fn": reward_fn, "reward_weights": reward_weights})
     fn = entries.get("reward_fn") if reward_fn is None else reward_fn
     further = [] if fn is None else [_reward("reward_fn", fn)]
-    further_weights = {function_name(reward): 1.0 for reward in further}
+    default_weights = {function_name(reward): 1.0 for reward in further}
     weights = json_object("reward_weights", reward_weights or entries.get("reward_weights"))
     rewards: list[Callable[..., Any]] = []
     if env_type == "multi_objective":
-        named = {name: {} for name in weights if name not in (REWARD_MODEL, *further_weights)}
+        named = {name: {} for name in weights if name not in (REWARD_MODEL, *default_weights)}
         components = entries.get("reward_components") or named
         if not isinstance(components, Mapping) or not (components or further):
             raise ValueError(
@@ -95,10 +95,11 @@ def make_environment(
             name: spec["weight"] for name, spec in components.items() if isinstance(spec, Mapping) and "weight" in spec
         }
         weights = components_weights | weights
+        default_weights |= dict.fromkeys(components, 1.0)
     if env_type == "preference_comparison":
         rewards = [_preference(entries)]
     rewards += further
-    weights = further_weights | weights if weights else {}
+    weights = default_weights | weights if weights else {}
     stops = entries.get("stop_strings") or entries.get("stop_sequences")  # AITraining's default is an empty list
     settings = {"stop_strings": [stops] if isinstance(stops, str) else stops} if stops else {}
     return Environment(rewards, parse_weights(weights) if weights else None, settings)

@@ -619,9 +619,15 @@ def check_output_dir(path: str | None) -> None:
 
 
 def check_ptx(ptx_coef: float, ptx_dataset: object) -> None:
-    """Raise a `ValueError` if texts are given without `ptx_coef`, or the reverse."""
+    """Raise an error if texts are given without `ptx_coef`, or the reverse, or have no rows by number."""
     if (ptx_coef > 0) != (ptx_dataset is not None):
         raise ValueError(f"ptx_coef={ptx_coef} weighs a loss on ptx_dataset: set both, or neither")
+    has_rows = hasattr(ptx_dataset, "__len__") and hasattr(ptx_dataset, "__getitem__")
+    if ptx_dataset is not None and (not has_rows or isinstance(ptx_dataset, str | Mapping)):
+        raise TypeError(
+            f"ptx_dataset={ptx_dataset!r:.80} must be a datasets.Dataset or a list of rows: load a name, choose a "
+            "split, and make a list of a stream's first rows"
+        )
 
 
 def check_optimization(critic_learning_rate: float | None, optimizers: Sequence[object]) -> None:

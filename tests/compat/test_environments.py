@@ -37,6 +37,13 @@ def test_components_and_weights(components: Any, weights: Any, reward_fn: Any, f
     assert environment.reward_funcs == functions and environment.reward_weights == weights
 
 
+def test_a_component_without_a_weight_has_1_beside_others() -> None:
+    config = {"reward_components": {"length": "length", "formatting": {"weight": 0.5}, "default": {}}}
+    assert make_environment("multi_objective", config, reward_weights={"default": 2.0}).reward_weights == {
+        "length": 1.0, "formatting": 0.5, "default": 2.0,
+    }  # fmt: skip
+
+
 def test_components_as_aitraining_writes_them() -> None:
     config = """{"reward_components": {"correctness": {"type": "keyword", "keywords": ["4", "yes"]},
                                        "formatting": {"type": "keyword", "keywords": ["Answer:"], "weight": 0.1},

@@ -113,13 +113,21 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"ptx_dataset": [{"text": "w1 w2"}]},
         r"ptx_coef=0\.0 weighs a loss on ptx_dataset: set both",
     ),
+    "a stream for PPO-ptx": (
+        lambda: {"ptx_coef": 0.1, "ptx_dataset": Dataset.from_list([{"text": "w1"}]).to_iterable_dataset()},
+        "ptx_dataset=IterableDataset.* must be a datasets.Dataset or a list of rows",
+    ),
+    "a name for PPO-ptx": (
+        lambda: {"ptx_coef": 0.1, "ptx_dataset": "texts"},
+        "ptx_dataset='texts' must be a datasets.Dataset or a list of rows: load a name",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_construction_fails_with_the_reason(case: str, make_trainer: MakeTrainer) -> None:
     make, message = BAD[case]
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    with pytest.raises((TypeError, ValueError), match=f"(?s){message}"):
         make_trainer(**QUICK | make())
 
 
