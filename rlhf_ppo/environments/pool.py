@@ -228,7 +228,7 @@ def answer_turns(episodes: Sequence[Episode], turns: Sequence[str | Sequence[Map
         turns: `tool_calls` of each episode's parsed message, or the whole message for `respond`.
 
     Raises:
-        EpisodeError: `turn_rewards` of an environment are wrong.
+        EpisodeError: `turn_rewards` of an environment are wrong, or its class does not name them.
     """
     return side_by_side(_round, episodes, turns)
 
@@ -263,6 +263,11 @@ def _round(episode: Episode, turn: str | Sequence[Mapping[str, object]]) -> Roun
         raise EpisodeError(
             f"{episode.description}: turn_rewards must be finite numbers, appended until the next reset; "
             f"there were {episode.num_paid}, then {paid!r:.200}"
+        )
+    if new and not episode.kind.has_turn_rewards:
+        raise EpisodeError(
+            f"{episode.description}: turn_rewards has amounts, but the class does not name it: define turn_rewards on "
+            "the class, as an attribute or a property"
         )
     episode.num_paid = len(paid)
     reward = sum(0.0 if reward is None else float(reward) for reward in new)

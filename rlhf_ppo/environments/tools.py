@@ -37,7 +37,7 @@ class Kind:
         cls: The class, as found on its first instance; None without an environment.
         tools: Tools by name: standalone ones first.
         has_reward: Whether it defines `get_reward`.
-        has_turn_rewards: Whether it writes `turn_rewards`.
+        has_turn_rewards: Whether its code or attributes name `turn_rewards`.
         takes_messages: Whether `respond` takes whole messages in place of calls.
         takes_seed: Whether `reset` names `seed`.
     """

@@ -171,6 +171,12 @@ def test_errors_name_environment_and_row() -> None:
         ask_rewards(episodes[1:])
     with pytest.raises(EpisodeError, match=f"{where}: turn_rewards must be finite numbers"):
         answer_turns(episodes, [[], [call("add", amount=float("nan"))]])
+    silent = Environments(Plain).start([{}, {}])
+    setattr(silent[1].environment, "turn_" + "rewards", [0.5])  # as a helper outside of the class does
+    with pytest.raises(
+        EpisodeError, match=r"row 1 of the batch, environment Plain: .* define turn_rewards on the class"
+    ):
+        answer_turns(silent, [[], []])
     episodes[1].environment.turn_rewards.clear()
     with pytest.raises(EpisodeError, match=f"{where}: turn_rewards .*appended until the next reset"):
         answer_turns(episodes, [[], []])
