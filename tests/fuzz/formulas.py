@@ -73,20 +73,24 @@ def sampled_episode(prompt: list[int], sampled: list[int], settings: Settings) -
         text = f"{text} {word(token)}"
         if token == stop or any(string in text for string in settings.stop_strings):
             return Episode(prompt, sampled[: place + 1], True)
-    return Episode(prompt, sampled, stop is None and EOS in sampled)
+    return Episode(prompt, sampled, end_of(settings) in sampled)
 
 
 def stop_of(settings: Settings) -> int | None:
     return EOS if settings.stop_token == "eos" else settings.stop_token_id
 
 
+def end_of(settings: Settings) -> int | None:
+    """The token that counts as an end: EOS where neither a stop token nor a stop string is set."""
+    return EOS if stop_of(settings) is None and not settings.stop_strings else stop_of(settings)
+
+
 def ended_in_turns(episode: Episode, settings: Settings) -> Episode:
     """The same response; it has stopped if the policy's last turn holds what ends it."""
     turns = turns_of(episode)
     last = [episode.response[place] for place in turns[-1]]
-    stop = EOS if stop_of(settings) is None else stop_of(settings)
     text = " ".join(word(token) for token in last)
-    stopped = stop in last or any(string in text for string in settings.stop_strings)
+    stopped = end_of(settings) in last or any(string in text for string in settings.stop_strings)
     return Episode(episode.prompt, episode.response, stopped, episode.written)
 
 
@@ -318,7 +322,7 @@ class Optimizer:
 
 def explained(known: Known, settings: Settings) -> float:
     values, returns = valued(known, settings)
-    if len(returns) < 2 or returns.var() == 0:
+    if len(returns) < 2 or returns.var() <= 1e-10 * np.mean(returns**2 + values**2):
         return 0.0
     return 1 - float((returns - values).var() / returns.var())
 
