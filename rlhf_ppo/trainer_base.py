@@ -92,7 +92,7 @@ class TrainerBase(Steps, Trainer):
         self.reward_model = next(iter(self.reward_models), None)  # TRL's attribute
         self.tokens, self.stop_token_id, self.sizes = loaded.tokens, loaded.tokens.stop, loaded.sizes
         self._is_stepped, self._reward_funcs = loaded.is_stepped, inputs.reward_funcs
-        self._policy_loss = loaded.policy_loss
+        self._policy_loss, self._own_parts = loaded.policy_loss, inputs.own_parts(self)
 
         # Call Trainer's constructor, which makes the accelerator.
         self._optimization = Optimization(inputs.optimizers)
@@ -242,7 +242,7 @@ class TrainerBase(Steps, Trainer):
         made_of = names_of_parts(self.policy_model, reference, self.reward_models, names, funcs, self.dataset_name)
         made_of |= saving.trained_parts(self._run.models) | {"num_prompts": self._progress.num_prompts or None}
         if self.args.should_save:
-            save_settings(self.args, made_of, health_settings(self.callback_handler.callbacks))
+            save_settings(self.args, made_of | self._own_parts, health_settings(self.callback_handler.callbacks))
 
     def _make_samples(self) -> None:
         """Make a sample table if it is due."""

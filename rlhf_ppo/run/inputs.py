@@ -50,3 +50,13 @@ class TrainerInputs:
     tools: Sequence[Callable[..., Any]] | None
     rollout_func: Callable[..., Any] | None
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None
+
+    def own_parts(self, trainer: object) -> dict[str, dict[str, str]]:
+        """Name a trainer subclass, and the user's parts of PPO by class or function, as `RunSettings.made_of` does."""
+        given = {"trainer": None if type(trainer).__name__ == "PPOTrainer" else type(trainer)}
+        names = ("kl_controller", "engine", "policy_loss", "rollout_func", "environment_factory")
+        parts = {**given, **{name: getattr(self, name) for name in names}}
+        own = {
+            name: getattr(part, "__name__", type(part).__name__) for name, part in parts.items() if part is not None
+        }
+        return {"own_parts": own} if own else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from rlhf_ppo import PPOTrainer
+from rlhf_ppo.algorithm.advantages import AdaptiveKLController
+from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from rlhf_ppo.models.loading import load_classifier
 from rlhf_ppo.reporting.model_card import names_of_parts
 from rlhf_ppo.reporting.run_log import RunSettings
@@ -19,6 +23,7 @@ from rlhf_ppo.rewards.identity import function_identities, judge_identities, mod
 from rlhf_ppo.rewards.judges import ChatJudge, PreferenceReward, RewardModelJudge, as_judge
 from rlhf_ppo.rewards.resolve import resolve_reward
 from tests.conftest import make_tokenizer, save_models, tiny_policy, tiny_scorer
+from tests.fuzz.recording import squared
 from tests.runs import QUICK
 
 
@@ -86,6 +91,31 @@ def test_runs_that_train_other_weights_are_not_grouped(make_trained: Any, tmp_pa
     ]
     keys = [RunSettings.load(str(run.args.output_dir)).without_seed() for run in runs]
     assert keys[0] == keys[1] and len({*keys}) == 4
+
+
+class Reinforce(PPOTrainer):
+    """Another algorithm, as far as its name tells."""
+
+
+def test_runs_of_other_algorithms_are_not_grouped(make_trained: Any, tmp_path: Path) -> None:
+    parts = {
+        "kl_controller": AdaptiveKLController(0.05, 6.0, 1000),
+        "engine": TransformersEngine(rows_per_call=2),
+        "policy_loss": squared,
+    }
+    kinds = [
+        PPOTrainer,
+        PPOTrainer,
+        Reinforce,
+        Reinforce,
+        *(partial(PPOTrainer, **{name: parts[name]}) for name in parts),
+    ]
+    runs = [
+        make_trained(kind, **QUICK, output_dir=str(tmp_path / f"run{seed}"), seed=seed)
+        for seed, kind in enumerate(kinds)
+    ]
+    keys = [RunSettings.load(str(run.args.output_dir)).without_seed() for run in runs]
+    assert keys[0] == keys[1] and keys[2] == keys[3] and len({*keys}) == 5
 
 
 def test_a_preference_is_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
