@@ -187,6 +187,20 @@ def sampling_config(
     return changed(greedy_config(args, stop_token_id, never_sampled), do_sample=True, **sampling)
 
 
+def warn_of_stored_settings(policy: nn.Module, args: PPOConfig) -> None:
+    """Warn once if a policy's `generation_config` has other sampling settings than the arguments."""
+    wanted = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    wanted["repetition_penalty"] = 1.0
+    stored = {name: getattr(getattr(policy, "generation_config", None), name, None) for name in wanted}
+    differing = [f"{name}={value}" for name, value in stored.items() if value not in (None, wanted[name])]
+    if differing:
+        logger.warning_once(
+            f"The policy's generation_config has {', '.join(differing)}, which differs from the arguments, and "
+            "generate() samples with it unless you pass other values: before you sample, set "
+            "policy.generation_config = GenerationConfig(do_sample=True, ...) with the settings of the arguments."
+        )
+
+
 def changed(config: GenerationConfig, **changes: Any) -> GenerationConfig:
     """Return a copy of a configuration with other values."""
     result = copy.deepcopy(config)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.generation.sampling import warn_of_stored_settings
 from rlhf_ppo.models.capabilities import check_rows
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.run.datasets import PromptPreparation
@@ -76,6 +77,8 @@ class ExternalRows:
             ended=None if self.ended is None else torch.as_tensor(self.ended, dtype=torch.bool, device=device),
             on_host=padded.masks,
         )
+        if self.sampling_logprobs is None:  # else another engine may have sampled
+            warn_of_stored_settings(run.models.policy, run.args)
         return responses, _scores(self.scores, responses)
 
 

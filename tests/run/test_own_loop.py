@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation import sampling
@@ -58,6 +59,24 @@ def test_nothing_is_said_of_stop_tokens_where_the_loop_samples(
     assert said == []
     make_trainer(stop_token=None)
     assert "No stop token is set" in said[0]
+
+
+def test_the_settings_that_generate_takes_from_the_policy_are_named(
+    make_stepper: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sampling.logger, "warning_once", said.append)
+    trainer = make_stepper(temperature=1.0)
+    own: Any = trainer.policy_model
+    trainer.step(*rows(0))
+    assert said == []
+    stored = {"do_sample": True, "temperature": 0.3, "top_p": 0.8, "repetition_penalty": 1.3}
+    own.generation_config = GenerationConfig(**stored)
+    trainer.step(*rows(1))
+    assert "generation_config has temperature=0.3, top_p=0.8, repetition_penalty=1.3, which" in said.pop()
+    own.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0)
+    trainer.step(*rows(2))
+    assert said == []
 
 
 def test_two_trainers_one_after_the_other_in_one_directory(make_stepper: Steps) -> None:
