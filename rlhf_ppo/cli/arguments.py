@@ -19,7 +19,7 @@ from trl.scripts.utils import ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
-from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed
+from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed, suggestion
 from rlhf_ppo.config.ppo_config import AgentArguments, EngineArguments, LoggingArguments, PPOConfig, RecipeArguments
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.data.sources import Rows, choose_split, hold_out, load_splits, separate_prompts, with_prompts_from
@@ -78,6 +78,10 @@ class PPOArgumentParser(CommandParser, TrlParser):
         """Return a preset's file, with LoRA's rates if only adapters are trained; any other name is a path."""
         for_all, for_lora = (PRESETS / f"{name.removesuffix('-lora')}{kind}.yaml" for kind in ("", "-lora"))
         if not for_lora.is_file():
+            if not (for_all.is_file() or os.path.exists(name)) and PPOConfig in self.dataclass_types:
+                presets = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+                near = suggestion(name, presets)
+                self.error(f"--config {name} is no file and no preset{near}: the presets are {', '.join(presets)}")
             return str(for_all if for_all.is_file() else name)
         options = vars(self.parse_known_args(words)[0])
         policy = options.get("sft_model_path")

@@ -90,8 +90,8 @@ class PromptEncoder:
             try:
                 return self.chats.encoded(without_none([*prompt]), images, settings)
             except Exception as error:
-                fix = "give each image a readable file and at most one placeholder"
-                self._fail(index, f"cannot be encoded with its {len(images or blocks)} images ({error})", fix)
+                fix = "give each image a readable file, and as many images as placeholders"
+                self._fail(index, f"cannot be encoded with its images ({error})", fix)
         if images or blocks:
             fix = "make the prompt a conversation" if self.chats else "give train_dataset images too"
             self._fail(index, "has images, which cannot be read here", fix)
@@ -547,7 +547,7 @@ class _LengthFilter:
         if num_kept == 0:
             raise ValueError(
                 f"all {num_rows} prompts of {self.name} are longer than max_prompt_length={self.max_length} tokens: "
-                "raise it, or use a model with more positions"
+                "raise it, or shorten the prompts"
             )
         if not PartialState().is_main_process:
             return

@@ -71,6 +71,18 @@ def test_rates_for_lora_without_lora_are_refused(words: list[str], capsys: pytes
     )
 
 
+@pytest.mark.parametrize(("name", "near"), [("recomended", " (did you mean 'recommended'?)"), ("own.yaml", "")])
+def test_a_config_that_is_neither_file_nor_preset_names_the_presets(
+    name: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parsed("--config", name)
+    assert capsys.readouterr().err == (
+        f"rlhf-ppo train: error: --config {name} is no file and no preset{near}: the presets are aitraining, nplus, "
+        "recommended, recommended-lora, trl\n"
+    )
+
+
 def test_a_path_is_a_file_and_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("learning_rate: 2e-6\nkl_coef: 0.1\n")
     for config in (["--config", str(tmp_path / "own.yaml")], [f"--config={tmp_path / 'own.yaml'}"]):

@@ -95,6 +95,11 @@ def test_prompts_beyond_the_maximum_are_dropped_with_all_their_columns(
     assert "dropped 2" in caplog.text and "longer than" in caplog.text and "3 tokens" in caplog.text
 
 
+def test_where_all_prompts_are_too_long_only_the_argument_is_to_change(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"max_prompt_length=1 tokens: raise it, or shorten the prompts$"):
+        prepare(KINDS["list"]([{"prompt": "w1 w2"}]), tokenizer, max_prompt_length=1)
+
+
 @pytest.mark.parametrize("kind", ["Dataset", "list"])
 def test_a_text_with_the_bos_that_the_tokenizer_adds_is_found_in_any_row(
     kind: str, make_trainer: Any, caplog: pytest.LogCaptureFixture
