@@ -78,7 +78,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         """Return a preset's file, with LoRA's rates if only adapters are trained; any other name is a path."""
         for_all, for_lora = (PRESETS / f"{name.removesuffix('-lora')}{kind}.yaml" for kind in ("", "-lora"))
         if not for_lora.is_file():
-            if not (for_all.is_file() or os.path.exists(name)) and PPOConfig in self.dataclass_types:
+            if not (for_all.is_file() or os.path.exists(name)) and PPOConfig in [*self.dataclass_types]:
                 presets = sorted(path.stem for path in PRESETS.glob("*.yaml"))
                 near = suggestion(name, presets)
                 self.error(f"--config {name} is no file and no preset{near}: the presets are {', '.join(presets)}")
