@@ -17,7 +17,7 @@ from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import PositionLimit, Prompts
 from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
 from rlhf_ppo.generation.sampling import length_and_filling, stop_tokens
-from rlhf_ppo.models.adapters import preserve_base
+from rlhf_ppo.models.adapters import preserve_base, unties_embeddings
 from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import isolated_rng
@@ -178,10 +178,17 @@ def start_vllm(
 
     Raises:
         ConnectionError: There is no such server, or it cannot be used; on all ranks.
-        ValueError: The policy cannot be colocated, or the server's log-probabilities cannot be corrected for.
+        ValueError: The policy cannot be colocated, its adapter unties head and embeddings, or the server's
+            log-probabilities cannot be corrected for.
     """
     from trl.generation.vllm_generation import VLLMGeneration
 
+    if unties_embeddings(policy):
+        raise ValueError(
+            "generation_engine='vllm' has one matrix for the policy's embeddings and head, which the adapter changes "
+            "separately: take lm_head and embed_tokens out of target_modules and modules_to_save, or set "
+            "generation_engine to 'continuous' or 'transformers'"
+        )
     is_server = args.vllm_mode == "server"
     if not is_server and not getattr(policy, "name_or_path", ""):
         raise ValueError(

@@ -197,6 +197,23 @@ _DOES_NOT_FIT = (
 )
 
 
+def unties_embeddings(model: nn.Module) -> bool:
+    """Return whether an adapter changes tied embeddings and head separately."""
+    if not is_peft_model(model) and not getattr(model, LOADED, False):
+        return False
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    base = transformers_model(model)
+    ends: Any = [base.get_input_embeddings(), base.get_output_embeddings()]
+    matrices = [getattr(without_wrapper(end), "weight", None) for end in ends if end is not None]
+    if len(matrices) < 2 or matrices[0] is not matrices[1]:
+        return False
+    adapted = (end for end in ends if isinstance(end, BaseTunerLayer | ModulesToSaveWrapper))
+    return any(not isinstance(end, TrainableTokensLayer) for end in adapted)  # which changes both alike
+
+
 def merged_in_place(model: nn.Module) -> nn.Module:
     """Merge the adapter that transformers has loaded into a model; PEFT merges its own models only."""
     from peft.tuners.tuners_utils import BaseTunerLayer

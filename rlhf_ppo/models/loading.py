@@ -35,6 +35,7 @@ from rlhf_ppo.models.adapters import (
     load_adapter,
     merged_in_place,
     trained_but_not_saved,
+    unties_embeddings,
 )
 from rlhf_ppo.models.heads import ValueHead, reads_last_token
 from rlhf_ppo.models.packing import pack_rows
@@ -46,7 +47,9 @@ from rlhf_ppo.models.unwrapping import (
     fix_outputs,
     gathered,
     is_peft_model,
+    output_layer,
     transformers_model,
+    without_wrapper,
 )
 from rlhf_ppo.models.value_model import AutoClassifier, TRLModel, new_value_model
 from rlhf_ppo.ranks.processes import get_logger
@@ -415,11 +418,14 @@ def why_not_loaded(error: Exception, path: str | os.PathLike[str], fault: str) -
 def without_adapters(model: nn.Module) -> nn.Module:
     """Merge a model's adapter, if it has one, into its base, whose weights train as those of any whole model.
 
+    If an adapter changes tied embeddings and head separately, both get their own weights first.
     Under ZeRO-3 each rank holds the whole model meanwhile.
     """
     if not is_peft_model(model) and not getattr(model, LOADED, False):
         return model
     with gathered(model.parameters(), modify=True):
+        if unties_embeddings(model):
+            _untie_embeddings(transformers_model(model))
         if is_peft_model(model):
             merged: nn.Module = model.merge_and_unload()  # pyright: ignore[reportAssignmentType]
         else:
@@ -428,6 +434,13 @@ def without_adapters(model: nn.Module) -> nn.Module:
     for parameter in merged.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return merged
+
+
+def _untie_embeddings(model: PreTrainedModel) -> None:
+    head: Any = without_wrapper(output_layer(model))
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 # ---- What a directory holds ----

@@ -160,6 +160,17 @@ def test_every_argument_is_passed_on(make_vllm_args: MakeArgs, monkeypatch: pyte
     assert passed["max_num_seqs"] == 32 and passed["max_completion_length"] == 9 and passed["logprobs"] == 0
 
 
+@pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
+def test_an_adapter_that_unties_the_embeddings_is_refused(make_vllm_args: MakeArgs, option: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], option: ["lm_head"]})
+    policy = peft.get_peft_model(tiny_policy(tie_word_embeddings=True), config)
+    with pytest.raises(
+        ValueError, match=r"one matrix .* take lm_head and embed_tokens out of target_modules and modu"
+    ):
+        start_vllm(make_vllm_args(), policy, Accelerator(cpu=True), make_tokenizer(), rows=16)
+
+
 # ---- Server mode: TRL's own client, over HTTP; tests/vllm has a real server ----
 
 

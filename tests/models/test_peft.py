@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.models import adapters
 from rlhf_ppo.models.adapters import EXACT_KINDS, INEXACT_OPTIONS
+from rlhf_ppo.models.loading import make_value_model, without_adapters
+from rlhf_ppo.models.unwrapping import backbone
 from tests.conftest import tiny_policy, tiny_scorer
 from tests.models.test_logprobs import ragged_batch
 from tests.runs import QUICK, MakeTrainer, die_and_resume, parameters
@@ -58,6 +60,24 @@ def test_a_new_adapter_follows_the_seed_whatever_was_drawn_before(make_trainer: 
         drawn.append(torch.cat([value.flatten() for name, value in weights(policy).items() if "lora_A" in name]))
 
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
+def test_an_adapter_of_tied_embeddings_is_merged_into_two_matrices(option: str, modules: list[str], tmp_path: Path):
+    config = lora(init_lora_weights=False, **{option: modules})
+    torch.manual_seed(5)
+    policy: Any = peft.get_peft_model(tiny_policy(tie_word_embeddings=True), config)
+    for weight in policy.parameters():
+        weight.data += 0.1 * torch.randn_like(weight) * weight.requires_grad
+    expected, states = logits(policy), backbone(policy)(IDS)[0]
+    torch.testing.assert_close(backbone(make_value_model(policy).eval())(IDS)[0], states, rtol=1e-4, atol=1e-5)
+
+    merged: Any = without_adapters(policy)
+    merged.save_pretrained(tmp_path)
+
+    for model in (merged, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
 # ---- An adapter that is already trained ----
