@@ -590,7 +590,12 @@ def train_and_save(
         merge_adapter(args.output_dir, tokens, getattr(args, "trust_remote_code", False))
         if args.push_to_hub:
             api, skipped = HfApi(token=args.hub_token), ["_*", "checkpoint-*"]
-            api.upload_folder(repo_id=str(trainer.hub_model_id), folder_path=args.output_dir, ignore_patterns=skipped)
+            api.upload_folder(
+                repo_id=str(trainer.hub_model_id),
+                folder_path=args.output_dir,
+                ignore_patterns=skipped,
+                delete_patterns=[*_ADAPTER_FILES],  # of the last checkpoint, which was uploaded with its adapter
+            )
     trainer.accelerator.wait_for_everyone()
     if args.push_to_hub and not merges:
         trainer.push_to_hub(dataset_name=dataset_name)
@@ -599,6 +604,9 @@ def train_and_save(
     if trainer.is_world_process_zero():
         where = where_results_are(args.output_dir, args.output_dir)
         print_text(where if is_policy else f"The model is in {args.output_dir}.")
+
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def merge_adapter(directory: str, tokens: SpecialTokens | None, trust_remote_code: bool = False) -> None:
@@ -614,9 +622,9 @@ def merge_adapter(directory: str, tokens: SpecialTokens | None, trust_remote_cod
         (AutoModelForSequenceClassification, {"num_labels": 1}) if is_scorer else (AutoModelForCausalLM, {})
     )
     options: Any = {"dtype": "auto", "trust_remote_code": trust_remote_code, **head}
-    merged: Any = load_pretrained(auto_class, directory, "output_dir", **options).merge_and_unload()
+    merged: Any = without_adapters(load_pretrained(auto_class, directory, "output_dir", **options))
     drop_ignored_generation_settings(merged)
     with nullcontext() if tokens is None else stopping_as_trained(merged, tokens):
         merged.save_pretrained(directory)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):  # last: without them a failed save would lose it
+    for name in _ADAPTER_FILES:  # last: without them a failed save would lose it
         os.remove(os.path.join(directory, name))

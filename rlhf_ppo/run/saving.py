@@ -144,7 +144,7 @@ def stopping_as_trained(policy: nn.Module, tokens: SpecialTokens) -> Iterator[No
     config = getattr(model, "generation_config", None)
     if config is not None:
         stops = {"eos_token_id": list(tokens.stops) if tokens.stops[1:] else tokens.stop} if tokens.stops else {}
-        stops |= {"stop_strings": list(strings.strings)} if strings is not None else {}
+        stops |= {"stop_strings": None if strings is None else list(strings.strings)}
         cast(Any, model).generation_config = changed(config, **stops)
     try:
         yield
@@ -340,6 +340,8 @@ def writing_checkpoint(run: RunState, progress: Progress) -> Iterator[str]:
             shutil.rmtree(final, ignore_errors=True)
             os.replace(directory, final)
             os.rmdir(os.path.dirname(directory))
+            if args.push_to_hub and run.processor is not None:
+                run.processor.save_pretrained(str(args.output_dir))  # Trainer's upload adds the tokenizer alone
     run.last_checkpoint = final
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlhf_ppo.generation.sampling import StopStrings, ended, greedy_config, join_responses, special_tokens
 from rlhf_ppo.generation.transformers_engine import StopsAtStrings, TransformersEngine
@@ -172,6 +173,14 @@ def test_each_eos_token_of_the_generation_config_ends_a_response(make_trainer: A
     assert trainer.sampler.settings().eos_token_id == listed  # what vLLM and episodes take
     alone = make_trainer(**QUICK, model=policy, stop_token=None, stop_token_id=9)
     assert alone.tokens.stops == (9,)  # the user's own, which is not among them
+
+
+def test_a_saved_policy_does_not_stop_at_strings_of_an_earlier_run(make_trainer: Any, tmp_path: Path) -> None:
+    policy = tiny_policy()
+    policy.generation_config.stop_strings = ["w3"]
+    make_trainer(**QUICK, model=policy).save_model(str(tmp_path))
+    assert GenerationConfig.from_pretrained(tmp_path).stop_strings is None
+    assert policy.generation_config.stop_strings == ["w3"]
 
 
 def test_training_adds_no_stop_token_to_the_policy_in_memory(make_trainer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,11 +15,14 @@ import torch
 import transformers.trainer
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
+from rlhf_ppo.cli.trainers import train_and_save
 from tests.conftest import count_w4, tiny_policy, tiny_scorer
 from tests.generation.test_stopping import byte_level
 from tests.runs import QUICK
+from tests.vision import image_rows, make_model, make_processor
 
 
 class Hub:
@@ -99,6 +103,30 @@ def test_a_push_uploads_the_policy_with_its_card_and_no_responses_and_no_secrets
     assert torch.equal(model(ids).logits, trainer.policy_model.eval()(ids).logits)
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.license == "mit" and "![Curves of the training](curves.png)" in card.text
+
+
+UPLOADING: dict[str, Any] = QUICK | {"save_strategy": "steps", "save_steps": 3, "push_to_hub": True}
+
+
+def test_a_merged_policy_replaces_the_adapter_of_the_last_checkpoint(make_trainer, hub, tmp_path):
+    tiny_policy().save_pretrained(tmp_path / "base")
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    trainer = make_trainer(**UPLOADING, hub_model_id="me/ppo", model=str(tmp_path / "base"), peft_config=adapter)
+
+    train_and_save(trainer, None, merge=True)
+
+    before, after = hub.commits
+    deleted = {name for pattern in after.delete_patterns for name in fnmatch.filter(before.files, pattern)}
+    assert deleted == {"adapter_config.json", "adapter_model.safetensors"}
+    assert "model.safetensors" in after.files and not deleted & after.files.keys()
+
+
+def test_an_upload_of_a_checkpoint_holds_the_processor(make_trained, hub):
+    processor = make_processor("llava")
+    policy = {"model": make_model("llava", processor), "value_model": None, "processing_class": processor}
+    make_trained(**UPLOADING | policy, hub_model_id="me/ppo", train_dataset=image_rows((1, 0, 1, 2)))
+
+    assert {"processor_config.json", "tokenizer.json", "model.safetensors"} <= hub.commits[0].files.keys()
 
 
 # ---- The card ----
