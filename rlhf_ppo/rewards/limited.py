@@ -33,7 +33,7 @@ def matches(pattern: str, text: str) -> bool:
 
 
 class LimitedProcess:
-    """Calls the functions of this file in one process, which is started again after it has ended itself."""
+    """Calls the functions of this file in one process, which is started again after it has ended."""
 
     def __init__(self) -> None:
         self._process: Any = None
@@ -43,10 +43,10 @@ class LimitedProcess:
         """Return a function's result; False after `SECONDS`.
 
         Raises:
-            RuntimeError: The function failed; its traceback has been printed.
+            RuntimeError: The function failed, and its traceback has been printed, or a signal killed the process.
         """
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:
                 command = [sys.executable, "-P", __file__]
                 self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self._process.stdin.write(json.dumps([function, SECONDS, *texts]) + "\n")
@@ -65,12 +65,13 @@ limited = LimitedProcess()
 
 def serve() -> None:
     """Answer each line of the standard input, `[function, seconds, *texts]`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the trainer's to handle; it then closes the standard input
     import logging
     import warnings
 
     logging.disable()  # math-verify warns that it has no time limit
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle; it then closes the standard input
     for line in sys.stdin:
         function, seconds, *texts = json.loads(line)
         if function == "same_formula":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pickle
+import signal
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,18 @@ def test_a_pattern_that_backtracks_for_ever_is_no_match(monkeypatch: pytest.Monk
     assert score("formatting", "a" * 40 + "b", "aaa", pattern="(a+)+$") == [0, 1]
     with pytest.raises(RuntimeError, match="matches ended with exit code 1"):
         score("formatting", "a", pattern="(")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT", "SIGKILL"])
+def test_the_process_of_long_comparisons_outlives_a_schedulers_signals(name: str) -> None:
+    """A run ends after its update, for which it needs scores; a process that was killed is started again."""
+    matches = limited.LimitedProcess()
+    assert matches("matches", "a", "a")
+    process = matches._process
+    process.send_signal(getattr(signal, name))
+    if name == "SIGKILL":
+        process.wait()
+    assert matches("matches", "a", "a") and (matches._process is process) == (name != "SIGKILL")
 
 
 OF_ONE_TEXT = {
