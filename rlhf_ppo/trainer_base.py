@@ -286,7 +286,7 @@ class TrainerBase(Steps, Trainer):
             self._run.fire("on_train_end")
         self._finish_current_push()
         self.is_in_train = False
-        raise stopped(number, str(self._run.last_checkpoint), self.state, self.args.process_index)
+        raise stopped(number, str(self._run.last_checkpoint), self.state, self.args)
 
     def _save_last(self) -> None:
         """Write a checkpoint of the latest update, unless it has one."""

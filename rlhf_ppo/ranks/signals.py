@@ -172,13 +172,17 @@ def say(text: str) -> None:
             os.write(2, f"\n{visible(text)}\n".encode())
 
 
-def stopped(number: int, checkpoint: str, state: TrainerState, rank: int) -> RunStopped:
+def stopped(number: int, checkpoint: str, state: TrainerState, args: TrainingArguments) -> RunStopped:
     """Print that a signal has ended the run, and return the exception to raise."""
-    if rank == 0:
+    if args.process_index == 0:
+        then = (
+            "save_only_model=True has left out what a resumed run needs: start a new run with the checkpoint as model"
+            if args.save_only_model
+            else "resume_from_checkpoint=True (--resume_from_checkpoint True) continues from it"
+        )
         say(
             f"{signal.Signals(number).name}: the run has ended after update {state.global_step} of {state.max_steps}, "
-            f"with the checkpoint {checkpoint}; resume_from_checkpoint=True (--resume_from_checkpoint True) continues "
-            "from it."
+            f"with the checkpoint {checkpoint}; {then}."
         )
     return RunStopped(number, checkpoint)
 

@@ -76,6 +76,16 @@ def test_a_signal_after_the_last_update_ends_the_program_with_a_checkpoint(make_
     assert ended.value.code == 143 and Path(ended.value.checkpoint, "trainer_state.json").is_file()
 
 
+def test_a_checkpoint_of_models_alone_is_not_said_to_resume(
+    make_trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = QUICK | {"save_strategy": "steps", "save_only_model": True}
+    with pytest.raises(RunStopped):
+        make_trainer(**run, callbacks=[sending("on_step_end", signal.SIGTERM)]).train()
+    said = capfd.readouterr().err
+    assert "start a new run with the checkpoint as model" in said and "resume_from_checkpoint" not in said
+
+
 def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
