@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -145,15 +145,20 @@ def locked(output_dir: str | Path) -> Iterator[None]:
     key = f"{os.getpid()} {os.path.realpath(path)}"
     if key in _held:
         gc.collect()  # a notebook may have replaced the trainer that holds it
+    error = InUseError(
+        f"output_dir={str(output_dir)!r} is in use: another trainer trains in it; call its close(), wait until it "
+        "has ended, or choose another output_dir"
+    )
     if in_use(output_dir):
-        raise InUseError(
-            f"output_dir={str(output_dir)!r} is in use: another trainer trains in it; call its close(), wait until it "
-            "has ended, or choose another output_dir"
-        )
+        raise error
     with open(path, "a", encoding="utf-8") as file:
-        with suppress(OSError):  # a file system without locks
+        try:
             if fcntl is not None:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # since the check
+            raise error from None
+        except OSError:  # a file system without locks
+            pass
         _held.add(key)
         try:
             yield
