@@ -74,7 +74,8 @@ def kind_of_class(name: str | None, cls: type, tools: dict[str, Tool]) -> Kind:
     functions = dict(inspect.getmembers(cls, inspect.isfunction))
     takes_messages = getattr(cls, "takes_messages", False)
     methods = [] if takes_messages else [key for key in functions if key not in NO_TOOLS and not key.startswith("_")]
-    written = {word for function in functions.values() for word in inspect.unwrap(function).__code__.co_names}
+    own = [part for base in cls.__mro__ for part in vars(base).values() if inspect.isfunction(part)]
+    written = {word for function in own for word in inspect.unwrap(function).__code__.co_names}
     return Kind(
         name,
         cls,
