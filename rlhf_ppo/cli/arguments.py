@@ -27,10 +27,6 @@ from rlhf_ppo.models.adapters import is_adapter_directory
 from rlhf_ppo.terminal import visible_logger
 
 
-class _NullError(ValueError):
-    """An option of a file is null, but needs a value."""
-
-
 class PPOArgumentParser(CommandParser, TrlParser):
     """A `TrlParser` that takes the name of a preset after `--config`, and whose errors name the closest option.
 
@@ -53,7 +49,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         config = [] if options.config is None else ["--config", self._config_file(options.config, words)]
         try:
             *groups, unknown = super().parse_args_and_config([*config, *words], return_remaining_strings=True)
-        except (yaml.YAMLError, _NullError) as error:
+        except yaml.YAMLError as error:  # it names the line, or the key
             raise ValueError(f"--config {options.config}: {error}") from error
         values = dict(zip(unknown[::2], unknown[1::2], strict=True))  # of the file
         if any(values.get(f"--{section}", "").startswith("{") for section in ("common", "ppo", "report")):
@@ -68,10 +64,10 @@ class PPOArgumentParser(CommandParser, TrlParser):
         """Take the values of a file."""
         for group in self.dataclass_types:
             kinds = get_type_hints(group)
-            names = [field.name for field in fields(group) if field.default is not None]
-            for name in (name for name in names if values.get(name, "") is None):
-                if NoneType not in get_args(kinds[name]):
-                    raise _NullError(f"{name} is null, but needs a value: write it, or delete the line")
+            for field in fields(group):
+                takes_null = field.default is None or NoneType in get_args(kinds[field.name])
+                if field.name in values and values[field.name] is None and not takes_null:
+                    raise yaml.YAMLError(f"{field.name} is null, but needs a value: write it, or delete the line")
         return super().set_defaults_with_config(**values)
 
     def _config_file(self, name: str, words: list[str]) -> str:

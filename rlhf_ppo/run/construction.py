@@ -321,11 +321,8 @@ def make_parts(
     preparation = loaded.preparation.within(engine, trainer.train_dataset, trainer.eval_dataset)
     never_sampled, longest = preparation.never_sampled, preparation.longest_sequence
     sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.position)
-    play = (
-        None
-        if episodes is None
-        else episodes.player(trainer, run, sampler, limit, preparation.vocabulary, baselines.kinds)
-    )
+    vocabulary = preparation.vocabulary
+    play = None if episodes is None else episodes.player(trainer, run, sampler, limit, vocabulary, baselines.kinds)
     scorer = make_scorer(run, models.rewards, loaded.functions, chats)
     texts = inputs.ptx_dataset
     ptx = None if texts is None else LanguageModeling(run, loaded.sizes, critic_only, longest, texts)

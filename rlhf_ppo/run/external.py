@@ -59,13 +59,16 @@ class ExternalRows:
             ValueError: A value does not fit; see `PPOTrainer.step`.
         """
         for name, rows in vars(self).items():
-            if rows is not None and len(rows) != num_rows:
+            if rows is None:
+                continue
+            if len(rows) != num_rows:
                 raise ValueError(
                     f"{name} has {len(rows)} entries, but an update takes {num_rows} responses on each process: "
                     "per_device_train_batch_size x gradient_accumulation_steps"
                 )
-            for row, values in enumerate(rows if rows is not None and name not in ("scores", "ended") else ()):
-                if not isinstance(values, Tensor) or values.dim() != 1:
+            is_of_tokens = name not in ("scores", "ended")
+            for row, values in enumerate(rows):
+                if is_of_tokens and (not isinstance(values, Tensor) or values.dim() != 1):
                     raise ValueError(f"{name}[{row}] must be a tensor with one number for each token: {values!r:.80}")
         ids = {"queries": self.queries, "responses": self.responses}
         check_rows(ids, preparation.vocabulary, preparation.longest_sequence)
