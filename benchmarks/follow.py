@@ -239,8 +239,9 @@ class Theirs:
 
     def train(self, resume_from_checkpoint: Any = None) -> None:
         """Train until the end or the last mark."""
+        from_last = {"True": True}.get(resume_from_checkpoint, resume_from_checkpoint)
         with suppress(TimeIsUp):
-            self.trainer.train(*([resume_from_checkpoint] if resume_from_checkpoint else []))
+            self.trainer.train(*([from_last] if from_last else []))
 
 
 def grpo(args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: Any, rows: Any, *, beta: float) -> Any:
