@@ -1,5 +1,6 @@
 """Teach a chat model to follow one or two instructions that a program verifies: at most eight words, no capitals...
 
+pip install "rlhf-ppo[peft]"
 python examples/follow_instructions.py  # SmolLM2-135M-Instruct, from `make chat-model` or the hub
 accelerate launch examples/follow_instructions.py --model_name_or_path Qwen/Qwen3-0.6B --dtype bfloat16 \
     --chat_template_kwargs '{"enable_thinking": false}' --per_device_train_batch_size 64 --output_dir runs/qwen

@@ -4,6 +4,8 @@ python examples/vision.py  # nothing is downloaded
 accelerate launch examples/vision.py --model_name_or_path Qwen/Qwen3-VL-2B-Instruct --dtype bfloat16 --use_peft \
     --lora_target_modules all-linear --share_base_model --learning_rate 1e-4 --output_dir runs/qwen
 
+The second command needs `pip install "rlhf-ppo[peft]" torchvision`.
+
 The reward is 1 for the right word. A shape and a wording are held out. Without `--model_name_or_path` the script makes
 a LLaVA of 0.2M parameters and trains it with SFT: four captions for each answer. It prints the accuracy on held-out
 rows, and on the same questions with the images of other rows, where a model that looks falls to chance.

@@ -625,7 +625,7 @@ class TrainerBase(Steps, Trainer):
             num_continuations: Continuations of each prefix; at least 4.
 
         Returns:
-            Explained variance, ranking and calibration with intervals, and the defects found. It is also written to
+            Explained variance and ranking with intervals, and the defects found. It is also written to
             `output_dir/critic_audit.json`.
 
         Raises:

@@ -377,8 +377,8 @@ class PPOConfig(
     learning_rate: float = _option(3e-6, "Initial learning rate.")
     logging_steps: float = _option(
         10,
-        "PPO updates between two logs; below 1, a share of all updates, such as 0.1. With the default, a run of fewer "
-        "than 200 updates logs about 20 times.",
+        "PPO updates between two logs; below 1, a share of all updates, such as 0.1. With 10, the default, a run of "
+        "fewer than 200 updates logs 20 to 39 times.",
     )
     gradient_checkpointing: bool = _option(
         True, "Recompute activations in the backward pass: less memory, one more forward pass."
@@ -457,7 +457,9 @@ class PPOConfig(
         "With DeepSpeed ZeRO-3, gather the policy's weights for generation: faster, but the whole policy must fit on "
         "one device.",
     )
-    num_sample_generations: Count = _option(10, "Tables of samples to print, the first before training; 0: none.")
+    num_sample_generations: Count = _option(
+        10, "Tables of samples to print, the first before training, the last after it; 1: only the last; 0: none."
+    )
 
     # --- Reward ---
     # HfArgumentParser reads the second of several types from the command line.

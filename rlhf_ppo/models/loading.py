@@ -357,7 +357,7 @@ def load_processor(
     try:
         processor: Any = AutoProcessor.from_pretrained(config._name_or_path)
     except Exception as error:  # it may need packages that texts do not
-        logger.warning(f"The policy is saved without its processor, which cannot be loaded: {error!s:.300}")
+        logger.warning(f"The policy's processor cannot be loaded, nor saved with the policy: {error!s:.300}")
         return None
     if not isinstance(processor, ProcessorMixin):
         return None

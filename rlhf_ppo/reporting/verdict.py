@@ -212,7 +212,7 @@ def _of_judgement(judgement: Judgement, runs: Sequence[RecordedRun]) -> Iterator
     if not rewards.isdisjoint(judgement.identities):
         yield "The judge is PPO's own reward: judge with a reward model that PPO has not seen, or with a chat model."
     if judgement.num_prompts < FEW:
-        yield f"Only {judgement.num_prompts} prompts were judged: judge more."
+        yield f"Only {judgement.num_prompts} prompts were judged: judge more (`num_prompts`)."
 
 
 def _of_judge(outcome: Outcome, rates: SeedWinRates) -> Iterator[str]:
@@ -222,7 +222,8 @@ def _of_judge(outcome: Outcome, rates: SeedWinRates) -> Iterator[str]:
     if outcome == "undecided" and rates.interval[0] <= 0.5 <= rates.interval[1]:
         enough = round((1.96 * 0.5 / max(abs(rates.mean - 0.5), 1e-9)) ** 2, -1)
         if enough <= 2000:
-            yield f"About {enough:.0f} prompts would decide a win rate of {percent(rates.mean)}: judge more."
+            would = f"About {enough:.0f} prompts would decide a win rate of {percent(rates.mean)}"
+            yield f"{would}: judge more (`num_prompts`)."
 
 
 def _has_stop(run: RecordedRun) -> bool:

@@ -498,7 +498,8 @@ class PreferenceReward:
             scored = [reward for reward in rewards if reward is not None]
             weight = () if policy_answers is None else (len(scored),)  # TRL's `log_metric` takes no weight
             if scored:
-                log_metric(f"{self.__name__}/win_rate", (1 + sum(scored) / len(scored)) / 2, *weight)
+                wins = sum((reward > 0) + (reward == 0) / 2 for reward in scored)
+                log_metric(f"{self.__name__}/win_rate", wins / len(scored), *weight)
             failed = [reward is None and other is not None for reward, other in zip(rewards, theirs, strict=True)]
             log_metric(f"{self.__name__}/failed_frac", sum(failed) / len(failed))
         return rewards

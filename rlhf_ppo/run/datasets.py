@@ -397,7 +397,10 @@ def image_chats(
     elif blind:
         problem = f"{blind[0]} is a {type(readers[blind[0]]).__name__} without vision: pass a model of images and text"
     elif processor is None:
-        problem = "there is no processor: pass processing_class=AutoProcessor.from_pretrained(...)"
+        problem = (
+            "there is no processor: pass processing_class=AutoProcessor.from_pretrained(...), whose error names a "
+            "missing package"
+        )
     elif any(reward.tokenizer is not None and reward.processor is None for reward in rewards):
         problem = "a reward model has its own tokens: pass its processor as reward_processing_classes"
     if problem is not None:

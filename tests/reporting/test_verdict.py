@@ -105,7 +105,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
             "first train on texts that end."),
     "own": ({"judged_by": ["weights 1"], "accuracy": CHANCE, "objective__kl": 11.0, "policy__entropy_avg": 0.5},
             "The judge is PPO's own reward"),
-    "few prompts": ({"wins": -11}, "Only 29 prompts were judged: judge more."),
+    "few prompts": ({"wins": -11}, "Only 29 prompts were judged: judge more (`num_prompts`)."),
     "few": ({"step": 20, "objective__scores": 0.5}, "Training was short, 20 updates"),
 }  # fmt: skip
 

@@ -59,6 +59,15 @@ def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, o
     assert dict(logged) == {"preference/win_rate": 0.5, "preference/failed_frac": 0.25}
 
 
+def test_the_win_rate_of_a_judge_of_probabilities_counts_wins() -> None:
+    """As `rlhf-ppo judge` counts: 0.9, 0.6 and 0.2 are two wins of three, not 0.57."""
+    likely = {"a": 0.9, "b": 0.6, "c": 0.2}
+    judge = Recorder(lambda prompt, first, second: 1 - likely[first] if second == "theirs" else likely[second])
+    logged: dict[str, float] = {}
+    compare(judge, [*likely], ["theirs"] * 3, log_metric=logged.__setitem__)
+    assert logged == {"preference/win_rate": pytest.approx(2 / 3), "preference/failed_frac": 0.0}
+
+
 def test_two_comparisons_in_a_run_need_two_names(make_trainer: Any) -> None:
     def compared(**name: str) -> PreferenceReward:
         return PreferenceReward(Recorder(longer), opponent="self", **name)
