@@ -35,7 +35,7 @@ from rlhf_ppo.ranks.signals import stopped
 from rlhf_ppo.reporting import sample_tables
 from rlhf_ppo.reporting.critic_audit import CriticAudit, check_audit
 from rlhf_ppo.reporting.health import health_settings
-from rlhf_ppo.reporting.metrics import MetricWindow, named_apart
+from rlhf_ppo.reporting.metrics import combined, named_apart
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, step_of_policy, where_results_are
 from rlhf_ppo.run import construction, datasets, evaluator, rollouts, saving
@@ -116,7 +116,7 @@ class TrainerBase(Steps, Trainer):
         self._run = run = construction.make_run(self, policy_and_value, loaded)
         self._critic_only, self._guard = CriticOnly(run), rollouts.DivergenceGuard(run)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
-        self._window, self._progress = MetricWindow(), Progress()
+        self._progress = Progress()
         self._external_run = ExternalRun(run)
         self._latest_prompts: Prompts | None = None
         self._printed = ""  # the latest sample table
@@ -174,7 +174,6 @@ class TrainerBase(Steps, Trainer):
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
         self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, None)
         self._progress = progress = saving.resume(run, self.sizes, checkpoint, num_prompts or 0, per_epoch)
-        self._window = MetricWindow(progress.pending_metrics)
         _, loader = self._prepare_for_training(max_steps, loader, checkpoint)
         check_prepared(self.optimizer, self.model_wrapped, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
         progress.optimization = self._optimization.recorded()
@@ -256,7 +255,8 @@ class TrainerBase(Steps, Trainer):
         loop.grad_norm, loop.learning_rate = grad_norm, self._get_learning_rate()
         if not self._schedule_follows_metric:
             self.lr_scheduler.step()
-        self._window.add(metrics | count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens))
+        counted = count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens)
+        self._progress.pending_metrics.append(metrics | counted)
 
     def _report(self, event: str) -> None:
         """Fire an event at the end of an update or a pass; log, evaluate and save if due."""
@@ -446,7 +446,7 @@ class TrainerBase(Steps, Trainer):
         run, args, progress = self._run, self.args, self._progress
         self._guard.check_weights()
         progress.losses = run.gather(self._tr_loss.reshape(1)).tolist()
-        progress.last_logged_step, progress.pending_metrics = self._globalstep_last_logged, self._window.updates
+        progress.last_logged_step = self._globalstep_last_logged
         self.store_flos()
         with saving.writing_checkpoint(run, progress) as directory:
             self.save_model(directory, _internal_call=True)
@@ -641,7 +641,7 @@ class TrainerBase(Steps, Trainer):
             auditor = CriticAuditor(self, self._respond, self._run, self.sampler, num_prefixes, num_continuations)
             result = auditor.audit(batches)
         if self.is_in_train:
-            self._window.add(result.metrics)  # in the next log
+            self._progress.pending_metrics.append(result.metrics)  # in the next log
         return result
 
     def _sample_prompts(self) -> Iterator[Prompts]:
@@ -707,7 +707,8 @@ class TrainerBase(Steps, Trainer):
         """
         if "loss" not in logs:
             return super().log(logs, start_time)
-        logs.update(named_apart(self._window.drain(), logs))
+        logs.update(named_apart(combined(self._progress.pending_metrics), logs))
+        self._progress.pending_metrics = []
         with raise_on_all_ranks(self.accelerator):
             super().log(logs, start_time)
         self._run.agree_on_control()

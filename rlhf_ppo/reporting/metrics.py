@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -447,26 +447,10 @@ class UpdateStatistics:
         }
 
 
-@dataclass
-class MetricWindow:
-    """Metrics of the updates since the last log.
-
-    Attributes:
-        updates: One dict for each update; saved with a checkpoint, so that a resumed run logs the same numbers.
-    """
-
-    updates: list[dict[str, float]] = field(default_factory=list)
-
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Append one update's metrics."""
-        self.updates.append(dict(metrics))
-
-    def drain(self) -> dict[str, float]:
-        """Return the window's metrics and start a new window."""
-        keys = {key: None for update in self.updates for key in update}
-        result = {key: _combine(key, [update[key] for update in self.updates if key in update]) for key in keys}
-        self.updates = []
-        return result
+def combined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine the metrics of several updates: means, except of extremes and `LATEST`."""
+    keys = dict.fromkeys(key for update in updates for key in update)
+    return {key: _combine(key, [update[key] for update in updates if key in update]) for key in keys}
 
 
 def _combine(key: str, values: list[float]) -> float:
