@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from rlhf_ppo.generation.sampling import (
     join_responses,
     sample_with,
     sampling_config,
+    stop_tokens,
 )
 from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.rewards.builtin import response_texts
-from rlhf_ppo.rewards.scorer import Answer, selected, settings_of_row, silent_ids, spoken_texts
+from rlhf_ppo.rewards.scorer import Answer, ScoringBatch, settings_of_row
 
 
 def prompt_encoder(args: JudgeArguments, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
@@ -82,13 +83,11 @@ def respond(
     for start in range(0, len(encoded), args.batch_size):
         batch = encoded[start : start + args.batch_size]
         padded = tokenizer.pad([{"input_ids": row["input_ids"]} for row in batch], return_tensors="pt")
-        prompts = Prompts.from_collated(padded, model.device)
+        columns = {name: [row.get(name) for row in batch] for name in ("prompt", "tools", "chat_template_kwargs")}
+        prompts = Prompts.from_collated({**padded, **columns}, model.device)
         sampled = sample_with(engine, model, prompts, how, strings).ids
         joined = join_responses(prompts, sampled, ends, 0, strings)
-        drawn = zip(
-            batch, selected(joined.response_ids, joined.response_mask), ended(joined, ends, strings), strict=True
-        )
-        answers += [_answer(*answer, silent_ids(tokenizer, ends), tokenizer) for answer in drawn]
+        answers += ScoringBatch(joined, prompts, ended(joined, ends, strings), ends, tokenizer).answers
     return answers
 
 
@@ -116,19 +115,5 @@ def answers_in_column(
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop: int | None = None) -> list[int]:
     """Return the tokens that end a response: EOS, those of the generation configuration, and a run's stop token."""
-    configured = model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured]
-    return list(dict.fromkeys(token for token in (eos_id(tokenizer), *several, stop) if token is not None))
-
-
-def _answer(
-    row: Mapping[str, Any],
-    response: list[int],
-    ended: object,
-    silent: Collection[int],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Answer:
-    """Make an answer of sampled tokens, cut after the token or text that ended them."""
-    (text,) = spoken_texts(tokenizer, [response], silent)
-    known = {"silent": silent, "settings": settings_of_row(row)}
-    return Answer(row.get("prompt"), text, bool(ended), row["input_ids"], response, tokenizer, **known)
+    ends = (eos_id(tokenizer), *stop_tokens(model.generation_config), stop)
+    return list(dict.fromkeys(token for token in ends if token is not None))
