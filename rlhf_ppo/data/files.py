@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_ppo.config.checks import Interval, check_range, check_type
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
@@ -66,42 +65,12 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json.dumps(content, indent=1))
 
 
-def read_object(path: Path, types: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Args:
-        path: The file.
-        types: Required keys and their types, as in `check_values`; other keys are not checked.
-
-    Raises:
-        ValueError: The file is missing or not a JSON object, or a key is missing or has another type.
-    """
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object; raise a `ValueError` if it is missing, or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"its {path.name} cannot be read: {error}") from error
-    check_values(path.name, {"content": content}, {"content": dict})
-    check_values(path.name, content, types or {})
+    if not isinstance(content, dict):
+        raise ValueError(f"its {path.name} holds no JSON object, but {content!r:.80}")
     return content
-
-
-def check_values(file: str, values: Mapping[str, Any], types: Mapping[str, object]) -> None:
-    """Check the values of a JSON file.
-
-    Args:
-        file: Name of the file.
-        values: Its content.
-        types: Required keys, each with an annotation for `check_type`, or with the `Interval` of a number.
-
-    Raises:
-        ValueError: A key is missing, or its value has another type or lies outside of the interval.
-    """
-    for name, kind in types.items():
-        try:
-            if isinstance(kind, Interval):
-                check_type(name, values[name], float, "")
-                check_range(name, values[name], kind, "")
-            else:
-                check_type(name, values[name], kind, "")
-        except (TypeError, ValueError, KeyError):
-            raise ValueError(f"its {file} has {name}={values.get(name)!r:.80}") from None

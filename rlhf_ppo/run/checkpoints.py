@@ -97,7 +97,7 @@ def find_start(
 def _check_complete(checkpoint: str) -> None:
     if not os.path.isfile(path := Path(checkpoint, TRAINER_STATE_NAME)):
         raise ValueError(f"resume_from_checkpoint={checkpoint!r} is not a complete checkpoint")
-    name, step = os.path.basename(os.path.realpath(checkpoint)), read_object(path, {"global_step": int})["global_step"]
+    name, step = os.path.basename(os.path.realpath(checkpoint)), read_object(path).get("global_step")
     if re.fullmatch(r"checkpoint-\d+", name) and name != f"checkpoint-{step}":
         raise ValueError(f"{checkpoint} holds the state after update {step}: rename it to checkpoint-{step}")
 

@@ -101,7 +101,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), replacing(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
-    assert read_object(path, {"a": int}) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+    assert read_object(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"holds no JSON object, but \[1\]"):
+        read_object(path)
 
 
 def test_files_that_training_does_not_need_cannot_end_it(make_trainer: Any, caplog: Any, tmp_path: Path) -> None:
