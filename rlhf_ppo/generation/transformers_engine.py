@@ -307,26 +307,6 @@ class FiniteLogitsCheck(LogitsProcessor):
         return both[:-1]
 
 
-class StopsAtStrings(StoppingCriteria):
-    """End each row of `generate` at the token of `StopStrings.end`.
-
-    transformers' own `StopStringCriteria` also ends rows at strings that begin in the prompt.
-
-    Args:
-        stop_strings: The stop strings.
-        prompt_length: Number of columns of the prompts, which are ignored.
-    """
-
-    def __init__(self, stop_strings: StopStrings, prompt_length: int) -> None:
-        self.stop_strings, self.prompt_length = stop_strings, prompt_length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
-        """Return which rows' last tokens complete a stop string, bool `(B,)`."""
-        responses = input_ids[:, self.prompt_length :].tolist()
-        completed = [self.stop_strings.is_completed(ids) for ids in responses]
-        return sent(torch.tensor(completed, dtype=torch.bool), input_ids.device)
-
-
 # ---- Batch compaction ----
 
 UNFINISHED_SHARE = 0.75
@@ -337,16 +317,20 @@ UNFINISHED_SHARE = 0.75
 class CompactionCriterion(StoppingCriteria):
     """End `generate` once at most `most_left` rows are unfinished.
 
+    Stop strings count in responses only; transformers' `StopStringCriteria` also finds those that begin in the prompt.
+
     Attributes:
         finished: Rows that have ended by themselves, bool `(B,)`; updated after each token.
         stop_tokens: Tokens that end a row.
         stop_strings: Texts that also end a row, or None.
+        prompt_length: Number of columns of the prompts.
         most_left: Number of unfinished rows at which `generate` ends.
     """
 
     finished: Tensor
     stop_tokens: Sequence[int]
-    stop_strings: StopsAtStrings | None
+    stop_strings: StopStrings | None
+    prompt_length: int
     most_left: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
@@ -354,7 +338,9 @@ class CompactionCriterion(StoppingCriteria):
         for token in self.stop_tokens:
             self.finished = self.finished | (input_ids[:, -1] == token)
         if self.stop_strings is not None:
-            self.finished = self.finished | self.stop_strings(input_ids)
+            responses = input_ids[:, self.prompt_length :].tolist()
+            completed = torch.tensor([self.stop_strings.is_completed(ids) for ids in responses])
+            self.finished = self.finished | sent(completed, input_ids.device)
         return self.finished | ((~self.finished).sum() <= self.most_left)
 
 
@@ -391,7 +377,6 @@ def generate_compacting(
     prompt_length, (size, filling) = input_ids.shape[1], length_and_filling(config)
     result, longest = input_ids.new_full((len(input_ids), size), filling), prompt_length + size
     rows = torch.arange(len(input_ids), device=input_ids.device)
-    strings = None if stop_strings is None else StopsAtStrings(stop_strings, prompt_length)
     how, processors = sampling_processors(changed(config, return_dict_in_generate=True), input_ids.device)
     check = FiniteLogitsCheck()
     cache = {} if kept is None else kept.cache(model, input_ids, attention_mask)
@@ -402,7 +387,7 @@ def generate_compacting(
     while len(rows) and input_ids.shape[1] < longest:
         how.max_new_tokens = longest - input_ids.shape[1]
         most_left, none_yet = 0 if stays else int(UNFINISHED_SHARE * len(rows)), rows < 0
-        criterion = CompactionCriterion(none_yet, stop_tokens(config), strings, most_left)
+        criterion = CompactionCriterion(none_yet, stop_tokens(config), stop_strings, prompt_length, most_left)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": how, **cache}
         inputs["logits_processor"] = LogitsProcessorList([check, *processors])
         if images is not None and not cache:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlhf_ppo.generation.sampling import StopStrings, ended, greedy_config, join_responses, special_tokens
-from rlhf_ppo.generation.transformers_engine import StopsAtStrings, TransformersEngine
+from rlhf_ppo.generation.transformers_engine import CompactionCriterion, TransformersEngine
 from tests.conftest import make_tokenizer, needs_continuous, tiny_policy
 from tests.generation.test_transformers_engine import prompts, scripted_policy
 from tests.runs import QUICK, MakeArgs, train_and_record
@@ -92,7 +92,8 @@ def test_generation_and_truncation_end_each_row_at_the_same_token(case: Any) -> 
     stop_strings = StopStrings(tokenizer, strings)
     expected = [first_end(tokenizer, ids, strings) for ids in rows]
 
-    criterion, finished = StopsAtStrings(stop_strings, prompt_length=2), [None] * len(rows)
+    criterion = CompactionCriterion(torch.zeros(len(rows)).bool(), (), stop_strings, prompt_length=2, most_left=-1)
+    finished: list[int | None] = [None] * len(rows)
     behind_prompts = torch.tensor([[0, 1, *ids] for ids in rows])
     for length in range(1, len(rows[0]) + 1):
         now = criterion(behind_prompts[:, : 2 + length])
@@ -118,7 +119,7 @@ def test_the_space_that_the_first_token_loses() -> None:
     for length in (1, 5, 40):
         assert stop.end([other] * length + [end]) == length + 1
         row = torch.tensor([[other] * length + [end]])
-        assert StopsAtStrings(stop, 0)(row).tolist() == [True]
+        assert CompactionCriterion(torch.tensor([False]), (), stop, 0, -1)(row).tolist() == [True]
 
 
 def test_stop_token_and_stop_string_whichever_comes_first() -> None:
