@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, with_observation
 from rlhf_ppo.data.prompts import Messages, is_conversation, text_of_content
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses
 from rlhf_ppo.environments.pool import Episode, EpisodeError, Round, answer_turns
 from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
-from rlhf_ppo.generation.sampling import StopStrings, stop_tokens
+from rlhf_ppo.generation.sampling import StopStrings
 
 Sample = Callable[[Prompts, int], Sampled]
 """Takes prompts and the maximum number of tokens to sample after each."""
@@ -387,18 +387,3 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
 def _plain_row(row: Any) -> list[Any]:
     values = row.tolist() if isinstance(row, Tensor) else list(row)
     return [value[0] if isinstance(value, list | tuple) else value for value in values]
-
-
-def stop_ids(policy: nn.Module, stop: int | None) -> tuple[int, ...]:
-    """Return the tokens that end a turn: the stop token, and those of the model's generation configuration.
-
-    Some models end a turn that calls a tool with a token other than EOS.
-
-    Args:
-        policy: The language model.
-        stop: The stop token, or None.
-    """
-    if stop is None:
-        return ()
-    config = getattr(policy, "generation_config", None)
-    return tuple(dict.fromkeys([stop, *([] if config is None else stop_tokens(config))]))

@@ -23,10 +23,9 @@ from rlhf_ppo.generation.episodes import (
     EpisodeRecord,
     Ranks,
     responses_of_function,
-    stop_ids,
 )
 from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows
-from rlhf_ppo.generation.sampling import Sampler, changed, sample_with
+from rlhf_ppo.generation.sampling import Sampler, changed, sample_with, stop_tokens
 from rlhf_ppo.models.capabilities import Vocabulary, check_rows
 from rlhf_ppo.models.unwrapping import gathers_in_passes
 from rlhf_ppo.ranks.processes import num_processes, raise_on_all_ranks
@@ -187,7 +186,9 @@ class EpisodeRollouts:
         """
         stops = run.tokens.stops
         if self.args.stop_token == "eos" and any(kind.tools for kind in self.environments.kinds.values()):
-            stops = stop_ids(policy, run.tokens.stop)
+            # Some models end a turn that calls a tool with a token other than EOS.
+            own = getattr(policy, "generation_config", None)
+            stops = stops if own is None else tuple(dict.fromkeys([*stops, *stop_tokens(own)]))
 
         turns = engine.continuing() if isinstance(engine, Continues) else engine
 
