@@ -9,8 +9,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any, Self, TextIO
 
 from rich.console import Console
@@ -145,19 +146,14 @@ def redacted(value: object, name: str = "") -> Any:
     return _shown_value(value) if type(value) is str else value
 
 
-def redact_in_place(words: MutableSequence[str]) -> None:
-    """Hide the secrets of a command line in place, because W&B writes `sys.argv` to a file.
-
-    Args:
-        words: Arguments of the program.
-    """
-    for index, word in enumerate(words):
-        before = words[index - 1] if index else ""
-        follows_secret = before.startswith("--") and "=" not in before and is_secret(before.lstrip("-"))
-        words[index] = HIDDEN if follows_secret else _shown_word(word)
+def redact_words(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with hidden secrets."""
+    return [_shown_word(word, before) for before, word in pairwise(["", *words])]
 
 
-def _shown_word(word: str) -> str:
+def _shown_word(word: str, before: str) -> str:
+    if before.startswith("--") and "=" not in before and is_secret(before.lstrip("-")):
+        return HIDDEN
     option, equals, value = word.partition("=")
     if equals and option.startswith("--"):
         return f"{option}={HIDDEN if is_secret(option.lstrip('-')) else _shown_value(value)}"
@@ -174,13 +170,6 @@ def _shown_value(text: str) -> str:
         return redact_text(text)
     hidden = redacted(content)
     return text if hidden == content else json.dumps(hidden)
-
-
-def redact_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with hidden secrets."""
-    hidden = list(words)
-    redact_in_place(hidden)
-    return hidden
 
 
 def hide_from_ps(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

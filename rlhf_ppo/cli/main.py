@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_ppo.cli.errors import CommandParser, fail, user_errors
-from rlhf_ppo.terminal import print_text, redact_in_place, restore_hidden_words
+from rlhf_ppo.terminal import print_text, redact_words, restore_hidden_words
 
 COMMANDS = {
     "demo": ("rlhf_ppo.cli.main", "Run all steps with a toy model, in minutes on two cores."),
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     if command not in COMMANDS:
         fail("rlhf-ppo", f"there is no command {command!r}: use one of {', '.join(COMMANDS)}")
-    redact_in_place(sys.argv)  # trackers write sys.argv into files; `options` is a copy
+    sys.argv[:] = redact_words(sys.argv)  # trackers write sys.argv into files; `options` is a copy
     try:
         getattr(importlib.import_module(COMMANDS[command][0]), command)(options)
     except KeyboardInterrupt:
