@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from rlhf_ppo.data.files import replacing
-from rlhf_ppo.reporting.run_log import History, Run, training_log
+from rlhf_ppo.reporting.run_log import History, Run, names_of, training_log
 from rlhf_ppo.terminal import visible
 
 PANELS: Mapping[str, str] = {
@@ -129,15 +129,8 @@ def mean_curve(
 def _read_groups(runs: Sequence[Run] | Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
     if isinstance(runs, Mapping):
         return {label: [training_log(run) for run in group] for label, group in runs.items()}
-    return {label: [training_log(run)] for label, run in zip(_labels(runs), runs, strict=True)}
-
-
-def _labels(runs: Sequence[Run]) -> list[str]:
-    paths = [Path(run) if isinstance(run, (str, os.PathLike)) else None for run in runs]
-    names = [path.name if path else f"run {number}" for number, path in enumerate(paths, start=1)]
-    if len(set(names)) == len(names):
-        return names
-    return [str(path) if path else name for path, name in zip(paths, names, strict=True)]
+    paths = [run if isinstance(run, str | os.PathLike) else f"run {number}" for number, run in enumerate(runs, 1)]
+    return {label: [training_log(run)] for label, run in zip(names_of(paths), runs, strict=True)}
 
 
 def _logged_metrics(groups: Mapping[str, list[History]], metrics: Sequence[str] | None, x: str) -> list[str]:

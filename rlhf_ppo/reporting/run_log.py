@@ -216,7 +216,7 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
         FileNotFoundError: A directory has no run.
     """
     paths = [Path(directory) for directory in directories]
-    return [_read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+    return [_read_run(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
 
 
 def read_audit(directory: str | Path) -> dict[str, Any] | None:
@@ -246,7 +246,7 @@ def grouped_directories(directories: Sequence[str], separately: bool = False) ->
         The directories of each label.
     """
     settings = [RunSettings() if separately else RunSettings.load(directory) for directory in directories]
-    return _by_label(directories, _names(directories), settings)
+    return _by_label(directories, names_of(directories), settings)
 
 
 def _by_label(runs: Sequence[T], names: Sequence[str], settings: Sequence[RunSettings]) -> dict[str, list[T]]:
@@ -298,7 +298,7 @@ def _samples(root: Path, last: int) -> dict[int, Path]:
     return {step: paths[step] for step in sorted(paths) if step <= last}
 
 
-def _names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the last parts of real paths, as many as make all names unique."""
     whole = [os.path.realpath(path) for path in paths]
     parts = [Path(path).parts for path in whole]

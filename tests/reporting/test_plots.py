@@ -49,6 +49,11 @@ def test_a_panel_shows_what_was_logged(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
     shown = plot_metrics([LOG, SECOND], tmp_path / "two.svg", metrics=["objective/kl"], x="step")
     assert set(lines(panel(shown, "objective/kl"))) == {"run 1", "run 2"}
+    runs = [tmp_path / "a" / "ppo", tmp_path / "b" / "ppo"]
+    for run in runs:
+        write_state(run / "trainer_state.json", LOG)
+    shown = plot_metrics(runs, tmp_path / "runs.svg", metrics=["objective/kl"])
+    assert set(lines(panel(shown, "objective/kl"))) == {"a/ppo", "b/ppo"}
 
 
 def test_mean_curve_counts_only_the_runs_that_logged_a_point() -> None:
