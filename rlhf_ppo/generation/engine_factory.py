@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import get_args
 
 from accelerate import Accelerator
 from accelerate.utils import compare_versions
@@ -14,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import EngineName
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine
@@ -108,12 +106,9 @@ def make_engine(
         local_batch_size: Rows of an update on this process; vLLM generates all of them at once.
 
     Raises:
-        ValueError: There is no such engine, its library is too old, or it cannot run under this sharding or sample a
-            baseline.
+        ValueError: The engine's library is too old, or it cannot run under this sharding or sample a baseline.
     """
     engine = args.generation_engine
-    if engine not in (names := get_args(EngineName)):
-        raise ValueError(f"generation_engine={engine!r} is not one of {list(names)}")
     if not is_recent_enough(engine):
         name, lowest = ENGINE_NEEDS[engine]
         raise ValueError(

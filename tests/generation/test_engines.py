@@ -67,13 +67,6 @@ def test_an_engine_is_made_by_its_name(make_args: MakeArgs, name: str) -> None:
     assert called(engine) == f"generation_engine={name!r}"
 
 
-def test_an_engine_that_nothing_makes_is_refused(make_args: MakeArgs) -> None:
-    args: Any = make_args()
-    args.generation_engine = "sglang"
-    with pytest.raises(ValueError, match="generation_engine='sglang' is not one of"):
-        make_engine(args, tiny_policy(), Accelerator(cpu=True), make_tokenizer(), None)
-
-
 # ---- Who generates ----
 
 
