@@ -45,6 +45,7 @@ from transformers import (
 )
 
 from rlhf_ppo import PPOConfig, PPOTrainer
+from rlhf_ppo.config.checks import TRAINER_ARGUMENTS
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.engine_factory import is_recent_enough
 from rlhf_ppo.models import packing
@@ -390,14 +391,9 @@ def make_args(tmp_path: Path) -> Callable[..., PPOConfig]:
 @pytest.fixture
 def make_trainer(make_args: Callable[..., PPOConfig]) -> Iterator[Callable[..., PPOTrainer]]:
     """Factory of trainers over tiny models; keyword arguments of either PPOTrainer or PPOConfig."""
-    trainer_arguments = {
-        "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model", "data_collator",
-        "eval_dataset", "optimizers", "callbacks", "peft_config", "value_peft_config", "reward_funcs",
-        "reward_processing_classes", "kl_controller", "engine", "ptx_dataset", "rollout_func",
-    }  # fmt: skip
 
     def make(trainer_class: type[PPOTrainer] = PPOTrainer, **overrides: Any) -> PPOTrainer:
-        given = {name: overrides.pop(name) for name in trainer_arguments & overrides.keys()}
+        given = {name: overrides.pop(name) for name in overrides.keys() & TRAINER_ARGUMENTS}
         values: dict[str, Any] = {
             "processing_class": make_tokenizer(),
             "model": tiny_policy(),
