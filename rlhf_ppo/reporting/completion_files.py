@@ -8,6 +8,7 @@ from itertools import accumulate, compress, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -137,17 +138,11 @@ def _token_figures(
     """
     tensors = (rollout.values, experience.advantages, rollout.kl(kl_estimator), experience.rewards)
     known = {name: values for name, values in zip(TOKEN_VALUES, tensors, strict=True) if values is not None}
-    numbers = torch.stack([values[rows].detach().float() for values in known.values()]).tolist()
-    written = rollout.responses.masks.response[rows].tolist()
-    figures: dict[str, list[list[float | None]]] = {
-        name: [[None] * len(mask) for mask in written] for name in TOKEN_VALUES
-    }
-    for name, values in zip(known, numbers, strict=True):
-        figures[name] = [
-            [value if is_written else None for value, is_written in zip(of_row, mask, strict=True)]
-            for of_row, mask in zip(values, written, strict=True)
-        ]
-    return figures
+    numbers = torch.stack([values[rows].detach().float() for values in known.values()]).cpu().numpy().astype(object)
+    written = rollout.responses.masks.response[rows]
+    numbers[:, ~written] = None
+    unknown: Any = np.full(written.shape, None).tolist()
+    return dict.fromkeys(TOKEN_VALUES, unknown) | dict(zip(known, numbers.tolist(), strict=True))
 
 
 def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
