@@ -259,7 +259,10 @@ def fitting(prompts: Data, tokenizer: PreTrainedTokenizerBase, longest: int) -> 
 
 
 def num_tokens(rows: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Count the tokens of texts and conversations by column; a response includes what the chat template adds to it."""
+    """Count the tokens of texts and conversations by column.
+
+    Tokens that the chat template adds to a response count as the response's.
+    """
     texts = Dataset.from_list([maybe_apply_chat_template(row, tokenizer) for row in _answered([*rows])])
     encoded: Any = {name: tokenizer(texts[name][:], add_special_tokens=False) for name in texts.column_names}
     return {name: [len(ids) for ids in column["input_ids"]] for name, column in encoded.items()}

@@ -175,8 +175,8 @@ def cache_for(
 ) -> ContinuousBatchingConfig:
     """Size the paged cache for a batch; transformers would take most of the free memory.
 
-    Each kind of attention layers (full, sliding) takes whole sectors, of as many pages as the least common multiple of
-    the kinds' numbers of layers: there is room for another sector of each.
+    Each kind of attention layers (full, sliding) takes pages in sectors. A sector has as many pages as the least
+    common multiple of the kinds' numbers of layers. The cache has one spare sector for each kind.
 
     Args:
         rows: The prompts' ids.

@@ -168,7 +168,7 @@ def _explained(prefixes: AuditedPrefixes, predictions: Array) -> float:
 def _pairs(prefixes: AuditedPrefixes, rows: Array) -> Array:
     """Count the pairs of one prompt's prefixes behind `tau` and `tau_ceiling`, float `(2, 3)`.
 
-    The values are compared with either half of the continuations, so that they bear the ceiling's noise.
+    Values are compared with each half of the continuations separately: `tau` has the same noise as its ceiling.
     """
     first, second = prefixes.returns[rows, ::2].mean(axis=1), prefixes.returns[rows, 1::2].mean(axis=1)
     values = prefixes.values[rows]

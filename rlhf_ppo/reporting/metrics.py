@@ -277,7 +277,7 @@ def evaluation_metrics(columns: Mapping[str, Tensor], prefix: str) -> dict[str, 
 
 
 def named_apart(logged: Mapping[str, T], own: Container[str]) -> dict[str, T]:
-    """Return what reward functions logged; what has the name of the run's own figure is called `<name> logged`.
+    """Rename logged figures to `<name> logged` where the run uses the name itself.
 
     Args:
         logged: Metrics or columns by name.
@@ -301,6 +301,7 @@ class UpdateStatistics:
         losses: Loss of each optimizer step.
         grad_norms: Gradient norms of policy and value model at each optimizer step, float32 `(2,)`.
         ptx: Negative log-likelihood and tokens of the texts of each optimizer step, float32 `(2,)`.
+        value_figures: Names of the value loss's additional figures: means over the tokens whose values count.
         grad_norm: Gradient norm of the last step, before clipping.
         shares_prefixes: Whether the models compute a beginning that several rows share only once.
         num_read: Tokens of the rows of all micro-batches, and how many of them the models computed.

@@ -236,7 +236,7 @@ def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
 
 
 def grouped_directories(directories: Sequence[str], separately: bool = False) -> dict[str, list[str]]:
-    """Group directories of runs in the same way, without reading their logs.
+    """Group directories as `grouped` groups runs, without reading their logs.
 
     Args:
         directories: Output directories, or checkpoints.
