@@ -419,8 +419,7 @@ class TrainerBase(Steps, Trainer):
             model: The prepared model; `self.model` when None.
 
         Raises:
-            TypeError: The function returned no optimizer.
-            ValueError: Its optimizer lacks trainable parameters, or holds foreign ones.
+            ValueError: The function's optimizer lacks trainable parameters.
         """
         if self.optimizer is not None:  # the user's, or that of an earlier call
             return self.optimizer

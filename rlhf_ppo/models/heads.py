@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_ppo.data.images import RowImages, model_inputs
 from rlhf_ppo.data.rollout import PackedIndices
@@ -68,9 +67,10 @@ def reads_last_token(model: nn.Module) -> bool:
     by_name = isinstance(getattr(base, "score", None), nn.Module)
     if is_sharded(model):
         return by_name
-    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device) % text_config(model).vocab_size
+    pads = {getattr(config, "pad_token_id", None) for config in (base.config, text_config(base))}  # would end the text
+    ids = torch.tensor([[id for id in range(1, 6) if id not in pads][:3]], device=next(model.parameters()).device)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    with in_eval_mode(model), _no_id_is_padding(base):
+    with in_eval_mode(model):
         ours = last_token_score(model, ids, mask)
         with autocast_if_stored_in_16_bits(base):
             theirs = base(input_ids=ids, attention_mask=mask.long()).logits.float()[:, 0]
@@ -81,20 +81,6 @@ def reads_last_token(model: nn.Module) -> bool:
 
 _READ_LAST: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """What `reads_last_token` has found, so that it runs each model once."""
-
-
-@contextmanager
-def _no_id_is_padding(base: PreTrainedModel) -> Iterator[None]:
-    """Keep a classifier from reading an id of the probe as padding, which would end the text."""
-    configs = [config for config in (base.config, text_config(base)) if hasattr(config, "pad_token_id")]
-    before = [config.pad_token_id for config in configs]
-    for config in configs:
-        config.pad_token_id = -1
-    try:
-        yield
-    finally:
-        for config, pad_token_id in zip(configs, before, strict=True):
-            config.pad_token_id = pad_token_id
 
 
 def token_values(

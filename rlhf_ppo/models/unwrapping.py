@@ -220,6 +220,19 @@ def drop_ignored_generation_settings(model: nn.Module) -> None:
 
 
 @contextmanager
+def replaced(holder: Any, **values: object) -> Iterator[None]:
+    """Give an object other attributes in the block."""
+    before = {name: getattr(holder, name) for name in values}
+    for name, value in values.items():
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(holder, name, value)
+
+
+@contextmanager
 def default_generation_config(policy: nn.Module) -> Iterator[Any]:
     """Replace the model's generation_config, from which `generate` fills unset fields, by transformers' default.
 
@@ -233,12 +246,8 @@ def default_generation_config(policy: nn.Module) -> Iterator[Any]:
         The transformers model to call `generate` on.
     """
     model = transformers_model(policy)
-    models_config = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
+    with replaced(model, generation_config=GenerationConfig()):
         yield model
-    finally:
-        model.generation_config = models_config
 
 
 # ---- Precision ----

@@ -41,7 +41,6 @@ class LoadedRewardModel:
         model: The sequence-classification model, reduced to one label.
         tokenizer: Its own tokenizer; None if it reads the policy's tokens.
         template: Its saved tokenizer, if that has the policy's tokens and a chat template; None: the policy's is used.
-        offloads: Whether its weights stay on the CPU between uses.
         scorer: The module that computes its scores; None until all models, which may share its weights, are made, or
             until a backend shards it.
         processor: Its own processor of images and text, or None.
@@ -51,7 +50,6 @@ class LoadedRewardModel:
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     template: PreTrainedTokenizerBase | None = None
-    offloads: bool = False
     scorer: nn.Module | None = None
     processor: ProcessorMixin | None = None
 

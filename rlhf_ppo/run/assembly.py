@@ -137,7 +137,9 @@ def assemble_models(
     check_critic_alone(args.critic_warmup_steps, rates, policy, critic)
     loads_head = isinstance(critic, heads.ValueHead) and inputs.value_model != "policy"
     head_directory = os.fspath(cast(Any, inputs.value_model)) if loads_head else None
-    return Models(policy, critic, reference, _frozen_rewards(args, rewards, policy), head_directory)
+    # Before Trainer moves weights that they share with the policy.
+    rewards = [replace(reward, scorer=reward.scorer or FrozenScorer(reward.model)) for reward in rewards]
+    return Models(policy, critic, reference, rewards, head_directory)
 
 
 def _load_rewards_and_critic(
@@ -196,20 +198,6 @@ def _separate_critic(
         loading.check_value_model(critic)
     critic = critic or copied or loading.make_value_model(policy)
     return critic if peft_config is None else adapters.add_value_adapter(critic, peft_config)
-
-
-def _frozen_rewards(
-    args: PPOConfig, rewards: Sequence[LoadedRewardModel], policy: nn.Module
-) -> list[LoadedRewardModel]:
-    """Wrap the reward models before Trainer moves weights that they share with the policy."""
-    return [
-        replace(
-            reward,
-            scorer=reward.scorer or FrozenScorer(reward.model),
-            offloads=args.offload_frozen and not adapters.shares_parameters(reward.model, policy),
-        )
-        for reward in rewards
-    ]
 
 
 def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:

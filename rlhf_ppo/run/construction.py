@@ -27,6 +27,7 @@ from rlhf_ppo.generation.engine_factory import BaselineCompletions, make_engine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampling import Sampler, SpecialTokens, special_tokens
 from rlhf_ppo.models import capabilities, loading
+from rlhf_ppo.models.adapters import shares_parameters
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.reference import asks_for_reference
 from rlhf_ppo.models.unwrapping import drop_ignored_generation_settings, settle_special_tokens
@@ -322,7 +323,7 @@ def make_parts(
     never_sampled, longest = preparation.never_sampled, preparation.longest_sequence
     sampler = Sampler(engine, args, accelerator, tokens, never_sampled, longest, run.position)
     vocabulary = preparation.vocabulary
-    play = None if episodes is None else episodes.player(trainer, run, sampler, limit, vocabulary, baselines.kinds)
+    play = None if episodes is None else episodes.player(run, sampler, limit, vocabulary, baselines.kinds)
     scorer = make_scorer(run, models.rewards, loaded.functions, chats)
     texts = inputs.ptx_dataset
     ptx = None if texts is None else LanguageModeling(run, loaded.sizes, critic_only, longest, texts)
@@ -343,7 +344,11 @@ def make_scorer(
     together = partial(processes.raise_on_all_ranks, accelerator)
     models = [
         RewardModel(
-            place_frozen(cast(nn.Module, reward.scorer), accelerator, reward.offloads),
+            place_frozen(
+                cast(nn.Module, reward.scorer),
+                accelerator,
+                args.offload_frozen and not shares_parameters(reward.model, run.models.policy),
+            ),
             args.local_rollout_forward_batch_size,
             lambda: accelerator.autocast(),
             reward.tokenizer,

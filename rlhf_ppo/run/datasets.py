@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.vllm import longest_colocated
 from rlhf_ppo.models.capabilities import Vocabulary, reads_images
 from rlhf_ppo.models.loading import NOT_HERE
+from rlhf_ppo.models.unwrapping import replaced
 from rlhf_ppo.ranks.processes import get_logger, num_processes
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.ranks.signals import leave_signals_to_parent
@@ -138,17 +139,6 @@ def check_ranks_alike(run: RunState, dataset: Any) -> None:
             raise ValueError(f"rank {rank} has different arguments from rank 0: {changed}; give all ranks the same")
 
 
-@contextmanager
-def overridden(args: PPOConfig, **values: object) -> Iterator[None]:
-    """Override arguments in the block."""
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(before)
-
-
 def leaving_signals(loader: Any) -> Any:
     """Let a prepared loader's worker processes leave signals of the run to this process."""
     inner = getattr(loader, "base_dataloader", loader)
@@ -164,7 +154,7 @@ def loading(args: PPOConfig, dataset: Any, is_training: bool) -> AbstractContext
         values |= {"dataloader_num_workers": 0, "dataloader_persistent_workers": False}
         unused = ("dataloader_prefetch_factor", "dataloader_multiprocessing_context")
         values |= {name: None for name in unused if hasattr(args, name)}
-    return overridden(args, **values)
+    return replaced(args, **values)
 
 
 class _FullBatches(torch.utils.data.IterableDataset[Any]):

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
 from rlhf_ppo.data.prompts import PromptEncoder, written_texts
-from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, smallest
+from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses
 from rlhf_ppo.environments.pool import Environments, EpisodeError
 from rlhf_ppo.generation.episodes import (
     CUTS,
@@ -24,7 +24,7 @@ from rlhf_ppo.generation.episodes import (
     Ranks,
     responses_of_function,
 )
-from rlhf_ppo.generation.protocol import Continues, GenerationEngine, Sampled, prompt_rows
+from rlhf_ppo.generation.protocol import Continues, Sampled, prompt_rows
 from rlhf_ppo.generation.sampling import Sampler, changed, sample_with, stop_tokens
 from rlhf_ppo.models.capabilities import Vocabulary, check_rows
 from rlhf_ppo.models.unwrapping import gathers_in_passes
@@ -128,7 +128,6 @@ class EpisodeRollouts:
 
     def player(
         self,
-        trainer: Trainer,
         run: RunState,
         sampler: Sampler,
         longest_sequence: PositionLimit | None,
@@ -138,10 +137,9 @@ class EpisodeRollouts:
         """Return what makes the rollouts.
 
         Args:
-            trainer: The trainer, which a `rollout_func` gets.
-            run: The run.
-            sampler: Gives the engine that samples the turns, and its settings.
-            longest_sequence: The longest that every model supports, or None.
+            run: The run; a `rollout_func` gets its trainer.
+            sampler: Gives the engine that samples the turns, its settings, and the longest sequence of a turn.
+            longest_sequence: The longest that every model supports, for a `rollout_func`; or None.
             vocabulary: Ids that all models embed.
             opponents: Kinds of the policies that reward functions compare with.
 
@@ -150,46 +148,26 @@ class EpisodeRollouts:
         """
         if opponents:
             raise ValueError(f"reward_funcs compare with {list(opponents)}, which plays no episodes: leave them out")
-        play = partial(self._play, run, sampler.engine, longest_sequence)
-        if self.rollout_func is not None:
-            play = partial(self._roll_out, trainer, run, longest_sequence, vocabulary)
 
-        def play_with(
-            model: nn.Module, prompts: Prompts, config: GenerationConfig | None
-        ) -> tuple[Responses, Prompts]:
+        def play(model: nn.Module, prompts: Prompts, config: GenerationConfig | None) -> tuple[Responses, Prompts]:
             with sampler.policy_of(model) as policy:
-                return play(policy, prompts, config or sampler.settings())
+                if self.rollout_func is not None:
+                    return self._roll_out(self.rollout_func, run, longest_sequence, vocabulary, prompts)
+                return self._play(run, sampler, policy, prompts, config or sampler.settings())
 
-        return play_with
+        return play
 
     def _play(
-        self,
-        run: RunState,
-        engine: GenerationEngine,
-        longest_sequence: PositionLimit | None,
-        policy: nn.Module,
-        prompts: Prompts,
-        config: GenerationConfig,
+        self, run: RunState, sampler: Sampler, policy: nn.Module, prompts: Prompts, config: GenerationConfig
     ) -> tuple[Responses, Prompts]:
-        """Play an episode for each prompt.
-
-        Args:
-            run: The run.
-            engine: Samples the turns.
-            longest_sequence: The longest that every model supports, or None.
-            policy: The unwrapped policy.
-            prompts: `B` rows.
-            config: How tokens are chosen.
-
-        Returns:
-            The responses, and the prompts that they follow.
-        """
+        """Play an episode for each prompt; return the responses, and the prompts that they follow."""
         stops = run.tokens.stops
         if self.args.stop_token == "eos" and any(kind.tools for kind in self.environments.kinds.values()):
             # Some models end a turn that calls a tool with a token other than EOS.
             own = getattr(policy, "generation_config", None)
             stops = stops if own is None else tuple(dict.fromkeys([*stops, *stop_tokens(own)]))
 
+        engine = sampler.engine
         turns = engine.continuing() if isinstance(engine, Continues) else engine
 
         def sample(contexts: Prompts, most: int) -> Sampled:
@@ -201,7 +179,7 @@ class EpisodeRollouts:
             max_rounds=self.args.max_tool_calling_iterations,
             stops=stops,
             stop_strings=run.tokens.stop_strings,
-            longest_sequence=smallest((longest_sequence, getattr(engine, "longest_sequence", None))),
+            longest_sequence=sampler.longest_sequence,
             pad=run.tokens.pad,
         )
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
@@ -262,20 +240,17 @@ class EpisodeRollouts:
 
     def _roll_out(
         self,
-        trainer: Trainer,
+        rollout_func: Callable[..., Any],
         run: RunState,
         longest_sequence: PositionLimit | None,
         vocabulary: Vocabulary,
-        policy: nn.Module,
         prompts: Prompts,
-        config: GenerationConfig,
     ) -> tuple[Responses, Prompts]:
         """Let `rollout_func` make the responses to the prompts; check that the models can read them."""
-        assert self.rollout_func is not None
         asked = prompts.columns.get("prompt")
         if asked is None:
             asked = written_texts(run.tokenizer, prompt_rows(prompts), skip_special_tokens=True)
-        returned = self.rollout_func(copy.deepcopy(list(asked)), trainer)
+        returned = rollout_func(copy.deepcopy(list(asked)), run.trainer)
         responses, played = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
         rows = zip(responses.response_ids.cpu(), responses.episode_mask.cpu(), strict=True)
         ids = {

@@ -38,7 +38,7 @@ from rlhf_ppo.models.adapters import (
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import CHECKPOINT_DTYPE, CRITIC_DIR, check_start_elsewhere, remove_saved_models
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, transformers_model
+from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, replaced, transformers_model
 from rlhf_ppo.ranks.processes import get_logger, is_fsdp, raise_on_all_ranks, zero_stage
 from rlhf_ppo.ranks.random_streams import preserve_rng
 from rlhf_ppo.reporting.model_card import model_origin
@@ -137,20 +137,15 @@ def save_all(run: RunState, directory: str, state_dict: Mapping[str, Tensor] | N
     torch.save(run.args, os.path.join(directory, TRAINING_ARGS_NAME))
 
 
-@contextmanager
-def stopping_as_trained(policy: nn.Module, tokens: SpecialTokens) -> Iterator[None]:
+def stopping_as_trained(policy: nn.Module, tokens: SpecialTokens) -> AbstractContextManager[None]:
     """Let the policy's `generation_config` end responses where training does, while it is saved."""
     model, strings = transformers_model(policy), tokens.stop_strings
     config = getattr(model, "generation_config", None)
-    if config is not None:
-        stops = {"eos_token_id": list(tokens.stops) if tokens.stops[1:] else tokens.stop} if tokens.stops else {}
-        stops |= {"stop_strings": None if strings is None else list(strings.strings)}
-        cast(Any, model).generation_config = changed(config, **stops)
-    try:
-        yield
-    finally:
-        if config is not None:
-            cast(Any, model).generation_config = config
+    if config is None:
+        return nullcontext()
+    stops = {"eos_token_id": list(tokens.stops) if tokens.stops[1:] else tokens.stop} if tokens.stops else {}
+    stops |= {"stop_strings": None if strings is None else list(strings.strings)}
+    return replaced(model, generation_config=changed(config, **stops))
 
 
 def _with_prefix(state_dict: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
