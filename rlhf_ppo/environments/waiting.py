@@ -69,12 +69,18 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 def run_on_event_loop(coroutine: Coroutine[object, object, T]) -> Future[T]:
     """Run a coroutine on the loop that all async functions share, so that the clients they keep stay usable."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+    with _LOCK:
+        loop = _event_loop()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
 def abandon_event_loop() -> None:
     """Leave a blocked loop; the next coroutine gets a new one."""
-    _event_loop.cache_clear()
+    with _LOCK:
+        _event_loop.cache_clear()
+
+
+_LOCK = threading.Lock()  # several threads may ask for the first loop at once
 
 
 @functools.cache

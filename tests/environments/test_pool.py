@@ -1,11 +1,14 @@
 """Discovery of tools, one environment for each row, seeds, rounds, time limits, and errors that name the row."""
 
+import asyncio
+import time
 import traceback
 from typing import Any
 
 import pytest
 
 from rlhf_ppo.environments.pool import Environments, EpisodeError, answer_turns, ask_rewards
+from rlhf_ppo.environments.waiting import abandon_event_loop
 from tests.environments.kinds import Counter, Derived, Parrot, Plain, later, multiply, never, sleep
 
 
@@ -137,6 +140,24 @@ def test_a_coroutine_that_blocks_the_event_loop_loses_the_episode() -> None:
 
     assert found.lost and found.answers[0].content == "{'error': 'block did not return within 0.3 seconds.'}"
     assert played(other, call("later", text="x")).answers[0].content == "x"
+
+
+def test_calls_that_start_at_once_share_one_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of asyncio, which environments may share, works on one loop only."""
+    made: list[asyncio.AbstractEventLoop] = []
+
+    def new() -> asyncio.AbstractEventLoop:
+        time.sleep(0.05)  # the other calls ask meanwhile
+        made.append(asyncio.SelectorEventLoop())
+        return made[-1]
+
+    class Awaits(Plain):
+        async def reset(self, **row: Any) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    monkeypatch.setattr(asyncio, "new_event_loop", new)
+    abandon_event_loop()
+    Environments(Awaits).start([{}] * 8)
+    assert len(made) == 1
 
 
 def test_an_environment_that_takes_messages() -> None:
