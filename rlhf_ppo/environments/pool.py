@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhf_ppo.environments.tools import Kind, Tool, content_of, error_answer, kind_of_class, standalone
-from rlhf_ppo.environments.waiting import abandon_event_loop, in_daemon_thread, run_on_event_loop
+from rlhf_ppo.environments.waiting import abandon_blocked_event_loop, in_daemon_thread, run_on_event_loop
 from rlhf_ppo.terminal import escape_error
 
 T = TypeVar("T")
 
 SECONDS_TO_CANCEL = 1.0
-"""Added to the time limit of async calls, which are first cancelled; beyond it they block their event loop."""
+"""Time for a late coroutine to be cancelled; an event loop that runs nothing for so long is blocked."""
 
 
 class EpisodeError(RuntimeError):
@@ -200,10 +200,14 @@ class Environments:
         """Call a function in its own thread; await what it returns.
 
         Raises:
-            TimeUpError: It did not return in time.
+            TimeUpError: It did not return in time. A coroutine is cancelled.
         """
-        running = in_daemon_thread(_finished, function, arguments)
-        if not wait([running], self.timeout).done:
+        running: Future[Any] = in_daemon_thread(lambda: function(**arguments))
+        is_done = bool(wait([running], self.timeout).done)
+        if is_done and inspect.iscoroutine(coroutine := running.result()):
+            running = run_on_event_loop(coroutine)
+            is_done = _in_time(running, self.timeout)
+        if not is_done:
             raise TimeUpError(self.time_up(getattr(function, "__name__", "the call")))
         return running.result()
 
@@ -212,9 +216,13 @@ class Environments:
         return f"{name} did not return within {self.timeout} seconds."
 
 
-def _finished(function: Callable[..., object], arguments: Mapping[str, object]) -> Any:
-    returned = function(**arguments)
-    return run_on_event_loop(returned).result() if inspect.iscoroutine(returned) else returned
+def _in_time(running: Future[Any], seconds: float | None) -> bool:
+    """Return whether a coroutine is done in time; if not, cancel it, and leave the event loop if it is blocked."""
+    if wait([running], seconds).done:
+        return True
+    running.cancel()
+    abandon_blocked_event_loop(SECONDS_TO_CANCEL)
+    return False
 
 
 # ---- The calls of a round ----
@@ -341,9 +349,8 @@ def _called_async(
         return await asyncio.gather(*(awaited(*call) for call in calls))
 
     running = run_on_event_loop(gathered())
-    if wait([running], None if seconds is None else seconds + SECONDS_TO_CANCEL).done:
+    if _in_time(running, None if seconds is None else seconds + SECONDS_TO_CANCEL):
         return running.result()
-    abandon_event_loop()  # a coroutine blocks it
     episode.lost = episode.lost or any(tool.function is None for tool, _ in calls)
     late = seconds or 0.0
     return [ToolAnswer(tool.name, error_answer(episode.pool.time_up(tool.name)), True, late) for tool, _ in calls]

@@ -11,7 +11,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -74,10 +74,12 @@ def run_on_event_loop(coroutine: Coroutine[object, object, T]) -> Future[T]:
     return asyncio.run_coroutine_threadsafe(coroutine, loop)
 
 
-def abandon_event_loop() -> None:
-    """Leave a blocked loop; the next coroutine gets a new one."""
+def abandon_blocked_event_loop(seconds: float) -> None:
+    """Leave the loop if it runs no coroutine within some seconds; the next coroutine gets a new one."""
     with _LOCK:
-        _event_loop.cache_clear()
+        running = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), _event_loop())
+        if not wait([running], seconds).done:
+            _event_loop.cache_clear()
 
 
 _LOCK = threading.Lock()  # several threads may ask for the first loop at once

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_ppo.environments import waiting
 from rlhf_ppo.environments.pool import Environments, EpisodeError, answer_turns, ask_rewards
-from rlhf_ppo.environments.waiting import abandon_event_loop
 from tests.environments.kinds import Counter, Derived, Parrot, Plain, later, multiply, never, sleep
 
 
@@ -142,6 +142,36 @@ def test_a_coroutine_that_blocks_the_event_loop_loses_the_episode() -> None:
     assert played(other, call("later", text="x")).answers[0].content == "x"
 
 
+class Late:
+    """Takes messages; `respond` blocks the event loop or waits, or answers at once."""
+
+    takes_messages = True
+    was_cancelled = False
+
+    def reset(self, **row: Any) -> None: ...
+
+    async def respond(self, text: str) -> str:
+        if text == "block":
+            time.sleep(1e6)
+        if text == "wait":
+            try:
+                await asyncio.sleep(1e6)
+            except asyncio.CancelledError:
+                Late.was_cancelled = True
+                raise
+        return text
+
+
+def test_a_late_coroutine_is_cancelled_and_a_blocked_event_loop_left() -> None:
+    episodes = Environments(Late, timeout=0.3).start([{}] * 3)
+    rounds = answer_turns(episodes, ["wait", "block", "block"])
+    again = Environments(Late, timeout=0.3).start([{}] * 2)
+
+    assert [one.lost for one in rounds] == [True] * 3
+    assert [one.answers[0].content for one in answer_turns(again, ["x", "y"])] == ["x", "y"]
+    assert answer_turns(again, ["wait", "x"])[0].lost and Late.was_cancelled
+
+
 def test_calls_that_start_at_once_share_one_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of asyncio, which environments may share, works on one loop only."""
     made: list[asyncio.AbstractEventLoop] = []
@@ -155,7 +185,7 @@ def test_calls_that_start_at_once_share_one_event_loop(monkeypatch: pytest.Monke
         async def reset(self, **row: Any) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     monkeypatch.setattr(asyncio, "new_event_loop", new)
-    abandon_event_loop()
+    waiting._event_loop.cache_clear()
     Environments(Awaits).start([{}] * 8)
     assert len(made) == 1
 
