@@ -142,6 +142,8 @@ class Conversations:
     def parse(self, ids: list[int], before: list[int], schemas: Sequence[Any] | None) -> dict[str, Any]:
         """Return a turn as a message, with its `tool_calls`; a turn that cannot be parsed is plain text.
 
+        Lone surrogates, which a call's JSON may escape, become `?`, as in the answers of tools.
+
         Args:
             ids: The turn.
             before: All tokens before it.
@@ -153,7 +155,7 @@ class Conversations:
 
         tools = None if schemas is None else list(schemas)
         try:
-            return parse_response(self.tokenizer, ids, prefix=before, tools=tools)
+            return _without_surrogates(parse_response(self.tokenizer, ids, prefix=before, tools=tools))
         except RecursionError:  # arguments nested a thousand deep
             return {"role": "assistant", "content": self.text_of(ids)}
 
@@ -236,6 +238,14 @@ class Conversations:
         tokenizer: Any = self.tokenizer
         added = sorted(filter(str.strip, tokenizer.get_added_vocab()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {_without_surrogates(key): _without_surrogates(inner) for key, inner in value.items()}
+    return [*map(_without_surrogates, value)] if isinstance(value, list) else value
 
 
 def with_observation(prompt: Prompt, observation: object) -> Prompt:

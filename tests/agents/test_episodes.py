@@ -228,6 +228,21 @@ def test_a_call_nested_too_deep_to_parse_is_text() -> None:
     assert "[" * 3000 in message["content"] and not message.get("tool_calls")
 
 
+def test_half_of_an_escaped_emoji_in_a_call_is_a_question_mark(tmp_path: Any) -> None:
+    """No tokenizer and no table takes a lone surrogate."""
+    seen: list[Any] = []
+
+    def reward(completions: Any, **columns: Any) -> list[float]:
+        seen.extend(completions)
+        return [0.5] * len(completions)
+
+    call = r'{"name": "f\ud83d", "arguments": {"\ud83d": ["\ud83d\ude00\ud83d"]}}'
+    turn = f"<tool_call>\n{call}\n</tool_call><|im_end|>"
+    made(tmp_path, turn, DONE, options={"num_sample_generations": 1}, reward_funcs=[reward]).train()
+    (found,) = seen[0][0]["tool_calls"]
+    assert found["function"] == {"name": "f?", "arguments": {"?": ["\U0001f600?"]}}
+
+
 def test_an_action_is_the_text_as_it_was_written() -> None:
     """Some tokenizers drop spaces before punctuation unless told not to."""
     tokenizer = make_tokenizer(words=["ls", "."], clean_up_tokenization_spaces=True)
