@@ -28,10 +28,11 @@ from rlhf_ppo.data.prompts import (
     is_special,
     prompt_column,
     renders_chats,
+    silent_ids,
+    spoken_texts,
     template_settings,
     text_of_content,
     turn_end,
-    written_texts,
 )
 from rlhf_ppo.terminal import CONTROL
 
@@ -68,6 +69,9 @@ class Conversations:
         has_tools: Whether the policy may call tools; the template must then render calls and answers.
         settings: Further arguments of the chat template.
 
+    Attributes:
+        silent: The `silent_ids`; other special tokens are the text of a turn.
+
     Raises:
         ValueError: The template cannot render calls and their answers, or TRL cannot parse its format.
     """
@@ -76,6 +80,7 @@ class Conversations:
         self, tokenizer: PreTrainedTokenizerBase, has_tools: bool, settings: Mapping[str, Any] | None = None
     ) -> None:
         self.tokenizer, self.settings, self.template = tokenizer, dict(settings or {}), None
+        self.silent = silent_ids(tokenizer)
         if has_tools:
             self._prepare_tools(tokenizer)
 
@@ -103,6 +108,12 @@ class Conversations:
         """Return a copy for a row, whose own arguments of the chat template win; see `template_settings`."""
         same = copy.copy(self)
         same.settings = template_settings(row, self.settings)
+        return same
+
+    def ended_by(self, stops: Sequence[int]) -> Conversations:
+        """Return a copy for turns that end with these tokens."""
+        same = copy.copy(self)
+        same.silent = silent_ids(self.tokenizer, stops)
         return same
 
     def default_prompt(self) -> Prompt:
@@ -160,8 +171,8 @@ class Conversations:
             return {"role": "assistant", "content": self.text_of(ids)}
 
     def text_of(self, ids: list[int]) -> str:
-        """Return a turn's text, without special tokens."""
-        return written_texts(self.tokenizer, [ids], skip_special_tokens=True)[0]
+        """Return a turn's text as that of a single response, without its `silent_ids`."""
+        return spoken_texts(self.tokenizer, [ids], self.silent)[0]
 
     # ---- Answers ----
 

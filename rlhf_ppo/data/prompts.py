@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard, cast
 
@@ -305,6 +305,27 @@ def renders_chats(tokenizer: Any) -> bool:
 def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Return whether the text without special tokens leaves a token out; not all tokenizers list their tokens."""
     return tokenizer.decode([token], skip_special_tokens=True) != tokenizer.decode([token])
+
+
+def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
+    """Return the special tokens that a response's text leaves out: EOS, PAD and other roles, and stop tokens.
+
+    Other special tokens, such as an added `<think>`, are what the policy wrote.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        stops: The stop tokens.
+    """
+    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    roles = {getattr(tokenizer, f"{name}_token_id", None) for name in names}
+    return frozenset(token for token in roles | {*stops} if token is not None and is_special(tokenizer, token))
+
+
+def spoken_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: bool
+) -> list[str]:
+    """Return the texts of responses, without their `silent_ids`; `options` are those of `written_texts`."""
+    return written_texts(tokenizer, [[token for token in ids if token not in silent] for ids in rows], **options)
 
 
 def _reads_blocks(

@@ -28,7 +28,8 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN
 from rlhf_ppo.data.prompts import (
     MARK,
     is_conversation,
-    is_special,
+    silent_ids,
+    spoken_texts,
     template_settings,
     text_of_content,
     written_texts,
@@ -206,27 +207,6 @@ class Answer:
 def settings_of_row(row: Mapping[str, object]) -> dict[str, Any] | None:
     """Return an answer's `settings`; None for a text, which no template reads."""
     return template_settings(row) if is_conversation(row.get("prompt")) else None
-
-
-def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
-    """Return the special tokens that a response's text leaves out: EOS, PAD and other roles, and stop tokens.
-
-    Other special tokens, such as an added `<think>`, are what the policy wrote.
-
-    Args:
-        tokenizer: The policy's tokenizer.
-        stops: The stop tokens.
-    """
-    names = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-    roles = {getattr(tokenizer, f"{name}_token_id", None) for name in names}
-    return frozenset(token for token in roles | {*stops} if token is not None and is_special(tokenizer, token))
-
-
-def spoken_texts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], silent: Collection[int], **options: bool
-) -> list[str]:
-    """Return the texts of responses, without their `silent_ids`; `options` are those of `written_texts`."""
-    return written_texts(tokenizer, [[token for token in ids if token not in silent] for ids in rows], **options)
 
 
 def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:

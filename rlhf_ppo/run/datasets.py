@@ -39,6 +39,7 @@ from rlhf_ppo.data.prompts import (
     num_rows,
     prepare_prompts,
     prompt_column,
+    silent_ids,
     turn_end,
 )
 from rlhf_ppo.data.rollout import PositionLimit, check_lengths, collated_tensors, smallest
@@ -53,7 +54,7 @@ from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.ranks.signals import leave_signals_to_parent
 from rlhf_ppo.rewards.functions import check_not_arguments
 from rlhf_ppo.rewards.reward_model import LoadedRewardModel, tokenizer_beside
-from rlhf_ppo.rewards.scorer import Answer, settings_of_row, silent_ids
+from rlhf_ppo.rewards.scorer import Answer, settings_of_row
 from rlhf_ppo.run.episodes import EpisodeRollouts
 from rlhf_ppo.run.run_state import RunState
 

@@ -109,7 +109,7 @@ class EpisodeRollouts:
         return self._encoder if self.rollout_func is None else None
 
     def _encoder(self, name: str, vocabulary: Vocabulary, stops: Sequence[int]) -> PromptEncoder:
-        kinds, conversations = self.environments.kinds, self.conversations
+        kinds, conversations = self.environments.kinds, self.conversations.ended_by(stops)
         return EpisodeEncoder(
             conversations.tokenizer,
             name,
@@ -185,7 +185,7 @@ class EpisodeRollouts:
         ranks = Ranks(partial(_most_of_ranks, run), partial(raise_on_all_ranks, run.accelerator))
         ranks = ranks if self._needs_step(run, policy) else Ranks()
         draws_apart = run.streams.rewards.in_use  # tools and environments do not draw training's random numbers
-        player = EpisodePlayer(sample, self.conversations, limits, ranks, draws_apart)
+        player = EpisodePlayer(sample, self.conversations.ended_by(stops), limits, ranks, draws_apart)
         columns = prompts.columns
         rows = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
         with raise_on_all_ranks(run.accelerator), draws_apart():  # the first pass of a sharded policy waits for all

@@ -391,6 +391,29 @@ def test_the_policy_reads_the_answers_of_a_text_environment_as_the_template_writ
     assert read.partition("A1")[2] == f"{end}{behind}A2{last}"
 
 
+class Echoes(NoReward):
+    """Answers with what it read, and ends."""
+
+    takes_messages, done = True, True
+
+    def respond(self, text: str) -> str:
+        return text
+
+
+@pytest.mark.parametrize("factory", [Echoes, NoReward])
+def test_special_tokens_other_than_stops_are_the_text_of_a_turn(tmp_path: Any, factory: Any) -> None:
+    """As in single responses; `<end_of_turn>` is a stop token of the model, not the tokenizer's EOS."""
+    texts: list[str] = []
+
+    def reward(completions: Any, **columns: Any) -> list[float]:
+        texts.extend(message["content"] for message in completions[0])
+        return [0.5] * len(completions)
+
+    given = {"environment_factory": factory, "reward_funcs": [reward]}
+    made(tmp_path, "<start_of_turn>A1<end_of_turn>", template="gemma3", **given).train()
+    assert texts == ["<start_of_turn>A1"] * (2 if factory is Echoes else 1)
+
+
 @pytest.mark.parametrize("text", ["Q2", "Q<|im_end|>2"])
 def test_answers_follow_a_turn_as_in_every_template_of_trl(text: str) -> None:
     """Behind a turn that the template's own marker ends."""

@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations
-from rlhf_ppo.data.prompts import PromptEncoder, turn_end
+from rlhf_ppo.data.prompts import PromptEncoder, silent_ids, turn_end
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.rewards import RewardModel, ScoringBatch
 from rlhf_ppo.rewards.judges import RewardModelJudge
 from rlhf_ppo.rewards.reward_model import reward_model_ids, shares_tokens, tokenizer_beside
-from rlhf_ppo.rewards.scorer import Answer, Scores, silent_ids
+from rlhf_ppo.rewards.scorer import Answer, Scores
 from tests.conftest import make_tokenizer, scoring_batch, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeTrainer
 
