@@ -199,14 +199,22 @@ class Conversations:
         whole = self._with_answers(before, answers)
         if whole[: len(start)] != start:
             raise ValueError(_REWRITES)
-        return whole[len(start) :]
+        return whole[self._num_written(start, end) :]
+
+    def _num_written(self, turn: list[int], end: int) -> int:
+        """Return how many tokens of a rendered turn the policy has written: not its end, if a stop string cut it."""
+        if end in self.silent:
+            return len(turn)
+        if end in turn and self._added.fullmatch(self.tokenizer.decode([end])):  # such as `</tool_call>`
+            return len(turn) - turn[::-1].index(end)
+        return len(turn) - is_special(self.tokenizer, turn[-1])
 
     def _behind_a_text(self, answers: Messages, end: int) -> list[int]:
         """Return what the template writes behind a turn, without the end of the turn, which the policy has written."""
         text = f"{MARK}-turn"
         turn = {"role": "assistant", "content": [{"type": "text", "text": text}]}  # some templates read blocks alone
         ids = self._with_answers([{"role": "user", "content": "dummy"}, turn], answers, behind=text)
-        if ids[:1] != [end] and not is_special(self.tokenizer, end):  # of a stop string, which is the turn's text
+        if ids[:1] != [end] and end not in self.silent:  # of a stop string, which is the turn's text
             return ids
         written = end if end in ids else turn_end(self.tokenizer, self.settings)
         if written is None:

@@ -376,12 +376,13 @@ ASKING: dict[str, Any] = {"environment_factory": Asks, "reward_funcs": ALONE["re
         ("gemma3", "<eos>"),  # in place of the template's
         ("glm4moe", "<|endoftext|>"),  # where the template writes none
         ("gemma3", " stop"),  # of a stop string
+        ("qwen2_5", "</tool_call>"),  # of a stop string that is a special token
     ],
 )
 def test_the_policy_reads_the_answers_of_a_text_environment_as_the_template_writes_them(
     tmp_path: Any, template: str, end: str
 ) -> None:
-    options, last = {"stop_strings": [" stop"]}, chat_tokenizer(template).eos_token
+    options, last = {"stop_strings": [" stop", "</tool_call>"]}, chat_tokenizer(template).eos_token
     trainer = made(tmp_path, f"A1{end}", f"A2{last}", template=template, options=options, **ASKING)
     trainer.train()
     tokenizer, responses = trainer.processing_class, trainer.kept.responses
@@ -389,6 +390,23 @@ def test_the_policy_reads_the_answers_of_a_text_environment_as_the_template_writ
     behind = tokenizer.apply_chat_template(SAID, tokenize=False, add_generation_prompt=True).partition("A1")[2]
     behind = behind.removeprefix("<end_of_turn>" if end == "<eos>" else end)
     assert read.partition("A1")[2] == f"{end}{behind}A2{last}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        *((name, "</tool_call>") for name in ("qwen3", "qwen2_5", "qwen3_instruct_2507", "glm4moe")),
+        *(("llama3_1", "}}"), ("gptoss", "}"), ("gptoss", "<|call|>"), ("qwen3", "<|im_end|>")),
+    ],
+)
+def test_a_tools_answer_follows_a_stop_string_as_the_template_writes_it(template: str, end: str) -> None:
+    tokenizer, arguments = chat_tokenizer(template), {"x": "A1"}
+    calling = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    answer = {"role": "tool", "name": "add", "content": "got 1.0"}
+    whole = tokenizer.apply_chat_template([*ASKED, calling, answer], tokenize=False, add_generation_prompt=True)
+    behind = whole.partition("A1")[2].partition(end)[2]
+    ids = Conversations(tokenizer, has_tools=True).answer_ids([answer], tokenizer(end)["input_ids"][-1])
+    assert tokenizer.decode(ids) == behind
 
 
 class Echoes(NoReward):
@@ -428,7 +446,7 @@ def test_answers_follow_a_turn_as_in_every_template_of_trl(text: str) -> None:
         behind = whole.partition("A1")[2].removeprefix("<|END_RESPONSE|>")
         tokenizer.add_tokens(markers.findall(whole), special_tokens=True)
         (end,) = tokenizer.convert_tokens_to_ids(markers.findall(behind)[:1])
-        read = tokenizer.decode([end, *Conversations(tokenizer, False).answer_ids([answer], end)])
+        read = tokenizer.decode([end, *Conversations(tokenizer, False).ended_by([end]).answer_ids([answer], end)])
         assert read == behind, path.name
 
 
