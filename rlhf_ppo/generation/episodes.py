@@ -21,7 +21,7 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, Prompt, wi
 from rlhf_ppo.data.prompts import Messages, is_conversation, text_of_content
 from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses
 from rlhf_ppo.environments.pool import Episode, EpisodeError, Round, answer_turns
-from rlhf_ppo.generation.protocol import ROW_COLUMN, Sampled
+from rlhf_ppo.generation.protocol import MAX_ROUNDING, ROW_COLUMN, Sampled
 from rlhf_ppo.generation.sampling import StopStrings
 
 Sample = Callable[[Prompts, int], Sampled]
@@ -358,7 +358,7 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
 
     Raises:
         KeyError: A key is missing.
-        ValueError: An entry has the wrong number of rows or tokens.
+        ValueError: An entry has the wrong number of rows or tokens, or a log-probability is above 0.
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
     per_token = {key: returned[key] for key in needed} | {"env_mask": returned.get("env_mask")}
@@ -371,7 +371,7 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
     }
     played = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
     records: list[Any] = []
-    for _, ids, written, of_row in zip(
+    for row, ids, written, of_row in zip(
         range(num_rows), rows["completion_ids"], masks, rows.get("logprobs", masks), strict=True
     ):
         # vLLM's NaN may be None; values of tokens that the policy did not write are ignored.
@@ -379,6 +379,11 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
             0.0 if not by_policy else math.nan if number is None else number
             for _, number, by_policy in zip(ids, of_row, written, strict=True)
         ]
+        if "logprobs" in rows and any(number > MAX_ROUNDING for number in logprobs):
+            raise ValueError(
+                f"rollout_func returned logprobs[{row}]={logprobs!r:.80}: return natural logarithms of probabilities, "
+                "which are at most 0"
+            )
         records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=logprobs, ended=False))
     responses = responses_of(played, records, pad, "logprobs" in rows)
     return replace(responses, ended=None, on_host=responses.masks), played

@@ -43,6 +43,9 @@ class Generates(Protocol):
         ...
 
 
+MAX_ROUNDING = 1e-3
+"""Largest log-probability in nats: engines that compute in 16 bits may round to a little above 0."""
+
 ROW_COLUMN = "<row>"
 """Column of prompts that names each row of a batch of episodes: an int, the same at each of its turns."""
 

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from rlhf_ppo.data.rollout import Responses
+from rlhf_ppo.generation.protocol import MAX_ROUNDING
 from rlhf_ppo.generation.sampling import warn_of_stored_settings
 from rlhf_ppo.models.capabilities import check_rows
 from rlhf_ppo.rewards.scorer import RewardSource, Scores, ScoringBatch
 from rlhf_ppo.run.datasets import PromptPreparation
 from rlhf_ppo.run.run_state import RunState
-
-MAX_ROUNDING = 1e-3
-"""Largest log-probability in nats: engines that compute in 16 bits may round to a little above 0."""
 
 
 class ExternalScores(RewardSource):

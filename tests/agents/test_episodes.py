@@ -559,10 +559,19 @@ def test_rollout_func_gives_whole_rollouts_and_columns(tmp_path: Any) -> None:
     assert kept.ended.tolist() == [True, False]
 
 
+def test_rollout_func_may_know_no_logprobs(tmp_path: Any) -> None:
+    given: dict[str, Any] = {"environment_factory": None, "reward_funcs": [lambda **columns: [1.0, 0.0]]}
+    given["rollout_func"] = lambda prompts, trainer: {**rollout(prompts, trainer), "logprobs": None}
+    trainer = made(tmp_path, DONE, engine=None, **given)
+    trainer.train()
+    assert trainer.kept.responses.sampling_logprobs is None
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"completion_ids": [[8, 9, 10], [10, 9999]]}, r"completion_ids\[1\] holds .* the token ids 0 to \d+ of"),
+        ({"logprobs": [[-0.5, 0.0, -0.25], [0.5, -1.0]]}, r"logprobs\[1\]=\[0.5, -1.0\]: return natural logarithms"),
         ({"prompt_ids": [[-1, 6], [7]]}, r"prompt_ids\[0\] holds .* the token ids 0 to"),
         (
             {"prompt_ids": [[5, 6], [7] * 9999]},
