@@ -357,11 +357,17 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
         pad: Id of the padding.
 
     Raises:
-        KeyError: A key is missing.
-        ValueError: An entry has the wrong number of rows or tokens, or a log-probability is above 0.
+        ValueError: A key is missing, an entry has the wrong number of rows or tokens, or a log-probability is above 0.
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
-    per_token = {key: returned[key] for key in needed} | {"env_mask": returned.get("env_mask")}
+    per_token = {key: returned.get(key) for key in (*needed, "env_mask")}
+    for key, values in per_token.items():
+        is_optional = key == "env_mask" or (key == "logprobs" and key in returned)
+        if not (is_optional if values is None else len(values) == num_rows):
+            number = None if values is None else f"{len(values)} rows"
+            raise ValueError(
+                f"rollout_func returned {number} as {key!r}: return one row for each of {num_rows} prompts"
+            )
     rows = {key: [_plain_row(row) for row in values] for key, values in per_token.items() if values is not None}
     masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
     extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}
