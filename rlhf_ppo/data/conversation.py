@@ -205,7 +205,7 @@ class Conversations:
         """Return how many tokens of a rendered turn the policy has written: not its end, if a stop string cut it."""
         if end in self.silent:
             return len(turn)
-        if end in turn and self._added.fullmatch(self.tokenizer.decode([end])):  # such as `</tool_call>`
+        if end in turn and self._added.fullmatch(str(self.tokenizer.decode([end]))):  # such as `</tool_call>`
             return len(turn) - turn[::-1].index(end)
         return len(turn) - is_special(self.tokenizer, turn[-1])
 
