@@ -10,9 +10,9 @@ example's. A stopped run resumes with `--resume_from_checkpoint True`. The resul
 mark; sampled ones, with their score and KL, at the end only.
 
 start: the model before training. one-body: the example as it is. critic: the value model is an adapter of its own
-over the same base. no-critic: the Reinforce of docs/research.md. grpo: TRL's GRPO, 8 responses a prompt. trl-ppo: TRL
-1.12's PPO (follow_trl.py), which `pip install --no-deps --target trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0`
-give; it cannot resume.
+over the same base. no-critic: the Reinforce of docs/research.md. group: one-body with the mean of a question's other
+answers as a further baseline. grpo: TRL's GRPO, 8 responses a prompt. trl-ppo: TRL 1.12's PPO (follow_trl.py), which
+`pip install --no-deps --target trl-1.12.0 trl==1.12.0` and `PYTHONPATH=trl-1.12.0` give; it cannot resume.
 
 The rows of follow.jsonl are of an earlier example: 16 episodes an update, `lam` 0.95, temperature 0.7. linear-head is
 the head of one layer that one-body had first; rows named after a preset, full weights or 60 updates are critic or
@@ -186,6 +186,20 @@ class Reinforce(Measured):
         return advantages.masked_fill(~mask, 0.0), to_come.masked_fill(~mask, 0.0)
 
 
+class Group(Measured):
+    """Subtracts the mean total reward of the other answers to a question from an answer's last reward."""
+
+    def compute_advantages(self, rollout: Any, rewards: Any) -> Any:
+        """Compute advantages and returns with GAE, of rewards less the group's."""
+        mask, count = rollout.response_mask, self.args.num_generations
+        rewards = rewards.masked_fill(~mask, 0.0)
+        totals = rewards.sum(dim=1).view(-1, count)
+        others = (totals.sum(dim=1, keepdim=True) - totals) / (count - 1)
+        last = mask.shape[1] - 1 - mask.flip(1).float().argmax(dim=1)
+        rewards[torch.arange(len(rewards)), last] -= others.flatten()
+        return super().compute_advantages(rollout, rewards)
+
+
 class Theirs:
     """TRL's trainer behind what the example calls of PPOTrainer, which measures a copy of its policy."""
 
@@ -272,7 +286,7 @@ def grpo(args: Any, tokenizer: Any, model: Any, reward_funcs: Any, peft_config: 
 
 
 ARMS = {
-    "start": Start, "critic": OwnCritic, "one-body": Measured, "no-critic": Reinforce, "grpo": Theirs,
+    "start": Start, "critic": OwnCritic, "one-body": Measured, "no-critic": Reinforce, "group": Group, "grpo": Theirs,
     "trl-ppo": Theirs,
 }  # fmt: skip
 

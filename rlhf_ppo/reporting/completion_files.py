@@ -141,8 +141,8 @@ def _token_figures(
     numbers = torch.stack([values[rows].detach().float() for values in known.values()]).cpu().numpy().astype(object)
     written = rollout.responses.masks.response[rows]
     numbers[:, ~written] = None
-    unknown: Any = np.full(written.shape, None).tolist()
-    return dict.fromkeys(TOKEN_VALUES, unknown) | dict(zip(known, numbers.tolist(), strict=True))
+    figures, unknown = dict(zip(known, numbers.tolist(), strict=True)), np.full(written.shape, None).tolist()
+    return {name: figures.get(name, unknown) for name in TOKEN_VALUES}
 
 
 def texts_of_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
