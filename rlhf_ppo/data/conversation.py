@@ -166,7 +166,8 @@ class Conversations:
 
         tools = None if schemas is None else list(schemas)
         try:
-            return _without_surrogates(parse_response(self.tokenizer, ids, prefix=before, tools=tools))
+            message = parse_response(self.tokenizer, ids, prefix=before, tools=tools)
+            return json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
         except RecursionError:  # arguments nested a thousand deep
             return {"role": "assistant", "content": self.text_of(ids)}
 
@@ -257,14 +258,6 @@ class Conversations:
         tokenizer: Any = self.tokenizer
         added = sorted(filter(str.strip, tokenizer.get_added_vocab()), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, added)) if added else r"(?!)")
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, Mapping):
-        return {_without_surrogates(key): _without_surrogates(inner) for key, inner in value.items()}
-    return [*map(_without_surrogates, value)] if isinstance(value, list) else value
 
 
 def with_observation(prompt: Prompt, observation: object) -> Prompt:

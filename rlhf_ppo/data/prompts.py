@@ -310,7 +310,7 @@ def is_special(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
 def silent_ids(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> frozenset[int]:
     """Return the special tokens that a response's text leaves out: EOS, PAD and other roles, and stop tokens.
 
-    Other special tokens, such as an added `<think>`, are what the policy wrote.
+    Other special tokens, such as an added `<think>`, are the response's text.
 
     Args:
         tokenizer: The policy's tokenizer.

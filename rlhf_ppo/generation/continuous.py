@@ -22,7 +22,13 @@ from rlhf_ppo.generation.protocol import NonFiniteLogitsError, Sampled, prompt_r
 from rlhf_ppo.generation.sampling import length_and_filling
 from rlhf_ppo.models.heads import Float32Linear, float32_head_apart
 from rlhf_ppo.models.packing import unpacked
-from rlhf_ppo.models.unwrapping import default_generation_config, in_eval_mode, text_config, transformers_model
+from rlhf_ppo.models.unwrapping import (
+    default_generation_config,
+    in_eval_mode,
+    replaced,
+    text_config,
+    transformers_model,
+)
 from rlhf_ppo.ranks.random_streams import preserve_rng
 
 if TYPE_CHECKING:
@@ -110,9 +116,8 @@ class ContinuousEngine:
         prompts = Prompts.of_rows(prompt_ids, 0, next(policy.parameters()).device)
         tolerance = 2e-2 if (self.dtype or next(policy.parameters()).dtype).itemsize == 2 else 1e-3
         config, log = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0), logging.getLogger(_LOGGER)
-        log.disabled, was_disabled = True, log.disabled
         try:
-            with preserve_rng():
+            with replaced(log, disabled=True), preserve_rng():
                 sampled = self.sample(policy, prompts, config)
             rows = zip(prompt_ids, sampled.ids, sampled.logprobs, strict=True)  # pyright: ignore[reportArgumentType]
             error = max(self._deviation(policy, *row) for row in rows)
@@ -121,8 +126,6 @@ class ContinuousEngine:
             fault = None
         except Exception as failure:
             fault = str(failure).splitlines()[0]
-        finally:
-            log.disabled = was_disabled
         if fault is not None:
             name = type(transformers_model(policy)).__name__
             raise ValueError(

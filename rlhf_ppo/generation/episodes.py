@@ -362,11 +362,13 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
     needed = ("prompt_ids", "completion_ids", "logprobs")
     per_token = {key: returned.get(key) for key in (*needed, "env_mask")}
     for key, values in per_token.items():
-        is_optional = key == "env_mask" or (key == "logprobs" and key in returned)
-        if not (is_optional if values is None else len(values) == num_rows):
-            number = None if values is None else f"{len(values)} rows"
+        if values is None and (key == "env_mask" or (key == "logprobs" and key in returned)):
+            continue
+        number = None if values is None else len(values)
+        if number != num_rows:
             raise ValueError(
-                f"rollout_func returned {number} as {key!r}: return one row for each of {num_rows} prompts"
+                f"rollout_func returned {'no' if number is None else number} rows as {key!r}: return one row for each "
+                f"of {num_rows} prompts"
             )
     rows = {key: [_plain_row(row) for row in values] for key, values in per_token.items() if values is not None}
     masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])

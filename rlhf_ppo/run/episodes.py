@@ -134,7 +134,7 @@ class EpisodeRollouts:
         vocabulary: Vocabulary,
         opponents: Sequence[str],
     ) -> Play:
-        """Return what makes the rollouts.
+        """Return the function that makes the rollouts.
 
         Args:
             run: The run; a `rollout_func` gets its trainer.

@@ -573,7 +573,7 @@ def test_rollout_func_may_know_no_logprobs(tmp_path: Any) -> None:
         ({"completion_ids": [[8, 9, 10], [10, 9999]]}, r"completion_ids\[1\] holds .* the token ids 0 to \d+ of"),
         ({"logprobs": [[-0.5, 0.0, -0.25], [0.5, -1.0]]}, r"logprobs\[1\]=\[0.5, -1.0\]: return natural logarithms"),
         ({"prompt_ids": [[5, 6]]}, "1 rows as 'prompt_ids': return one row for each of 2 prompts"),
-        ({"completion_ids": None}, "None as 'completion_ids': return one row for each of 2 prompts"),
+        ({"completion_ids": None}, "no rows as 'completion_ids': return one row for each of 2 prompts"),
         ({"prompt_ids": [[-1, 6], [7]]}, r"prompt_ids\[0\] holds .* the token ids 0 to"),
         (
             {"prompt_ids": [[5, 6], [7] * 9999]},
