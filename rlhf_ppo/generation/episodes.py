@@ -371,6 +371,13 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
                 f"of {num_rows} prompts"
             )
     rows = {key: [_plain_row(row) for row in values] for key, values in per_token.items() if values is not None}
+    for key in rows.keys() & {"logprobs", "env_mask"}:
+        for row, (values, ids) in enumerate(zip(rows[key], rows["completion_ids"], strict=True)):
+            if len(values) != len(ids):
+                raise ValueError(
+                    f"rollout_func returned {len(values)} {key} for the {len(ids)} completion_ids of row {row}: "
+                    "return one for each token"
+                )
     masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
     extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}
     columns = dict(prompts.columns) | {

@@ -572,6 +572,12 @@ def test_rollout_func_may_know_no_logprobs(tmp_path: Any) -> None:
     [
         ({"completion_ids": [[8, 9, 10], [10, 9999]]}, r"completion_ids\[1\] holds .* the token ids 0 to \d+ of"),
         ({"logprobs": [[-0.5, 0.0, -0.25], [0.5, -1.0]]}, r"logprobs\[1\]=\[0.5, -1.0\]: return natural logarithms"),
+        ({"logprobs": [[-0.5, 0.0, -0.25], [-1.0]]}, "returned 1 logprobs for the 2 completion_ids of row 1"),
+        ({"env_mask": [[1, 0], [1, 1]]}, "returned 2 env_mask for the 3 completion_ids of row 0"),
+        (
+            {"completion_ids": [[8, 9, 10], []], "logprobs": None, "env_mask": None},
+            "row 1: response_mask has no real token",
+        ),
         ({"prompt_ids": [[5, 6]]}, "1 rows as 'prompt_ids': return one row for each of 2 prompts"),
         ({"completion_ids": None}, "no rows as 'completion_ids': return one row for each of 2 prompts"),
         ({"prompt_ids": [[-1, 6], [7]]}, r"prompt_ids\[0\] holds .* the token ids 0 to"),
