@@ -168,7 +168,8 @@ class Answer:
         except Exception:  # the template needs other messages
             return ""
         header = text.partition(MARK)[0].partition("dummy")[2].partition("<think>")[0]
-        _, has_header, beginning = self._decode(self.prompt_ids or ()).rpartition(header or MARK)
+        whole = written_texts(self.tokenizer, [list(self.prompt_ids or ())])[0]  # the header holds silent tokens, too
+        _, has_header, beginning = whole.rpartition(header or MARK)
         return beginning if has_header else ""
 
     @property

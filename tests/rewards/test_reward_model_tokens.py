@@ -403,13 +403,17 @@ def test_a_tokenizer_that_renders_conversations_without_a_template(make_trainer:
 
 
 @needs_templates
-def test_what_the_template_opens_an_answer_with_is_known() -> None:
+@pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
+def test_what_the_template_opens_an_answer_with_is_known(eos: str) -> None:
+    """Also if the template ends the user's turn with EOS."""
     tokenizer = character_tokenizer()
-    for name, opened in (("qwen3", ""), ("qwen3_5_think", "<think>\n"), ("deepseekv3", "<think>\n"), ("gptoss", "")):
+    tokenizer.add_special_tokens({"eos_token": eos})
+    opened = {"qwen3": "", "qwen3_5_think": "<think>\n", "deepseekv3": "<think>\n", "gptoss": ""}
+    for name, text in opened.items():
         (path,) = [path for path in TEMPLATES if path.stem == name]
         tokenizer.chat_template = path.read_text()
         prompt = PromptEncoder(tokenizer, "prompts", None)({"prompt": ASKED}, 0)["input_ids"]
         (answer,) = batch({"prompt": [ASKED]}, [(prompt, [9, EOS])], tokenizer=tokenizer).answers
-        assert answer.prefilled == opened
+        assert answer.prefilled == text
     begun = [*ASKED, {"role": "assistant", "content": "<think>"}]
     assert Answer(begun, "x").prefilled == "<think>"
