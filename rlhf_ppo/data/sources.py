@@ -188,6 +188,7 @@ def with_explicit_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     | no prompt; texts of hh-rlhf, "\n\nHuman: ... \n\nAssistant: ..." | up to the last common "\n\nAssistant:" |
     | no prompt; other texts, or conversations | the common beginning, by TRL's `extract_prompt` |
     | a text as prompt beside whole conversations | the conversations' common beginning |
+    | a text as prompt beside answers as messages | the text as the user's message |
 
     Args:
         row: A row with `chosen` and `rejected`, each a text or a list of messages, and perhaps `prompt`.
@@ -211,6 +212,8 @@ def with_explicit_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
         if turn >= 0:
             end = turn + len(HH_TURN)
             return {**row, "prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+    if isinstance(prompt, str) and is_conversation(chosen) and chosen[0]["role"] == "assistant":
+        return {**row, "prompt": [{"role": "user", "content": prompt}]}
     from trl.data_utils import maybe_extract_prompt
 
     return {**row, **maybe_extract_prompt(pair)}

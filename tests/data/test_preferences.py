@@ -25,6 +25,7 @@ HH = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Sky?\n\nAssistant:"
         (CONVERSATION, None),
         ({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, CONVERSATION),
         ({"prompt": "Sky?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, CONVERSATION),
+        ({"prompt": "Sky?", "chosen": [GOOD], "rejected": [BAD]}, CONVERSATION),
         ({"prompt": [ASKED], "chosen": "Blue.", "rejected": "Black."}, CONVERSATION),
         (
             {"chosen": "The sky is blue.", "rejected": "The sky is a lake."},
@@ -35,7 +36,7 @@ HH = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Sky?\n\nAssistant:"
             {"prompt": HH, "chosen": " Blue.", "rejected": " Black."},
         ),
     ],
-    ids=["text", "conversation", "implicit", "both", "texts to a conversation", "implicit text", "hh-rlhf"],
+    ids=["text", "conversation", "implicit", "both", "text, messages", "messages, texts", "implicit text", "hh-rlhf"],
 )
 def test_every_format_gives_prompt_chosen_and_rejected(row: dict[str, Any], expected: dict[str, Any] | None) -> None:
     assert with_explicit_prompt({**row, "id": 3}) == {**(expected or row), "id": 3}
