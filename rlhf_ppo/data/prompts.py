@@ -251,8 +251,8 @@ def template_settings(row: Mapping[str, Any], defaults: Mapping[str, object] | N
         ValueError: `tools` is a text that is not JSON.
     """
     tools: Any = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    of_row = {"tools": without_none(tools), **(row.get("chat_template_kwargs") or {})}
+    tools = json.loads(tools) if isinstance(tools, str) else without_none(tools)  # nulls of JSON text are the schema's
+    of_row = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
     return {**(defaults or {}), **{key: value for key, value in of_row.items() if value is not None}}
 
 

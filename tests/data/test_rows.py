@@ -43,7 +43,7 @@ CHAT = {"prompt": [ASKED]}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "no column": [CHAT, {"prompt": [{"role": "system", "content": "Be brief."}, ASKED]}],
     "tools": [CHAT | {"tools": [tool("look", "place")]}, CHAT | {"tools": [tool("run", "a", "b")]}, CHAT],
-    "tools as JSON text": [CHAT | {"tools": json.dumps([tool("look", "place")])}, CHAT],
+    "tools as JSON text": [CHAT | {"tools": json.dumps([tool("look", "place") | {"default": None}])}, CHAT],
     "chat_template_kwargs": [CHAT | {"chat_template_kwargs": {"enable_thinking": False}}, CHAT],
     "nested None": [{"prompt": calling(place="here")}, {"prompt": calling(number=3)}],
 }
