@@ -98,7 +98,7 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         folder.mkdir(parents=True)
         for section in sections.values():
             if section.is_split:
-                section.rows.to_json(os.path.expanduser(section.name), force_ascii=False)
+                section.rows.save_to_disk(os.path.expanduser(section.name))  # keeps every type, unlike JSON
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     for name, section in sections.items():
@@ -129,7 +129,7 @@ class Data:
         held_out: The rows of the split `test`, or None.
         prompts: Tokens of the prompts of a sample of rows; 0 without a prompt, and before `fitting`.
         responses: Tokens of texts or responses of the sample; of the longer response of a pair.
-        is_split: Whether the rows are split off and `name` is the file to write.
+        is_split: Whether the rows are split off and `name` is the directory to write.
         num_dropped: Number of prompts that were too long.
     """
 
@@ -292,8 +292,8 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
         ValueError: There is only one prompt.
     """
 
-    def part(source: Data, file: str, rows: Dataset) -> Data:
-        return replace(source, name=str(Path(args.output_dir, "data", file)), rows=rows, is_split=True)
+    def part(source: Data, folder: str, rows: Dataset) -> Data:
+        return replace(source, name=str(Path(args.output_dir, "data", folder)), rows=rows, is_split=True)
 
     options = {"texts": "sft", "preferences": "reward", "judge_preferences": "judge_reward"}
     sections = {section: data[name] for name, section in options.items() if name in data}
@@ -301,8 +301,8 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
     if pairs and "judge_reward" not in sections and not args.judge_model and len(pairs.rows) >= MIN_PAIRS_TO_SPLIT:
         ours, theirs = hold_out_pairs(pairs.rows, int(JUDGE_SHARE * len(pairs.rows)), 1.0)
         if theirs is not None and len(ours):
-            sections["reward"] = part(pairs, "pairs.jsonl", ours)
-            sections["judge_reward"] = part(pairs, "judge_pairs.jsonl", theirs)
+            sections["reward"] = part(pairs, "pairs", ours)
+            sections["judge_reward"] = part(pairs, "judge_pairs", theirs)
     prompts = data["prompts"]
     rows = distinct_prompts(prompts.rows)
     if prompts.held_out is None:
@@ -317,8 +317,8 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
     else:
         held_out = distinct_prompts(prompts.held_out).shuffle(seed=0)
         held_out = held_out.select(range(min(MAX_HELD_OUT, len(held_out))))
-    sections["ppo"] = part(prompts, "prompts.jsonl", rows)
-    sections["judge"] = part(prompts, "held_out_prompts.jsonl", held_out)
+    sections["ppo"] = part(prompts, "prompts", rows)
+    sections["judge"] = part(prompts, "held_out_prompts", held_out)
     return sections
 
 

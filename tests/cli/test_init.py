@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +9,19 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from rlhf_ppo.cli.init import read_data
 from rlhf_ppo.cli.main import init
 from rlhf_ppo.cli.pipeline import check_steps, read_pipeline
+from rlhf_ppo.data.sources import load_splits
 from tests.conftest import make_tokenizer, save_models, tiny_config, tiny_policy, write_rows
 
 ALL = "--model base --texts texts.jsonl --preferences pairs.jsonl --prompts prompts.jsonl"
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(f"runs/pipeline/data/{name}.jsonl").read_text().splitlines()]
+    return [*load_splits(f"runs/pipeline/data/{name}")["train"]]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,17 @@ def test_no_prompt_is_in_two_parts() -> None:
     assert len(pairs) == 120 and len(others) == 80
     assert {row["prompt"] for row in pairs}.isdisjoint(row["prompt"] for row in others)
     judge = yaml.safe_load(Path("run.yaml").read_text())["judge"]
-    assert judge["dataset_name"] == "runs/pipeline/data/held_out_prompts.jsonl" and judge["num_prompts"] == 20
+    assert judge["dataset_name"] == "runs/pipeline/data/held_out_prompts" and judge["num_prompts"] == 20
+
+
+def test_split_off_columns_keep_their_types() -> None:
+    """JSON would make a time of a date, and text files have no empty dicts."""
+    rows = [{"prompt": f"w{4 + row}", "answer": f"20{row + 10}-03-04", "more": {}} for row in range(20)]
+    Dataset.from_list(rows).save_to_disk("days")
+    init("--model base --prompts days --reward_funcs correctness".split())
+
+    found = read("prompts") + read("held_out_prompts")
+    assert sorted(found, key=lambda row: row["answer"]) == rows
 
 
 def test_prompts_without_room_for_a_response_are_dropped_at_the_start_and_an_update_fits_the_others(
