@@ -89,8 +89,8 @@ class Length(TextReward):
 class Correctness:
     """1 if the `final_answer` of the response is that of the data set, else 0.
 
-    Rows whose answer is None are not scored. If the data set has neither default column, no row is scored, and one
-    warning is logged.
+    An answer may be a list of accepted answers. Rows whose answer is None are not scored. If the data set has neither
+    default column, no row is scored, and one warning is logged.
 
     Attributes:
         mode: "exact" compares texts, ignoring case, spacing and a final full stop; "numeric" compares numbers; "auto"
@@ -122,11 +122,11 @@ class Correctness:
                 f"{problem}, so it scores no response; add one to the data set, or name another with column=..."
             )
             return [None] * len(completions)
-        agree = _AGREE[self.mode]
-        return [
-            None if wanted is None else float(agree(text, str(wanted)))
-            for text, wanted in zip(response_texts(completions), columns[present[0]], strict=True)
-        ]
+        agree, scores = _AGREE[self.mode], list[float | None]()
+        for text, wanted in zip(response_texts(completions), columns[present[0]], strict=True):
+            answers = [str(one) for one in (wanted if isinstance(wanted, list) else [wanted]) if one is not None]
+            scores.append(float(any(agree(text, one) for one in answers)) if answers else None)
+        return scores
 
 
 @dataclass(frozen=True)

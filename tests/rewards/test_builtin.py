@@ -127,6 +127,7 @@ def test_correctness_reads_the_column_answer_then_solution_or_the_one_given() ->
     assert score("correctness", "1", "2", columns={"solution": ["2", "2"]}) == [0, 1]
     assert score("correctness", "3", columns={"answer": ["1"], **columns}, column="other") == [1]
     assert score("correctness", "3", "4", columns={"answer": [None, 4]}) == [None, 1]
+    assert score("correctness", "3", "4", "5", columns={"answer": [["2", "3"], ["3"], [None]]}) == [1, 0, None]
 
 
 @pytest.mark.skipif(not HAS_MATH_VERIFY, reason="math-verify is not installed")
