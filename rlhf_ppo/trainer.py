@@ -256,8 +256,8 @@ class PPOTrainer(TrainerBase):
             return pending.result()
 
     def _scoring_batch(self, responses: Responses, prompts: Prompts) -> ScoringBatch:
-        tokens = self.tokens
-        return ScoringBatch(responses, prompts, tokens.ended(responses), tokens.stops, self._run.tokenizer)
+        ended, stops = self.tokens.ended(responses), self.tokens.stops
+        return ScoringBatch(responses, prompts, ended, stops, self._run.tokenizer, self.args.template_kwargs)
 
     # ---- 2. Advantages ----
 

@@ -30,11 +30,15 @@ from rlhf_ppo.rewards.scorer import Answer, ScoringBatch, settings_of_row
 
 
 def prompt_encoder(args: JudgeArguments, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
-    """Return the encoder of the prompts; the chat template gets the further arguments of the run by default."""
+    """Return the encoder of the prompts."""
+    return PromptEncoder(tokenizer, args.dataset_name, len(tokenizer), template_kwargs=template_kwargs(args))
+
+
+def template_kwargs(args: JudgeArguments) -> dict[str, Any] | None:
+    """Return the further arguments of the chat template, by default those of the run."""
     recorded = RunSettings.load(str(args.model or args.opponent)).arguments.get("chat_template_kwargs")
     text = recorded if args.chat_template_kwargs is None else args.chat_template_kwargs
-    settings = parse_object("chat_template_kwargs", text, '{"enable_thinking": false}')
-    return PromptEncoder(tokenizer, args.dataset_name, len(tokenizer), template_kwargs=settings)
+    return parse_object("chat_template_kwargs", text, '{"enable_thinking": false}')
 
 
 @torch.no_grad()
@@ -87,12 +91,16 @@ def respond(
         prompts = Prompts.from_collated({**padded, **columns}, model.device)
         sampled = sample_with(engine, model, prompts, how, strings).ids
         joined = join_responses(prompts, sampled, ends, 0, strings)
-        answers += ScoringBatch(joined, prompts, ended(joined, ends, strings), ends, tokenizer).answers
+        has_ended, how_shown = ended(joined, ends, strings), encode.template_kwargs
+        answers += ScoringBatch(joined, prompts, has_ended, ends, tokenizer, how_shown).answers
     return answers
 
 
 def answers_in_column(
-    rows: Sequence[Mapping[str, Any]], column: str, ours: Sequence[Answer | None] = ()
+    rows: Sequence[Mapping[str, Any]],
+    column: str,
+    ours: Sequence[Answer | None] = (),
+    defaults: Mapping[str, object] | None = None,
 ) -> list[Answer | None]:
     """Return a data set's responses as answers.
 
@@ -100,6 +108,7 @@ def answers_in_column(
         rows: Rows, with their prompts.
         column: The column of the responses: texts, lists of messages, or None.
         ours: The model's answers to the same prompts, whose prompt tokens are used; empty: texts only.
+        defaults: Further arguments of the chat template, or None; those of a row win.
     """
     answers: list[Answer | None] = []
     for row, one in zip(rows, ours or [None] * len(rows), strict=True):
@@ -107,9 +116,8 @@ def answers_in_column(
         if not isinstance(row[column], str | list | None):
             raise ValueError(f"column {column!r} has {row[column]!r}, which is no text: convert the column")
         texts = [] if row[column] is None else response_texts([row[column]])
-        answers += [Answer(row.get("prompt"), text, settings=settings_of_row(row), **known) for text in texts] or [
-            None
-        ]
+        settings = settings_of_row(row, defaults)
+        answers += [Answer(row.get("prompt"), text, settings=settings, **known) for text in texts] or [None]
     return answers
 
 

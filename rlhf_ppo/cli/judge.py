@@ -18,7 +18,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from rlhf_ppo.cli.answers import answers_in_column, end_tokens, prompt_encoder, respond
+from rlhf_ppo.cli.answers import answers_in_column, end_tokens, prompt_encoder, respond, template_kwargs
 from rlhf_ppo.cli.arguments import parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.judge_arguments import JudgeArguments
@@ -269,9 +269,9 @@ def _answers(
     args: JudgeArguments, rows: Any, tokenizers: Mapping[str, PreTrainedTokenizerBase]
 ) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
-    answers = {name: _respond(args, rows, tokenizers, name) for name in tokenizers}
-    ours = answers.get("model") or answers_in_column(list(rows), str(args.model_column))
-    return ours, answers.get("opponent") or answers_in_column(list(rows), str(args.opponent_column), ours)
+    answers, how = {name: _respond(args, rows, tokenizers, name) for name in tokenizers}, template_kwargs(args)
+    ours = answers.get("model") or answers_in_column(list(rows), str(args.model_column), (), how)
+    return ours, answers.get("opponent") or answers_in_column(list(rows), str(args.opponent_column), ours, how)
 
 
 def _respond(

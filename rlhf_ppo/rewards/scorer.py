@@ -60,6 +60,7 @@ class ScoringBatch:
             `rlhf_ppo.generation.sampling.SpecialTokens.ended`.
         stops: The tokens that end a response, which texts leave out if they are special.
         tokenizer: The policy's tokenizer, which decodes.
+        template_kwargs: The run's further arguments of the chat template, or None.
     """
 
     responses: Responses
@@ -67,6 +68,7 @@ class ScoringBatch:
     ended: Tensor
     stops: Sequence[int]
     tokenizer: PreTrainedTokenizerBase
+    template_kwargs: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -90,7 +92,8 @@ class ScoringBatch:
         prompt_ids, response_ids = self.prompt_ids(), self.response_ids()
         names = ("prompt", "tools", "chat_template_kwargs")
         columns = {name: self.prompts.columns.get(name) or [None] * len(self) for name in names}
-        settings = [settings_of_row(dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        of_columns = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        settings = [settings_of_row(row, self.template_kwargs) for row in of_columns]
         silent = silent_ids(self.tokenizer, self.stops)
         texts = spoken_texts(self.tokenizer, response_ids, silent)
         records = self.prompts.columns.get(EPISODE_COLUMN)
@@ -138,7 +141,7 @@ class Answer:
         written: Whether the policy wrote each of `response_ids`; None: all.
         messages: The turns and answers of an episode; None for a single response.
         silent: Tokens that the response's text leaves out.
-        settings: The row's own arguments of the chat template, with its tools, or None.
+        settings: The further arguments of the chat template, with the row's tools, or None.
     """
 
     prompt: Any
@@ -205,9 +208,9 @@ class Answer:
         return spoken_texts(self.tokenizer, [ids], self.silent, **options)[0]
 
 
-def settings_of_row(row: Mapping[str, object]) -> dict[str, Any] | None:
-    """Return an answer's `settings`; None for a text, which no template reads."""
-    return template_settings(row) if is_conversation(row.get("prompt")) else None
+def settings_of_row(row: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> dict[str, Any] | None:
+    """Return an answer's `settings`, see `template_settings`; None for a text, which no template reads."""
+    return template_settings(row, defaults) if is_conversation(row.get("prompt")) else None
 
 
 def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:

@@ -558,7 +558,7 @@ class PromptPreparation:
         def limit(row: Mapping[str, Any]) -> PositionLimit | None:
             shown = self._encode("a data set").with_images(row) if self.chats else None
             prompt = row.get("prompt") if shown is None else shown[1]
-            settings = settings_of_row({**row, "prompt": prompt})
+            settings = settings_of_row({**row, "prompt": prompt}, self.args.template_kwargs)
             answer = Answer(
                 prompt, "", True, row["input_ids"], tokenizer=self.tokenizer, silent=silent, settings=settings
             )

@@ -48,9 +48,10 @@ def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, mod
     save_thinking_run("two", None)
     shutil.copytree("one", "one/checkpoint-2", ignore=shutil.ignore_patterns("ppo_settings.json"))
     Dataset.from_list([{"prompt": [{"role": "user", "content": "w3"}]}] * 2).to_json("prompts.jsonl")
-    asked = []
+    asked, shown = [], []
 
     def noted(judge: Any, rows: Any, *sides: Sequence[Answer]) -> Any:
+        shown.extend(answer.settings.get("enable_thinking", True) for side in sides for answer in side)
         asked.extend(answer.prompt_ids for side in sides for answer in side)
         return compare_answers(judge, rows, *sides)
 
@@ -58,6 +59,7 @@ def test_both_models_get_the_chat_template_of_the_run(recorded, words, last, mod
     monkeypatch.setattr(module, "compare", noted)
     evaluate(["--model", model, "--opponent", "two", "--judge", "length", *words, *SHORT])
     assert asked == [make_tokenizer()(f"w3 {last}")["input_ids"]] * 4
+    assert shown == [last == "w7"] * 4  # to a reward model as judge
 
 
 def test_both_models_stop_at_the_stop_strings_of_the_run(places):

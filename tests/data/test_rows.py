@@ -95,6 +95,23 @@ def test_a_row_is_the_same_prompt_at_every_stage(
             assert judged is not None and reward_model_ids(judged, tokenizer) == expected
 
 
+def test_reward_models_and_judges_read_the_option_too(make_trainer: MakeTrainer) -> None:
+    tokenizer, how, seen = chat_tokenizer(), {"enable_thinking": False}, list[Any]()
+
+    def reward(policy_answers: Any, **_: Any) -> list[float]:
+        seen.extend(answer.settings for answer in policy_answers)
+        return [0.0] * len(policy_answers)
+
+    other = {"enable_thinking": True}
+    make_trainer(
+        **QUICK, chat_template_kwargs=how, train_sampling_strategy="sequential", processing_class=tokenizer,
+        model=tiny_policy(vocab_size=len(tokenizer)), reward_model=None, value_model="policy", reward_funcs=[reward],
+        train_dataset=[CHAT, CHAT | {"chat_template_kwargs": other}],
+    ).train()  # fmt: skip
+    (judged,) = answers_in_column([CHAT | ANSWERS], "chosen", (), how)
+    assert [*seen[:2], judged and judged.settings] == [how, other, how]
+
+
 def test_tools_that_no_stage_could_read_are_refused() -> None:
     encode = PromptEncoder(chat_tokenizer(), "rows", None)
     with pytest.raises(ValueError, match=r"row 3 of rows has tools that are not JSON \(.*\): give a list of JSON"):
