@@ -92,7 +92,9 @@ class ScoringBatch:
         prompt_ids, response_ids = self.prompt_ids(), self.response_ids()
         names = ("prompt", "tools", "chat_template_kwargs")
         columns = {name: self.prompts.columns.get(name) or [None] * len(self) for name in names}
-        of_columns = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        of_columns: list[dict[str, Any]] = [
+            dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
         settings = [settings_of_row(row, self.template_kwargs) for row in of_columns]
         silent = silent_ids(self.tokenizer, self.stops)
         texts = spoken_texts(self.tokenizer, response_ids, silent)
