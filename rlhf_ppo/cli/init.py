@@ -21,7 +21,7 @@ from trl.data_utils import maybe_apply_chat_template
 
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.cli.errors import user_errors
-from rlhf_ppo.cli.trainers import load_tokenizer, say_if_template_is_unused
+from rlhf_ppo.cli.trainers import load_tokenizer, say_how_prompts_are_read
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     PromptEncoder,
@@ -110,7 +110,7 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
                 f": the {len(pairs.rows)} pairs are not split: that needs {MIN_PAIRS_TO_SPLIT} with different prompts"
             )
         print_text(f"The judge is PPO's own reward{why}. Give --judge_model or --judge_preferences for another judge.")
-    say_if_template_is_unused(data["prompts"].rows, tokenizer)
+    say_how_prompts_are_read(data["prompts"].rows, tokenizer)
     if is_dialogue(prompt):
         print_text("The prompts are Human/Assistant dialogues: stop_strings ends a response at the next Human.")
     print_text(f"{args.file} is written. Read it, then run: rlhf-ppo pipeline {shlex.quote(args.file)}")

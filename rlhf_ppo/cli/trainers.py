@@ -45,7 +45,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range
 from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
 from rlhf_ppo.data.files import write_text
-from rlhf_ppo.data.prompts import PROMPT_COLUMNS, num_rows
+from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation, num_rows
 from rlhf_ppo.data.sources import Rows, choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.generation.sampling import SpecialTokens
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory, load_adapter
@@ -214,12 +214,14 @@ def ppo_trainer(
     )
 
 
-def say_if_template_is_unused(rows: object, tokenizer: Any) -> None:
-    """Print a line if prompts are texts, to which the tokenizer's chat template is not applied; no stream is read."""
+def say_how_prompts_are_read(rows: object, tokenizer: Any) -> None:
+    """Print a line if the first prompt is a text, without a chat template, or a begun answer; no stream is read."""
     first = rows[0] if isinstance(rows, Dataset) else {}
     prompt = next((first[column] for column in PROMPT_COLUMNS if column in first), None)
     if isinstance(prompt, str) and tokenizer.chat_template is not None:
         print_text("The prompts are texts: the model's chat template is not used. Write lists of messages to use it.")
+    if is_conversation(prompt) and prompt[-1]["role"] == "assistant":
+        print_text("The first prompt ends with an assistant's message: the policy continues that message.")
 
 
 def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:

@@ -18,7 +18,7 @@ from rlhf_ppo.cli.trainers import (
     measured_reward_trainer,
     ppo_trainer,
     running,
-    say_if_template_is_unused,
+    say_how_prompts_are_read,
     sft_trainer,
     text_columns,
     train_and_save,
@@ -117,7 +117,7 @@ def _train(command: str, argv: Sequence[str] | None) -> Any:
                 **load_scorers(script_args, args, model_args),
             )
             if trainer.is_world_process_zero():
-                say_if_template_is_unused(rows[0], trainer.processing_class)
+                say_how_prompts_are_read(rows[0], trainer.processing_class)
         else:
             make = sft_trainer if command == "sft" else measured_reward_trainer
             trainer = make(args, model_args, *rows)

@@ -83,18 +83,20 @@ def test_train_scores_with_functions_beside_a_model(places):
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 2
 
 
-@pytest.mark.parametrize("kind", ["text", "conversation", "ids"])
-def test_train_says_that_texts_do_not_get_the_chat_template(places, capsys, kind):
+@pytest.mark.parametrize("kind", ["text", "conversation", "begun answer", "ids"])
+def test_train_says_that_texts_do_not_get_the_chat_template_and_that_answers_are_continued(places, capsys, kind):
     tokenizer = AutoTokenizer.from_pretrained("base")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained("base")
-    prompt = {"text": "w4", "conversation": [{"role": "user", "content": "w4"}], "ids": [4]}[kind]
+    chat = [{"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}]
+    prompt = {"text": "w4", "conversation": chat[:1], "begun answer": chat, "ids": [4]}[kind]
     write_rows("rows.jsonl", [{"input_ids" if kind == "ids" else "prompt": prompt}] * 4)
 
     training_commands.train([*PPO, "--dataset_name", "rows.jsonl", "--reward_funcs", "length", "--dry_run"])
 
-    said = capsys.readouterr().out.count("The prompts are texts: the model's chat template is not used.")
-    assert said == (kind == "text")
+    said = capsys.readouterr().out
+    assert ("The prompts are texts: the model's chat template is not used." in said) == (kind == "text")
+    assert ("The first prompt ends with an assistant's message" in said) == (kind == "begun answer")
 
 
 def test_texts_of_exactly_max_length_tokens_are_whole_if_they_end_as_others_do(places, caplog):
