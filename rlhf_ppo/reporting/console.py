@@ -69,10 +69,10 @@ def log_line(logs: Log, update: int, num_updates: int, seconds_per_update: float
     Returns:
         The line; None for Trainer's summary at the end of training and for an empty log.
     """
+    if "train_loss" in logs:
+        return None
     timed = [key.removesuffix("_runtime") for key in logs if key.endswith("_runtime") and "loss" not in logs]
     evaluated = timed[-1] if timed else None  # Trainer's own comes after those that functions log
-    if evaluated == "train":
-        return None
     if "loss" in logs or evaluated is not None:
         is_ppo = any(key.startswith("objective/") or key.endswith("_score") for key in logs)
         figures = _FIGURES if is_ppo else _FIGURES_OF_TRL

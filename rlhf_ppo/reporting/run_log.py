@@ -58,7 +58,7 @@ def read_log(run: Run) -> History:
 
 def training_log(run: Run) -> History:
     """Read a run's log without its summary, and add the episode to evaluations, which log only their step."""
-    log = [_numbers(entry) for entry in read_log(run) if "train_runtime" not in entry]
+    log = [_numbers(entry) for entry in read_log(run) if "train_loss" not in entry]
     known = [(entry["step"], entry["episode"]) for entry in log if "step" in entry and "episode" in entry]
     if not known:
         return log

@@ -59,7 +59,8 @@ EVALUATION = {
             "evaluated  7/20 | loss   0.694 | right pairs  51% | margin -0.001 | 0.3 s",
         ),
         ({"mine": 0.5, "word": "yes", "epoch": 0.1}, "mine 0.500 | word yes"),
-        ({"train_runtime": 12.0, "epoch": 1.0}, None),
+        ({"train_runtime": 12.0, "train_loss": 0.1, "epoch": 1.0}, None),
+        ({"train_score": 1.0, "train_runtime": 2.0}, "evaluated train  7/20 | score   1.000 | 2.0 s"),
         ({"epoch": 1.0}, None),
     ],
 )

@@ -13,14 +13,14 @@ from matplotlib.collections import PolyCollection
 
 from rlhf_ppo.cli.main import plot
 from rlhf_ppo.reporting.plots import mean_curve, plot_metrics
-from rlhf_ppo.reporting.run_log import grouped_directories, read_log
+from rlhf_ppo.reporting.run_log import grouped_directories, read_log, training_log
 
 LOG: list[dict[str, Any]] = [
     {"step": 1, "episode": 8, "objective/kl": 0.0, "objective/scores": -1.5},
     {"step": 2, "episode": 16, "objective/kl": 0.25, "objective/scores": 0.5},
     {"step": 2, "eval_objective/scores": 7.0},
     {"step": 3, "episode": 24, "objective/kl": 0.75, "objective/scores": 1.0},
-    {"step": 3, "train_runtime": 12.0},
+    {"step": 3, "train_runtime": 12.0, "train_loss": 0.1},
 ]
 SECOND = [{**entry, "objective/kl": entry["objective/kl"] + 1.0} for entry in LOG if "objective/kl" in entry]
 
@@ -54,6 +54,11 @@ def test_a_panel_shows_what_was_logged(tmp_path: Path) -> None:
         write_state(run / "trainer_state.json", LOG)
     shown = plot_metrics(runs, tmp_path / "runs.svg", metrics=["objective/kl"])
     assert set(lines(panel(shown, "objective/kl"))) == {"a/ppo", "b/ppo"}
+
+
+def test_logs_that_hold_trainers_own_time_are_not_its_summary() -> None:
+    timed = [{**entry, "train_runtime": 4.0} for entry in LOG]  # as with include_num_input_tokens_seen
+    assert [entry["step"] for entry in training_log(timed)] == [1, 2, 2, 3]
 
 
 def test_mean_curve_counts_only_the_runs_that_logged_a_point() -> None:

@@ -38,7 +38,7 @@ def log_of(seed: int) -> list[dict[str, Any]]:
         }
         for step in UPDATES
     ]  # fmt: skip
-    return [*entries, {"step": 4, "eval_score": 0.5 + seed}, {"step": 4, "train_runtime": 3.0}]
+    return [*entries, {"step": 4, "eval_score": 0.5 + seed}, {"step": 4, "train_runtime": 3.0, "train_loss": 0.1}]
 
 
 def response(step: int, index: int) -> dict[str, Any]:
