@@ -454,8 +454,7 @@ class TrainerBase(Steps, Trainer):
                 self._save_scaler(directory)
                 self._save_rng_state(directory)
         self.create_model_card()
-        if args.push_to_hub:
-            self._push_from_checkpoint(str(run.last_checkpoint))
+        saving.upload(run, self._push_from_checkpoint, vars(self).get("push_in_progress"))
         if args.should_save:
             rotate_checkpoints(str(args.output_dir), args.save_total_limit, self.state.best_model_checkpoint)
 

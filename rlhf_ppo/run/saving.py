@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING, Sizes
@@ -124,17 +125,25 @@ def save_all(run: RunState, directory: str, state_dict: Mapping[str, Tensor] | N
         state_dict: Weights of both models, or None.
     """
     models, is_checkpoint = run.models, directories.is_unfinished(directory)
-    is_head = isinstance(models.value_model, ValueHead)
-    critic = CRITIC_DIR if run.args.save_critic or is_head else None
+    critic = CRITIC_DIR if _saves_critic(run) else None
     value_directory = VALUE_MODEL_DIR if is_checkpoint else critic
     dtype = None if is_checkpoint else getattr(models.policy, CHECKPOINT_DTYPE, None)
     check_start_elsewhere(run.starts, directory)
     with stopping_as_trained(models.policy, run.tokens):
         save_models(models, directory, state_dict, value_directory, dtype)
     (run.processor or run.tokenizer).save_pretrained(directory)
-    if value_directory == CRITIC_DIR and not is_head:
-        run.tokenizer.save_pretrained(os.path.join(directory, value_directory))
+    if value_directory == CRITIC_DIR:
+        _save_tokenizer_of_critic(run, directory)
     torch.save(run.args, os.path.join(directory, TRAINING_ARGS_NAME))
+
+
+def _saves_critic(run: RunState) -> bool:
+    return run.args.save_critic or isinstance(run.models.value_model, ValueHead)
+
+
+def _save_tokenizer_of_critic(run: RunState, directory: str) -> None:
+    if not isinstance(run.models.value_model, ValueHead):
+        run.tokenizer.save_pretrained(os.path.join(directory, CRITIC_DIR))
 
 
 def stopping_as_trained(policy: nn.Module, tokens: SpecialTokens) -> AbstractContextManager[None]:
@@ -335,9 +344,30 @@ def writing_checkpoint(run: RunState, progress: Progress) -> Iterator[str]:
             shutil.rmtree(final, ignore_errors=True)
             os.replace(directory, final)
             os.rmdir(os.path.dirname(directory))
-            if args.push_to_hub and run.processor is not None:
-                run.processor.save_pretrained(str(args.output_dir))  # Trainer's upload adds the tokenizer alone
     run.last_checkpoint = final
+
+
+def upload(run: RunState, push: Callable[[str], None], in_progress: Any) -> None:
+    """Upload the policy of the latest checkpoint, with `push_to_hub`, in place of earlier models in `output_dir`.
+
+    Args:
+        run: The run.
+        push: Trainer's upload: copies the policy from a checkpoint into `output_dir` and adds the tokenizer.
+        in_progress: The latest upload, or None; Trainer skips this one until it is done, unless `hub_always_push`.
+    """
+    args, directory = run.args, str(run.args.output_dir)
+    if not args.push_to_hub:
+        return
+    is_skipped = in_progress is not None and not in_progress.is_done() and not args.hub_always_push
+    if args.process_index == 0 and args.hub_strategy != HubStrategy.END and not is_skipped:
+        remove_saved_models(directory)
+        if _saves_critic(run):
+            values, critic = Path(str(run.last_checkpoint), VALUE_MODEL_DIR), Path(directory, CRITIC_DIR)
+            shutil.copytree(values, critic, dirs_exist_ok=True)
+            _save_tokenizer_of_critic(run, directory)
+        if run.processor is not None:
+            run.processor.save_pretrained(directory)
+    push(str(run.last_checkpoint))
 
 
 def _export_states(parts: Sequence[TrainerCallback | TrainerControl], state: TrainerState) -> None:

@@ -121,6 +121,23 @@ def test_a_merged_policy_replaces_the_adapter_of_the_last_checkpoint(make_traine
     assert "model.safetensors" in after.files and not deleted & after.files.keys()
 
 
+@pytest.mark.parametrize("value_model", ["policy", None])
+def test_an_upload_of_a_checkpoint_replaces_earlier_models(value_model, make_trainer, hub):
+    trainer = make_trainer(**UPLOADING | {"value_model": value_model, "save_critic": True}, hub_model_id="me/ppo")
+    directory = Path(trainer.args.output_dir)
+    (directory / "critic").mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "critic/adapter_config.json"):
+        (directory / name).write_text("{}")
+
+    trainer.train()
+
+    [commit] = hub.commits
+    trainer.save_model()
+    saved = {str(path.relative_to(directory)) for path in directory.rglob("*.*")}
+    of_the_end = {name for name in saved if re.match("_|checkpoint-|curves|trainer_state", name)}
+    assert commit.files.keys() == saved - of_the_end and "critic/adapter_config.json" not in saved
+
+
 def test_an_upload_of_a_checkpoint_holds_the_processor(make_trained, hub):
     processor = make_processor("llava")
     policy = {"model": make_model("llava", processor), "value_model": None, "processing_class": processor}
