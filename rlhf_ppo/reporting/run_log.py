@@ -84,8 +84,8 @@ def find_state(run: str | os.PathLike[str]) -> Path | None:
 def step_of_policy(trainer: Trainer) -> int:
     """Return the update whose policy a trainer has: that of the best model, if Trainer has loaded it."""
     state = trainer.state
-    has_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint and not trainer.is_in_train
-    return (state.best_global_step if has_best else None) or state.global_step
+    best = state.best_model_checkpoint if trainer.args.load_best_model_at_end and not trainer.is_in_train else None
+    return int(best.rpartition("-")[2]) if best else state.global_step
 
 
 # Settings
