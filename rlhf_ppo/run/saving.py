@@ -517,8 +517,9 @@ def resume(
         if changes := describe_changes(progress.arguments, arguments):
             logger.warning(f"{checkpoint} is resumed with other arguments: {changes}.")
         run.state.compute_steps(args, sizes.num_total_batches)
-        best = os.path.join(str(args.output_dir), f"checkpoint-{run.state.best_global_step}")
-        if os.path.isdir(best):  # the state has the path of then: the run may have moved, or output_dir was relative
+        before = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).best_model_checkpoint
+        best = os.path.join(str(args.output_dir), os.path.basename(before or ""))
+        if before and os.path.isdir(best):  # the run may have moved, or output_dir was relative
             run.state.best_model_checkpoint = best
         if args.ignore_data_skip:
             progress.batches_in_epoch = 0
