@@ -85,7 +85,7 @@ class LLMTrainingParams:
     logging_steps: int = _option(-1, "Steps between two logs; -1: 1 in PPO, where a step is an update, 10 otherwise.")
     eval_strategy: str = _option("epoch", "When to evaluate on valid_split: epoch, steps or no.")
     save_strategy: str = _option("epoch", "When to save a checkpoint: epoch, steps or no.")
-    save_steps: int = _option(500, "Steps between two checkpoints, with save_strategy=steps.")
+    save_steps: int = _option(500, "Steps between two checkpoints, and evaluations, with save_strategy=steps.")
     save_total_limit: int = _option(1, "Number of checkpoints to keep.")
     push_to_hub: bool = _option(False, "Upload the result to <username>/<project_name>.")
     username: str | None = _option(None, "Owner of the repository on the hub.")
@@ -218,6 +218,7 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
         "logging_steps": default_steps if params.logging_steps == -1 else params.logging_steps,
         "report_to": _tracker(params.log),
         "eval_strategy": params.eval_strategy if evaluates else "no",
+        "eval_steps": params.save_steps if params.save_strategy == "steps" else None,  # so that the best is saved
         "load_best_model_at_end": evaluates and params.save_strategy == params.eval_strategy,
         "bf16": params.mixed_precision == "bf16",
         "fp16": params.mixed_precision == "fp16",

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
@@ -43,6 +43,7 @@ from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, replaced
 from rlhf_ppo.ranks.processes import get_logger, is_fsdp, raise_on_all_ranks, zero_stage
 from rlhf_ppo.ranks.random_streams import preserve_rng
 from rlhf_ppo.reporting.model_card import model_origin
+from rlhf_ppo.reporting.run_log import step_of_policy
 from rlhf_ppo.run import checkpoints as directories
 from rlhf_ppo.run.datasets import check_ranks_alike
 from rlhf_ppo.run.optimization import Optimization
@@ -433,6 +434,18 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
         run.last_checkpoint = broadcast_object_list([start])[0]
         run.logged.forget()  # what a failed update has left
         yield run.last_checkpoint
+    _warn_if_best_is_not_saved(run)
+
+
+def _warn_if_best_is_not_saved(run: RunState) -> None:
+    """Warn at the end of a run if the best evaluation has no checkpoint, so its model cannot be loaded."""
+    trainer, best = cast(Trainer, run.trainer), run.state.best_global_step
+    step = step_of_policy(trainer)
+    if run.args.load_best_model_at_end and not trainer.is_in_train and best not in (None, step):
+        logger.warning(
+            f"load_best_model_at_end=True: the evaluation after update {best} was the best, but no checkpoint of it "
+            f"was saved, so the policy is that of update {step}; set save_steps=eval_steps, or save_strategy='best'."
+        )
 
 
 def _check_starts_stay(starts: Mapping[str, str], checkpoints: Sequence[str]) -> None:

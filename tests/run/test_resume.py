@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from rlhf_ppo import PPOTrainer
+from rlhf_ppo.reporting.run_log import step_of_policy
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import prompt_rows
 from tests.runs import (
@@ -160,6 +161,36 @@ def test_the_end_of_the_last_pass_is_reported_once(new_run: Any) -> None:
     summaries = [[log for log in history(trainer) if "total_flos" not in log] for trainer in (extended, whole)]
     assert_identical(*summaries)
     assert_identical(parameters(extended), parameters(whole))
+
+
+class ThirdIsBest(PPOTrainer):
+    """The policy after the third update is the best, then that after the second."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return super().evaluate(*args, **kwargs) | {"eval_score": {2: 1.0, 3: 2.0}.get(self.state.global_step, 0.0)}
+
+
+def test_a_best_evaluation_without_a_checkpoint_is_told_and_the_best_saved_model_is_loaded(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by a run that has moved since."""
+    run = QUICK | {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(), "load_best_model_at_end": True}
+    run |= {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    first = make_trainer(ThirdIsBest, **run | {"total_episodes": 8})
+    moved = Path(f"{first.args.output_dir}-moved")
+    again = make_trainer(ThirdIsBest, **run | {"total_episodes": 12}, output_dir=str(moved))
+    for trainer, resumed in ((first, None), (again, True)):
+        with caplog.at_level("WARNING", logger="rlhf_ppo"):
+            trainer.train(resume_from_checkpoint=resumed)
+        best = Path(str(trainer.args.output_dir), "checkpoint-2")
+        assert trainer.state.best_model_checkpoint == str(best) and trainer.state.best_global_step == 3
+        assert_identical(dict(trainer.policy_model.state_dict()), load_file(best / "model.safetensors"))
+        assert step_of_policy(trainer) == 2
+        [told] = [each.getMessage() for each in caplog.records if "load_best_model_at_end" in each.getMessage()]
+        assert "after update 3 was the best" in told and "that of update 2; set save_steps=eval_steps" in told
+        caplog.clear()
+        if resumed is None:
+            best.parent.rename(moved)
 
 
 class FallingScore(PPOTrainer):
