@@ -89,14 +89,13 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
 
     Args:
         runs: The runs; empty for a model that PPO did not train.
-        judgements: A judgement of each policy; None takes the newest of each run, those against the model it
-            started from first.
+        judgements: A judgement of each policy; None takes the newest of the first run, those against the model it
+            started from first, and the newest of each other run against the same opponent by the same judge.
     """
     judged = list(runs)
     if judgements is None:
-        newest = [(run, _newest_judgement(run)) for run in runs]
-        judged = [run for run, judgement in newest if judgement is not None]
-        judgements = [judgement for _, judgement in newest if judgement is not None]
+        newest = _judged_alike(runs)
+        judged, judgements = [run for run, _ in newest], [judgement for _, judgement in newest]
     names = [name for run in runs for name in run.settings.made_of.get("rewards", ())]
     reward = next(filter(None, (_accuracy_of(name, runs) for name in names)), None)
     if not judgements:
@@ -128,6 +127,18 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     )
     seeds = tuple(run.settings.arguments.get("seed") for run in judged) or (None,) * len(judgements)
     return Verdict(outcome, f"{sentence}.", reasons, rates.mean, (low, high), seeds, opponent)
+
+
+def _judged_alike(runs: Sequence[RecordedRun]) -> list[tuple[RecordedRun, Judgement]]:
+    """Return the runs that were judged against the first one's opponent by its judge, with the newest judgement."""
+    first = next(filter(None, map(_newest_judgement, runs)), None)
+    newest = {
+        run.directory: (run, each)
+        for run in runs
+        for each in read_judgements(run.directory)
+        if first is not None and (each.opponent, each.judge) == (first.opponent, first.judge)
+    }
+    return [*newest.values()]
 
 
 def _newest_judgement(run: RecordedRun) -> Judgement | None:

@@ -88,6 +88,26 @@ def test_seeds_widen_the_interval(make_run: MakeRun) -> None:
     assert found.seeds == (0, 1, 2)
 
 
+def test_seeds_count_that_were_judged_alike(make_run: MakeRun) -> None:
+    """Against the opponent and by the judge of the first run; of each run the newest of them."""
+    runs = [
+        make_run(0.7),
+        make_run(0.6, seed=1),
+        make_run(0.1, seed=2, judge="b"),
+        make_run(0.2, seed=3, opponent="b"),
+    ]
+    newer = json.loads((runs[2].directory / "judged" / "win_rate.json").read_text())
+    newer["options"]["judge_model"] = "c"
+    (runs[1].directory / "judged" / "win_rate-2.json").write_text(json.dumps(newer))
+    found = verdict_of(runs)
+    assert (
+        found.win_rate == pytest.approx(0.65)
+        and found.seeds == (0, 1)
+        and "over prompts and 2 seeds" in found.sentence
+    )
+    assert verdict_of([make_run(seed=4), *runs[3:]]).opponent == "b"
+
+
 CHANCE = RewardAccuracy(0.52, (0.45, 0.59), 200)
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "chance": ({"accuracy": CHANCE}, "The reward model is at chance, right on 52.0% of 200 held-out pairs (95% "
