@@ -123,7 +123,10 @@ def verdict_of(runs: Sequence[RecordedRun], judgements: Sequence[Judgement] | No
     elif outcome == "undecided":
         sentence += ", and the interval includes 50%"
     reasons = _first(
-        _of_judgement(first, runs), _of_reward_model(reward), _of_training(outcome, runs), _of_judge(outcome, rates)
+        _of_judgement(first, runs),
+        _of_reward_model(reward),
+        _of_training(outcome, runs),
+        _of_judge(outcome, rates, first.num_prompts),
     )
     seeds = tuple(run.settings.arguments.get("seed") for run in judged) or (None,) * len(judgements)
     return Verdict(outcome, f"{sentence}.", reasons, rates.mean, (low, high), seeds, opponent)
@@ -226,13 +229,15 @@ def _of_judgement(judgement: Judgement, runs: Sequence[RecordedRun]) -> Iterator
         yield f"Only {judgement.num_prompts} prompts were judged: judge more (`num_prompts`)."
 
 
-def _of_judge(outcome: Outcome, rates: SeedWinRates) -> Iterator[str]:
+def _of_judge(outcome: Outcome, rates: SeedWinRates, num_prompts: int) -> Iterator[str]:
     controlled = [rate for rate in rates.length_controlled if rate is not None]
     if outcome == "better" and controlled and fmean(controlled) <= 0.5:
         yield f"At equal length the policy wins {percent(fmean(controlled))}: the judge may prefer long responses."
     if outcome == "undecided" and rates.interval[0] <= 0.5 <= rates.interval[1]:
         enough = round((1.96 * 0.5 / max(abs(rates.mean - 0.5), 1e-9)) ** 2, -1)
-        if enough <= 2000:
+        if enough <= num_prompts and len(rates.rates) > 1:
+            yield "The seeds differ: train more seeds."
+        elif num_prompts < enough <= 2000:
             would = f"About {enough:.0f} prompts would decide a win rate of {percent(rates.mean)}"
             yield f"{would}: judge more (`num_prompts`)."
 

@@ -108,6 +108,21 @@ def test_seeds_count_that_were_judged_alike(make_run: MakeRun) -> None:
     assert verdict_of([make_run(seed=4), *runs[3:]]).opponent == "b"
 
 
+@pytest.mark.parametrize(
+    ("rates", "wins", "advice"),
+    [
+        ((0.5, 0.6, 0.7), 160, "The seeds differ: train more seeds."),
+        ((0.5, 0.6, 0.7), 40, "About 100 prompts would decide a win rate of 60.0%: judge more (`num_prompts`)."),
+        ((0.54,), 60, "About 600 prompts would decide a win rate of 54.0%: judge more (`num_prompts`)."),
+    ],
+)
+def test_an_undecided_verdict_asks_for_what_lacks(
+    rates: Sequence[float], wins: int, advice: str, make_run: MakeRun
+) -> None:
+    runs = [make_run(rate, seed=seed, wins=wins) for seed, rate in enumerate(rates)]
+    assert verdict_of(runs).reasons[-1] == advice
+
+
 CHANCE = RewardAccuracy(0.52, (0.45, 0.59), 200)
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "chance": ({"accuracy": CHANCE}, "The reward model is at chance, right on 52.0% of 200 held-out pairs (95% "
