@@ -29,6 +29,7 @@ from rlhf_ppo.compat.environments import JUDGES, REWARD_MODEL, json_object, make
 from rlhf_ppo.compat.params import MODEL, PPO, TRAINING, LLMTrainingParams, arguments_of, model_arguments
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import option
+from rlhf_ppo.data.prompts import is_conversation
 from rlhf_ppo.data.sources import choose_split, load_splits
 from rlhf_ppo.rewards.builtin import Custom
 from rlhf_ppo.rewards.functions import function_name
@@ -51,7 +52,7 @@ def load_rows(params: LLMTrainingParams) -> tuple[Any, Any]:
         The two data sets; the second is None without `valid_split`.
 
     Raises:
-        ValueError: There is no such data, split or column.
+        ValueError: There is no such data, split or column, or `chat_template="none"` and there are conversations.
     """
     splits = load_splits(params.data_path, argument="data_path")
     train_dataset = _prepared(choose_split(splits, params.train_split, "train_split"), params)
@@ -148,6 +149,13 @@ def _prepared(dataset: Dataset, params: LLMTrainingParams) -> Dataset:
     if params.max_samples is not None:
         dataset = dataset.select(range(min(params.max_samples, len(dataset))))
     names = wanted_columns(dataset.column_names, params)
+    first: Any = next(iter(dataset), {}) if params.chat_template == "none" else {}
+    for column in names.values() or dataset.column_names:
+        if is_conversation(first.get(column)):
+            raise ValueError(
+                f"chat_template='none', but the column {column!r} holds conversations, which a template renders: "
+                "leave --chat-template out, or write the conversations as texts"
+            )
     unused = [column for column in dataset.column_names if column not in names.values()]
     if not names or params.trainer == "ppo":  # otherwise TRL would read a `prompt` beside the text as half of a pair
         unused = [column for column in unused if column in names]
@@ -303,7 +311,7 @@ def _resolved(spec: str) -> Callable[..., Any]:
 class LLMCommand:
     """Options of `rlhf-ppo llm` in addition to the parameters."""
 
-    train: bool = option(True, "Train.")
+    train: bool = option(True, "Train; the command does nothing else.")
     resume_from_checkpoint: str | None = option(
         None, "Continue the run in project_name: True for its newest checkpoint, or the path of a checkpoint."
     )
@@ -326,6 +334,8 @@ def llm(argv: Sequence[str] | None = None) -> Trainer:
     program = "rlhf-ppo llm"
     command, params = parse((LLMCommand, LLMTrainingParams), program, argv)
     with user_errors(program):
+        if not command.train:
+            raise ValueError(f"train=False: {program} only trains; leave the option out")
         resumed = command.resume_from_checkpoint
         project = AutoTrainProject(params, backend=command.backend, resume_from_checkpoint=resumed)
         trainer = project.build()

@@ -1,8 +1,8 @@
 """AITraining's `LLMTrainingParams`, the options of `aitraining llm`, and the trainers' arguments."""
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import Field, dataclass, fields
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -21,7 +21,8 @@ class LLMTrainingParams:
     """Parameters of a training run, with AITraining's names.
 
     Raises:
-        ValueError: A parameter is out of its range, or one that another needs is missing.
+        ValueError: A parameter is out of its range, contradicts another or has no effect, or one that another needs is
+            missing.
     """
 
     # --- What and where ---
@@ -36,7 +37,9 @@ class LLMTrainingParams:
     prompt_text_column: str | None = _option(None, "Column with the prompt (ppo, reward).")
     rejected_text_column: str | None = _option(None, "Column with the worse response (reward).")
     chat_template: Literal["tokenizer", "none"] | None = _option(
-        None, "`tokenizer` or `none`: the tokenizer's own template is applied to conversations, none to texts."
+        None,
+        "`tokenizer`, as by default: the tokenizer's own template is applied to conversations, none to texts. `none` "
+        "refuses conversations.",
     )
     block_size: int = _option(
         -1,
@@ -127,6 +130,11 @@ class LLMTrainingParams:
     def __post_init__(self) -> None:
         """Check the parameters that require each other."""
         check_ranges(self, ranges_of(LLMTrainingParams))
+        unused = [
+            f"{option.name}={redacted(getattr(self, option.name), option.name)!r}"
+            for option in fields(self)
+            if _is_set(self, option) and self.trainer not in _trainers_with(option.name)
+        ]
         for is_made, mistake in (
             (
                 self.trainer not in TRAINERS,
@@ -150,6 +158,15 @@ class LLMTrainingParams:
                 self.rl_env_config is not None and self.environment is None,
                 "rl_env_config is given without rl_env_type: give --rl-env-type too",
             ),
+            (
+                self.use_flash_attention_2 and self.attn_implementation not in (None, "flash_attention_2"),
+                f"use_flash_attention_2=True contradicts attn_implementation={self.attn_implementation!r}: leave one "
+                "of them out",
+            ),
+            (
+                bool(unused),
+                f"leave out options that trainer={self.trainer!r} does not use: {', '.join(unused)}",
+            ),
         ):
             if is_made:
                 raise ValueError(mistake)
@@ -158,6 +175,18 @@ class LLMTrainingParams:
     def environment(self) -> str | None:
         """Type of the environment: `rl_env_type`, or "multi_objective" with `rl_multi_objective`."""
         return "multi_objective" if self.rl_multi_objective else self.rl_env_type
+
+
+def _is_set(params: LLMTrainingParams, option: Field[Any]) -> bool:
+    """Return whether a parameter has another value than its default; False is as good as None."""
+    value = getattr(params, option.name)
+    return value != option.default and bool(value or option.default)
+
+
+def _trainers_with(name: str) -> Collection[str]:
+    """Return the trainers in which a parameter has an effect."""
+    some = {"auto_find_batch_size": ("reward", "sft"), "packing": ("sft",), "prompt_text_column": ("ppo", "reward")}
+    return some.get(name, ("ppo",) if name.startswith("rl_") else TRAINERS)
 
 
 # ---- Arguments of PPOTrainer and of TRL's trainers ----

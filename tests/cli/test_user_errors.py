@@ -207,6 +207,22 @@ MISTAKES = [
     (f"{LLM} --rl-mini-batch-size 3", "--rl-mini-batch-size 3 does not divide the 8 episodes"),
     (f"{LLM} --text-column nothing", "text_column='nothing': the data set has no column 'nothing'"),
     (f"{LLM} --rl-env-type nowhere", "must be one of ['text_generation'"),
+    (f"{LLM} --no-train", "train=False: rlhf-ppo llm only trains; leave the option out"),
+    (
+        f"{LLM} --data-path mixed.jsonl --text-column chosen --chat-template none",
+        "chat_template='none', but the column 'chosen' holds conversations, which a template renders: leave",
+    ),
+    (f"{LLM} --auto-find-batch-size", "leave out options that trainer='ppo' does not use: auto_find_batch_size=True"),
+    (f"{LLM} --packing", "options that trainer='ppo' does not use: packing=True"),
+    (
+        f"{LLM} --trainer sft --prompt-text-column prompt",
+        "that trainer='sft' does not use: prompt_text_column='prompt', rl_reward_model_path='scorer'",
+    ),
+    (f"{LLM} --trainer reward --no-rl-optimize-device-cache", "'scorer', rl_optimize_device_cache=False"),
+    (
+        f"{LLM} --use-flash-attention-2 --attn-implementation eager",
+        "use_flash_attention_2=True contradicts attn_implementation='eager': leave one of them out",
+    ),
     ("llm --train --trainer dpo", "trainer='dpo' must be one of"),
     ("llm --train --trainer ppo --data-path rows.jsonl", "give --rl-reward-model-path"),
     (f"{JUDGE} --judge own.py:word", "the reward function 'word' returned '0.5' for row 0"),
