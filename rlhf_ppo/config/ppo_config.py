@@ -378,7 +378,7 @@ class PPOConfig(
     logging_steps: float = _option(
         10,
         "PPO updates between two logs; below 1, a share of all updates, such as 0.1. With 10, the default, a run of "
-        "fewer than 200 updates logs 20 to 39 times.",
+        "fewer than 200 updates logs 20 to 39 times. Unset `eval_steps` are the same.",
     )
     gradient_checkpointing: bool = _option(
         True, "Recompute activations in the backward pass: less memory, one more forward pass."
@@ -530,9 +530,11 @@ class PPOConfig(
             self.metric_for_best_model = "score"
         self.validate()
         self._mirror_checkpointing()
-        world_size = self.world_size
+        world_size, follows_logs = self.world_size, not self.eval_steps and not self.load_best_model_at_end
         super().__post_init__()
         self.world_size = world_size
+        if follows_logs and self.eval_steps is not None:  # not checked against `save_steps`
+            self.derived_values["eval_steps"] = self.eval_steps
         self.validate()  # again: TrainingArguments has parsed accelerator_config
 
     def _mirror_checkpointing(self) -> None:
@@ -637,7 +639,9 @@ class PPOConfig(
         return sizes
 
     def fill_derived(self, num_processes: int, num_examples: int | None) -> Sizes:
-        """Compute the sizes of a run; set the unset derived fields, `max_steps`, `run_name` and `logging_steps`.
+        """Compute the sizes of a run; set the unset derived fields, `max_steps`, `run_name` and steps.
+
+        The steps are `logging_steps` and, where they are unset and follow the logs, `eval_steps`.
 
         The trainer calls it before `Trainer.__init__`, which reads the world size, and again when training starts.
         Training reads the returned `Sizes`; the fields are for trackers, logs and model cards.
@@ -656,6 +660,8 @@ class PPOConfig(
             "run_name": os.environ.get("WANDB_NAME") or f"{self.exp_name}__{self.seed}",
             "logging_steps": logging_interval(num_updates),
         } | asdict(sizes)
+        if "eval_steps" in self.derived_values:
+            shown["eval_steps"] = self.user_value("logging_steps") or shown["logging_steps"]
         self.derived_values = {name: value for name, value in shown.items() if self.user_value(name) is None}
         for name, value in self.derived_values.items():
             setattr(self, name, value)

@@ -1,6 +1,7 @@
 """PPOConfig.fill_derived: the numbers that follow from others, filled once or several times."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from transformers import TrainingArguments
@@ -55,6 +56,23 @@ def test_what_was_set_stays_whatever_the_number_of_processes(num_examples: int |
         by_episodes.fill_derived(num_processes, num_examples)
         assert by_episodes.total_episodes == 100
         assert by_episodes.num_total_batches == by_episodes.max_steps == {1: 13, 2: 7}[num_processes]
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, (2, 2)),
+        ({"logging_steps": 7}, (7, 7)),
+        ({"eval_steps": 10}, (2, 10)),
+        ({"load_best_model_at_end": True, "save_steps": 30}, (2, 10)),  # a multiple of the 10 that was checked
+        ({"eval_strategy": "no"}, (2, None)),
+    ],
+)
+def test_evaluations_follow_the_logs(given: dict[str, Any], steps: tuple[int, int | None]):
+    args = PPOConfig(**{"eval_strategy": "steps", "max_steps": 40, **given})
+    for _ in range(2):
+        args.fill_derived(1, 100)
+        assert (args.logging_steps, args.eval_steps) == steps
 
 
 @pytest.mark.parametrize("name", DERIVED)
