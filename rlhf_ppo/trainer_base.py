@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 
 from rlhf_ppo.algorithm.advantages import ScoreMoments
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import METHOD_HINTS, reject_call
+from rlhf_ppo.config.checks import METHOD_HINTS, reject_call, reject_search
 from rlhf_ppo.data.files import optional
 from rlhf_ppo.data.prompts import TRAINER_COLUMNS, num_rows, renders_chats
 from rlhf_ppo.data.rollout import Prompts
@@ -69,6 +69,7 @@ class TrainerBase(Steps, Trainer):
     state: PPOTrainerState  # pyright: ignore[reportIncompatibleVariableOverride]
     optimizer: Any
     lr_scheduler: Any
+    hyperparameter_search = reject_search
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Explain unknown arguments."""

@@ -24,6 +24,7 @@ from typing import (
     ClassVar,
     Literal,
     NamedTuple,
+    NoReturn,
     Self,
     Union,
     get_args,
@@ -351,7 +352,7 @@ TRAINER_HINTS = _by_name("trainer")
 """Argument of other trainers that `PPOTrainer` does not have: the argument to use, or why there is none."""
 
 METHOD_HINTS = _by_name("method")
-"""Attribute of the trainer of TRL 0.11 that `PPOTrainer` does not have, and the line to write instead."""
+"""Attribute of TRL's PPO trainers that `PPOTrainer` does not have, and the line to write instead."""
 
 IMPORT_HINTS = _by_name("import")
 """Name of TRL's that `rlhf_ppo` does not have, and the line to write instead."""
@@ -378,6 +379,14 @@ def reject_call(
         raise TypeError(f"{owner} takes args first: write {owner}(args, model=..., processing_class=...)")
     hints = {name: f"in PPOConfig: {hint}" for name, hint in CONFIG_HINTS.items()}
     reject_unknown(owner, kwargs, known, hints | TRAINER_HINTS, dict.fromkeys(of_config, "PPOConfig"))
+
+
+def reject_search(self: object, *args: object, **kwargs: object) -> NoReturn:
+    """Raise in place of `Trainer.hyperparameter_search`, which needs a trainer that makes its models anew."""
+    name = type(self).__name__
+    raise NotImplementedError(
+        f"{name} has no hyperparameter search: train a run with each setting, and compare their eval_score"
+    )
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

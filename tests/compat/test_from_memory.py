@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from rlhf_ppo import PPOTrainer
 from tests.conftest import QUIET, save_models, tiny_policy, tiny_scorer
 
 START = """
@@ -128,6 +129,11 @@ def test_it_trains(script: str, names: dict[str, object]) -> None:
     if "step()" not in script:
         trainer.train()  # pyright: ignore[reportAttributeAccessIssue]
     assert trainer.state.global_step == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_search_is_refused_in_one_sentence() -> None:
+    with pytest.raises(NotImplementedError, match="PPOTrainer has no hyperparameter search: train a run with each"):
+        object.__new__(PPOTrainer).hyperparameter_search(n_trials=1)
 
 
 @pytest.mark.parametrize("script", FAILS)
