@@ -131,6 +131,23 @@ def test_it_trains(script: str, names: dict[str, object]) -> None:
     assert trainer.state.global_step == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("dataloader", "use trainer.get_train_dataloader()"),
+        ("eval_dataloader", "use trainer.get_eval_dataloader()"),
+        (
+            "ref_model",
+            "use trainer.reference.separate_policy, None if the policy without its adapter is the reference",
+        ),
+        ("null_ref_context", "use trainer.reference.generating(trainer.model_wrapped, trainer.policy_model)"),
+    ],
+)
+def test_an_attribute_of_trls_trainer_names_the_line_to_write(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(f"'PPOTrainer' object has no attribute {name!r} ({hint}")):
+        getattr(object.__new__(PPOTrainer), name)
+
+
 def test_a_search_is_refused_in_one_sentence() -> None:
     with pytest.raises(NotImplementedError, match="PPOTrainer has no hyperparameter search: train a run with each"):
         object.__new__(PPOTrainer).hyperparameter_search(n_trials=1)
