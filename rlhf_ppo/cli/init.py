@@ -22,6 +22,7 @@ from trl.data_utils import maybe_apply_chat_template
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.trainers import load_tokenizer, say_how_prompts_are_read
+from rlhf_ppo.config.ppo_config import supports_bf16
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     PromptEncoder,
@@ -425,7 +426,7 @@ def written(
         data=sections,
         is_slow=is_slow,
         stop_string=stop_string,
-        bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        bf16=supports_bf16(),
         options={name: yaml.safe_dump(section, sort_keys=False) for name, section in options.items()},
     )
 

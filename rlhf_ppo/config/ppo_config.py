@@ -49,6 +49,13 @@ from rlhf_ppo.terminal import RedactsSecrets, visible_logger
 logger = visible_logger(__name__)
 
 
+def supports_bf16() -> bool:
+    """Return whether the accelerator computes in bf16; GPUs before Ampere emulate it, slower than float32."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return is_torch_bf16_gpu_available() or is_torch_xla_available()
+
+
 def default_bf16(args: TrainingArguments) -> bool:
     """Return whether a run that does not set `bf16` uses it; rank 0 warns once if its GPU does not support bf16.
 
@@ -58,7 +65,7 @@ def default_bf16(args: TrainingArguments) -> bool:
     if args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         return False
     on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-    if not on_cpu and (is_torch_bf16_gpu_available() or is_torch_xla_available()):
+    if not on_cpu and supports_bf16():
         return True
     if torch.cuda.is_available() and not on_cpu and os.environ.get("RANK", "0") == "0":  # no processes yet
         logger.warning_once("bf16 is off, because this GPU does not support it; fp16=True saves as much memory")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,18 @@ def test_a_large_model_without_an_accelerator_gets_sizes_for_two_cores(
     assert {written[name]["num_train_epochs"] for name in ("sft", "reward", "judge_reward")} == {1 if is_slow else 3}
     assert (ppo.get("value_model_path") == "policy") == ("No GPU was found" in text) == is_slow
     check_steps(read_pipeline("run.yaml").steps)
+
+
+@pytest.mark.parametrize(("major", "is_native"), [(7, False), (8, True)])
+def test_bf16_is_on_for_a_gpu_that_does_not_emulate_it(
+    major: int, is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(major=major))
+    monkeypatch.setattr("torch.cuda._check_bf16_tensor_supported", lambda *_: True)
+    init(ALL.split())
+    assert yaml.safe_load(Path("run.yaml").read_text())["common"]["bf16"] is is_native
 
 
 def test_no_prompt_is_in_two_parts() -> None:

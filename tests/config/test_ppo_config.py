@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import pytest
@@ -81,13 +81,19 @@ def from_yaml(path: Path, text: str) -> PPOConfig:
 @pytest.fixture(autouse=True)
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the tests mean the same on a machine with an accelerator."""
-    set_accelerator(monkeypatch, present=False)
+    set_accelerator(monkeypatch, None)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
 
 
-def set_accelerator(monkeypatch: pytest.MonkeyPatch, present: bool) -> None:
+def set_accelerator(monkeypatch: pytest.MonkeyPatch, capability: int | None) -> None:
+    """Pretend no accelerator, or a GPU: 8 is Ampere, 7 (T4, V100) emulates bf16."""
     for module in (ppo_config, training_args):
-        monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: present)
+        monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=capability))
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
 
 
 # ---- Every field ----
@@ -185,21 +191,22 @@ def test_a_list_may_be_given_as_text(name: str, given: Any, value: Any, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("asked", "variables", "present", "expected"),
+    ("asked", "variables", "capability", "expected"),
     [
-        ({}, {}, True, True),
-        ({}, {}, False, False),
-        ({"fp16": True}, {}, True, False),
-        ({"use_cpu": True}, {}, True, False),
-        ({}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, True, False),
-        ({}, {"ACCELERATE_USE_CPU": "True"}, True, False),
-        ({"bf16": True, "use_cpu": True}, {}, False, True),
+        ({}, {}, 8, True),
+        ({}, {}, 7, False),
+        ({}, {}, None, False),
+        ({"fp16": True}, {}, 8, False),
+        ({"use_cpu": True}, {}, 8, False),
+        ({}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, 8, False),
+        ({}, {"ACCELERATE_USE_CPU": "True"}, 8, False),
+        ({"bf16": True, "use_cpu": True}, {}, None, True),
     ],
 )
 def test_bf16_is_on_where_an_accelerator_can_do_it_and_gives_way(
-    asked: Any, variables: dict[str, str], present: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    asked: Any, variables: dict[str, str], capability: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    set_accelerator(monkeypatch, present)
+    set_accelerator(monkeypatch, capability)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert make(**asked).bf16 is expected

@@ -14,12 +14,11 @@ from coverage import CoverageData
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_ppo"
 NOT_EXECUTED: dict[str, str] = {
-    "cli/init.py: bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported()": "a line of the file it writes",
-    "cli/init.py: torch.cuda.is_available() and torch.cuda.is_bf16_supported()": "a line of the file it writes",
     "environments/waiting.py: torch.cuda.current_device() if torch.cuda.is_initialized() else None": (
         "environments run in none of these tests"
     ),
     "cli/arguments.py: not torch.cuda.is_available()": "bitsandbytes has kernels of its own",
+    "config/ppo_config.py: torch.cuda.is_available()": "these tests set bf16; tests/config/test_ppo_config.py",
     "config/ppo_config.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
         "for a GPU without bfloat16; tests/config/test_ppo_config.py"
     ),
