@@ -43,7 +43,7 @@ from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_tr
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range
-from rlhf_ppo.config.ppo_config import default_bf16, logging_interval
+from rlhf_ppo.config.ppo_config import choose_bf16, logging_interval
 from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation, num_rows
 from rlhf_ppo.data.sources import Rows, choose_split, hold_out_pairs, load_splits
@@ -91,7 +91,7 @@ class DefaultBf16(ExplainsUnknown, RedactsSecrets):
         """Set `bf16`, which TRL switches on everywhere."""
         args: Any = self
         check_range("max_length", args.max_length, Interval(1, math.inf), "Tokens of the longest row.")
-        args.bf16 = default_bf16(args) if args.bf16 is None else args.bf16
+        args.bf16 = choose_bf16(args)
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # torch warns otherwise
 

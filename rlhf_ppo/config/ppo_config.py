@@ -56,14 +56,29 @@ def supports_bf16() -> bool:
     return is_torch_bf16_gpu_available() or is_torch_xla_available()
 
 
-def default_bf16(args: TrainingArguments) -> bool:
-    """Return whether a run that does not set `bf16` uses it; rank 0 warns once if its GPU does not support bf16.
+def choose_bf16(args: TrainingArguments) -> bool:
+    """Return `bf16`, or its default if it is not set; rank 0 warns once if its GPU does not support bf16.
+
+    The launcher's bf16 or fp16 decides; its "no" does not, because `accelerate launch` also sets that by default.
 
     Args:
-        args: Gives `fp16` and `use_cpu`; devices need not be set up yet.
+        args: Gives `bf16`, `fp16` and `use_cpu`; devices need not be set up yet.
+
+    Raises:
+        ValueError: `bf16` or `fp16` contradicts the launcher.
     """
-    if args.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16":
-        return False
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    wanted = "fp16" if args.fp16 else "bf16" if args.bf16 else None if args.bf16 is None else "no"
+    if (launched, wanted) in (("bf16", "fp16"), ("bf16", "no"), ("fp16", "bf16")):
+        name = "fp16" if args.fp16 else "bf16"
+        raise ValueError(
+            f"{name}={getattr(args, name)} contradicts the launcher's mixed_precision={launched!r}: give accelerate "
+            f"launch --mixed_precision {wanted}, or leave {name} out"
+        )
+    if args.bf16 is not None:
+        return args.bf16
+    if args.fp16 or launched in ("bf16", "fp16"):
+        return launched == "bf16"
     on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     if not on_cpu and supports_bf16():
         return True
@@ -392,7 +407,8 @@ class PPOConfig(
     )
     bf16: bool | None = _option(
         None,
-        "Compute in bfloat16 (mixed precision). If not set: True if an accelerator supports it and fp16 is not set.",
+        "Compute in bfloat16 (mixed precision). If not set: the launcher's bf16 or fp16, or else True if an "
+        "accelerator supports it and fp16 is not set.",
         nargs="?",
         const=True,
     )
@@ -529,7 +545,7 @@ class PPOConfig(
     def __post_init__(self) -> None:
         """Resolve defaults that depend on other fields, validate, and let TrainingArguments set up the devices."""
         self.derived_values: dict[str, Any] = {}
-        self.bf16 = default_bf16(self) if self.bf16 is None else self.bf16
+        self.bf16 = choose_bf16(self)
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
         self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value

@@ -277,6 +277,18 @@ def test_a_mistake_is_one_sentence(
         assert not NOT_OF_LLM & {*re.findall(r"\w+", last)}, last
 
 
+@pytest.mark.parametrize("command", [RUN, f"sft {TRL} base --dataset_name rows.jsonl"])
+def test_a_precision_other_than_the_launchers_is_one_sentence(
+    command: str, workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(workshop)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(f"{command} --bf16 False"))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and "error: bf16=False contradicts the launcher's mixed_precision='bf16'" in last
+
+
 def test_an_error_of_the_users_code_has_its_traceback(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workshop)
     Path("failing.py").write_text("def fails(completions, **_):\n    return 1 / 0\n")

@@ -190,6 +190,10 @@ def test_a_list_may_be_given_as_text(name: str, given: Any, value: Any, tmp_path
 # ---- Precision ----
 
 
+BF16, FP16, NO = ({"ACCELERATE_MIXED_PRECISION": value} for value in ("bf16", "fp16", "no"))
+"""What a launcher sets; `accelerate launch` without `--mixed_precision` sets "no"."""
+
+
 @pytest.mark.parametrize(
     ("asked", "variables", "capability", "expected"),
     [
@@ -198,20 +202,44 @@ def test_a_list_may_be_given_as_text(name: str, given: Any, value: Any, tmp_path
         ({}, {}, None, False),
         ({"fp16": True}, {}, 8, False),
         ({"use_cpu": True}, {}, 8, False),
-        ({}, {"ACCELERATE_MIXED_PRECISION": "fp16"}, 8, False),
+        ({}, FP16, 8, False),
+        ({}, NO, 8, True),
+        ({}, BF16, 7, True),
+        ({"use_cpu": True}, BF16, None, True),
+        ({"bf16": False}, NO, 8, False),
+        ({"bf16": False}, FP16, 8, False),
+        ({"bf16": True}, NO, 8, True),
         ({}, {"ACCELERATE_USE_CPU": "True"}, 8, False),
         ({"bf16": True, "use_cpu": True}, {}, None, True),
     ],
 )
-def test_bf16_is_on_where_an_accelerator_can_do_it_and_gives_way(
+def test_bf16_is_the_launchers_or_on_where_an_accelerator_can_do_it(
     asked: Any, variables: dict[str, str], capability: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ):
     set_accelerator(monkeypatch, capability)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert make(**asked).bf16 is expected
+    args = make(**asked)
+    assert args.bf16 is dataclasses.replace(args, seed=1).bf16 is expected
     words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
     assert from_command_line(*words).bf16 is expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "launched", "fix"),
+    [({"bf16": False}, "bf16", "no"), ({"fp16": True}, "bf16", "fp16"), ({"bf16": True}, "fp16", "bf16")],
+)
+def test_a_precision_other_than_the_launchers_is_an_error(
+    asked: dict[str, Any], launched: str, fix: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    set_accelerator(monkeypatch, 8)
+    ((name, value),) = asked.items()
+    message = (
+        f"{name}={value} contradicts the launcher's mixed_precision='{launched}': give .* --mixed_precision {fix}, or"
+    )
+    with pytest.raises(ValueError, match=message):
+        make(**asked)
 
 
 # ---- Warm-up and best model ----
