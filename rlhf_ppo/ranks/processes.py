@@ -86,6 +86,11 @@ def zero_stage(accelerator: Accelerator) -> int | None:
     return None if plugin is None else plugin.zero_stage
 
 
+def deepspeed_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the 16-bit dtype in which DeepSpeed stores weights, or None."""
+    return None if zero_stage(accelerator) is None else mixed_precision_dtype(accelerator)
+
+
 def is_fsdp(accelerator: Accelerator) -> bool:
     """Return whether FSDP shards the models."""
     return getattr(accelerator.state, "fsdp_plugin", None) is not None

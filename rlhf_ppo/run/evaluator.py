@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -17,6 +18,7 @@ from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import gathered
+from rlhf_ppo.ranks.processes import deepspeed_dtype
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.reporting.metrics import evaluation_columns, gather_columns, noting_out_of_memory, warn_of_unscored
 from rlhf_ppo.reporting.sample_tables import sample_rows
@@ -42,7 +44,7 @@ def apart_from_training(run: RunState, model: nn.Module, engine: GenerationEngin
         with (
             isolated_rng(args.seed, device_specific=True),
             run.streams.rewards.reseeded(args.seed, args.process_index),
-            _on_device(model, args.device),
+            _as_in_training(model, run.accelerator),
         ):
             yield
     finally:
@@ -50,14 +52,21 @@ def apart_from_training(run: RunState, model: nn.Module, engine: GenerationEngin
 
 
 @contextmanager
-def _on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move a plain model, as before training, with all its parameters to a device; a prepared one is there."""
-    if isinstance(model, PolicyAndValue) and not isinstance(model, FSDPModule):
-        with gathered(model.parameters()):
-            model.to(device)
-            yield
-    else:
+def _as_in_training(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Move a plain model, as before training, to the device; lend it weights in the type that DeepSpeed trains in."""
+    if not isinstance(model, PolicyAndValue) or isinstance(model, FSDPModule):
         yield
+        return
+    with gathered(model.parameters()):
+        model.to(accelerator.device)
+        stored = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_floating_point()]
+        for parameter, data in stored:
+            parameter.data = data.to(deepspeed_dtype(accelerator))
+        try:
+            yield
+        finally:
+            for parameter, data in stored:
+                parameter.data = data
 
 
 def evaluate_each(

@@ -123,7 +123,7 @@ def place_frozen(model: nn.Module, accelerator: Accelerator, offload: bool = Fal
         for block in [part for part in model.modules() if type(part).__name__ in cast(Any, model)._no_split_modules]:
             prepare_fsdp(block, accelerator)
         return cast(nn.Module, prepare_fsdp(model, accelerator))
-    dtype = None if processes.zero_stage(accelerator) is None else processes.mixed_precision_dtype(accelerator)
+    dtype = processes.deepspeed_dtype(accelerator)
     if dtype is not None:
         # Not buffers: rotary frequencies stay exact.
         for parameter in model.parameters():

@@ -554,6 +554,15 @@ def first_update_in_bf16(output_dir: str, models: str, adapters: bool) -> dict[s
     )
 
 
+def evaluations_in_bf16(output_dir: str, models: str) -> dict[str, Any]:
+    """Evaluate before and after an update that changes no weight."""
+    trainer = make_trainer(output_dir, models, bf16=True, max_steps=1, learning_rate=0.0)
+    before = trainer.evaluate()
+    stored = {str(parameter.dtype) for parameter in trainer.model.parameters()}
+    trainer.train()
+    return {"before": before, "after": trainer.evaluate(), "stored": stored}
+
+
 def own_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Add up in float32 the gradients of this rank's micro-batches, before an engine has any of them."""
     totals: dict[str, torch.Tensor] = {}

@@ -25,6 +25,15 @@ def test_the_first_update(config, models, tmp_path):
         assert_added_up_in_float32(adapters)
 
 
+def test_an_evaluation_before_training_computes_as_those_after(models, tmp_path):
+    """DeepSpeed has no autocast; its weights are in bf16 once it has prepared them."""
+    call = ("evaluations_in_bf16", {"output_dir": str(tmp_path), "models": str(models)})
+    ((rank, _),) = processes.run_all("deepspeed_zero2", [call], options=BF16)
+    assert rank["stored"] == {"torch.float32"}
+    for name in ("eval_kl", "eval_entropy"):
+        assert rank["before"][name] == rank["after"][name]
+
+
 def assert_in_float32_and_not_yet_learned(rank):
     assert rank["mixed_precision"] == "bf16"
     figures, first = rank["figures"], rank["log"][0]
