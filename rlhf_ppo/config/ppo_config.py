@@ -67,16 +67,16 @@ def choose_bf16(args: TrainingArguments) -> bool:
     Raises:
         ValueError: `bf16` or `fp16` contradicts the launcher.
     """
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    wanted = "fp16" if args.fp16 else "bf16" if args.bf16 else None if args.bf16 is None else "no"
+    launched, bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION"), cast("bool | None", args.bf16)
+    wanted = "fp16" if args.fp16 else "bf16" if bf16 else None if bf16 is None else "no"
     if (launched, wanted) in (("bf16", "fp16"), ("bf16", "no"), ("fp16", "bf16")):
         name = "fp16" if args.fp16 else "bf16"
         raise ValueError(
             f"{name}={getattr(args, name)} contradicts the launcher's mixed_precision={launched!r}: give accelerate "
             f"launch --mixed_precision {wanted}, or leave {name} out"
         )
-    if args.bf16 is not None:
-        return args.bf16
+    if bf16 is not None:
+        return bf16
     if args.fp16 or launched in ("bf16", "fp16"):
         return launched == "bf16"
     on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
