@@ -25,9 +25,9 @@ from rlhf_ppo.models.unwrapping import text_config
 from rlhf_ppo.models.value_model import AutoClassifier
 
 PURPOSES = {
-    "weights": "policy, value model, reference and reward model",
-    "gradients": "of the trained weights",
-    "optimizer": "two moments of each trained weight",
+    "weights": "policy, value model, reference and reward model; autocast's copies",
+    "gradients": "of the trained weights; DDP's buffers",
+    "optimizer": "two moments of each trained weight; ZeRO-1's and ZeRO-2's float32 weights",
     "activations": "of one micro-batch",
     "logits": "of one chunk in learning, or of one step of generation",
     "cache": "keys and values of one generation call",
@@ -76,17 +76,22 @@ def estimate_memory(script_args: EstimateArguments, args: PPOConfig, model_args:
     """Return the bytes of each of `PURPOSES` on one device.
 
     Activations of a layer are 34 bytes for each token and hidden unit in 16 bits (arXiv 2205.05198, without attention
-    scores); with gradient checkpointing, one layer's, and the input of each layer.
+    scores); with gradient checkpointing, one layer's, and the input of each layer. In 16 bits autocast keeps copies of
+    trained float32 weights until the backward pass; ZeRO-1 and ZeRO-2 store 16-bit weights and shards of float32 ones.
     """
     policy, value_model, frozen = empty_models(script_args, args, model_args)
     stage, devices = script_args.zero_stage, script_args.num_devices
     trained = [weight for model in (policy, value_model) for weight in model.parameters() if weight.requires_grad]
     bits = 4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None
-    stored = sum(weight.nbytes for weight in trained)
-    fixed = [weight for model in (policy, *frozen) for weight in model.parameters() if not weight.requires_grad]
-    held = sum(weight.nbytes if bits is None else weight.numel() * bits // 8 for weight in fixed)
+    in_16_bits = args.bf16 or args.fp16
+    by_autocast, by_deepspeed = in_16_bits and stage == 0, in_16_bits and stage in (1, 2)
     num_trained = sum(weight.numel() for weight in trained)
-    config, width = text_config(policy), 2 if args.bf16 or args.fp16 else 4
+    stored = 2 * num_trained if by_deepspeed else sum(weight.nbytes for weight in trained)
+    copies = sum(2 * weight.numel() for weight in trained if by_autocast and weight.itemsize == 4)
+    of_weight = (2 if "8bit" in args.optim else 8) + (4 if by_deepspeed else 0)
+    fixed = [weight for model in (policy, *frozen) for weight in model.parameters() if not weight.requires_grad]
+    held = sum(weight.numel() * (bits or (16 if by_deepspeed else 8 * weight.itemsize)) // 8 for weight in fixed)
+    config, width = text_config(policy), 2 if in_16_bits else 4
     length = (args.max_prompt_length or script_args.prompt_length) + args.response_length
     tokens = args.per_device_train_batch_size * length
     if args.max_tokens_per_micro_batch is not None:
@@ -99,9 +104,9 @@ def estimate_memory(script_args: EstimateArguments, args: PPOConfig, model_args:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     learned = min(MAX_CHUNK_ELEMENTS_ON_GPU, tokens * config.vocab_size)
     return {
-        "weights": (stored + held) // (devices if stage == 3 else 1),
-        "gradients": 4 * num_trained // (devices if stage >= 2 else 1),
-        "optimizer": (2 if "8bit" in args.optim else 8) * num_trained // (devices if stage >= 1 else 1),
+        "weights": (stored + held) // (devices if stage == 3 else 1) + copies,
+        "gradients": (8 if stage == 0 and devices > 1 else 4) * num_trained // (devices if stage >= 2 else 1),
+        "optimizer": of_weight * num_trained // (devices if stage >= 1 else 1),
         "activations": checkpoints if args.gradient_checkpointing else layers * layer,
         "logits": max((width + 4) * learned, 8 * rows * config.vocab_size),
         "cache": 2 * layers * heads * head_size * width * rows * length,

@@ -57,8 +57,33 @@ def test_the_cache_is_that_of_a_generation_call(estimated: Any) -> None:
 def test_devices_share_what_the_stage_says(estimated: Any, stage: int) -> None:
     alone, found = estimated(), estimated(f"--num_devices 4 --zero_stage {stage}")
     for least, purpose in ((1, "optimizer"), (2, "gradients"), (3, "weights")):
-        assert found[purpose] == alone[purpose] // (4 if stage >= least else 1)
+        buffers = 2 if (purpose, stage) == ("gradients", 0) else 1  # DDP's
+        assert found[purpose] == buffers * alone[purpose] // (4 if stage >= least else 1)
     assert found["cache"] == alone["cache"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [
+        (0, 22 * 1000, 8 * 1000, 8 * 1000),
+        (1, 10 * 1000, 4 * 1000, 3 * 1000),
+        (2, 10 * 1000, 1 * 1000, 3 * 1000),
+    ],
+)
+def test_in_16_bits(
+    estimated: Any, stage: int, weights: int, gradients: int, optimizer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1000 trained float32 weights and 4000 frozen ones, on 4 devices."""
+
+    def models(*_: Any) -> Any:
+        frozen = [torch.nn.Linear(40, 50, bias=False).requires_grad_(False) for _ in range(2)]
+        policy: Any = torch.nn.Linear(20, 30, bias=False)
+        policy.config = tiny_policy().config
+        return policy, torch.nn.Linear(20, 20, bias=False), frozen
+
+    monkeypatch.setattr("rlhf_ppo.cli.estimate.empty_models", models)
+    found = estimated(f"--bf16 True --num_devices 4 --zero_stage {stage}")
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (weights, gradients, optimizer)
 
 
 def test_an_adapter_is_all_that_learns_in_the_policy(estimated: Any) -> None:
