@@ -605,6 +605,26 @@ def check_warmup_length(critic_warmup_steps: int, num_updates: int) -> None:
         )
 
 
+def launched_precision(args: Any) -> str | None:
+    """Return the precision that a launcher set, or None.
+
+    Args:
+        args: Gives `bf16` and `fp16`.
+
+    Raises:
+        ValueError: One of them contradicts the launcher.
+    """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    wanted = "fp16" if args.fp16 else "bf16" if args.bf16 else None if args.bf16 is None else "no"
+    if (launched, wanted) in (("bf16", "fp16"), ("bf16", "no"), ("fp16", "bf16")):
+        name = "fp16" if args.fp16 else "bf16"
+        raise ValueError(
+            f"{name}={getattr(args, name)} contradicts the launcher's mixed_precision={launched!r}: give accelerate "
+            f"launch --mixed_precision {wanted}, or leave {name} out"
+        )
+    return launched
+
+
 def check_kl(kl_target: float | None, kl_coef: float) -> None:
     """Raise a `ValueError` if `kl_target` and `kl_coef` contradict each other."""
     if kl_target is not None and kl_coef == 0:

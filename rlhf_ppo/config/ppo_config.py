@@ -35,6 +35,7 @@ from rlhf_ppo.config.checks import (
     check_total_episodes,
     check_type,
     check_warmup_length,
+    launched_precision,
     made_of,
     parse_object,
     parse_strings,
@@ -67,14 +68,7 @@ def choose_bf16(args: TrainingArguments) -> bool:
     Raises:
         ValueError: `bf16` or `fp16` contradicts the launcher.
     """
-    launched, bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION"), cast("bool | None", args.bf16)
-    wanted = "fp16" if args.fp16 else "bf16" if bf16 else None if bf16 is None else "no"
-    if (launched, wanted) in (("bf16", "fp16"), ("bf16", "no"), ("fp16", "bf16")):
-        name = "fp16" if args.fp16 else "bf16"
-        raise ValueError(
-            f"{name}={getattr(args, name)} contradicts the launcher's mixed_precision={launched!r}: give accelerate "
-            f"launch --mixed_precision {wanted}, or leave {name} out"
-        )
+    launched, bf16 = launched_precision(args), cast("bool | None", args.bf16)
     if bf16 is not None:
         return bf16
     if args.fp16 or launched in ("bf16", "fp16"):
@@ -407,8 +401,7 @@ class PPOConfig(
     )
     bf16: bool | None = _option(
         None,
-        "Compute in bfloat16 (mixed precision). If not set: the launcher's bf16 or fp16, or else True if an "
-        "accelerator supports it and fp16 is not set.",
+        "Compute in bfloat16. If not set: the launcher's, else True if the device supports it and fp16 is not set.",
         nargs="?",
         const=True,
     )
