@@ -1,6 +1,7 @@
 """AITraining's `LLMTrainingParams`, the options of `aitraining llm`, and the trainers' arguments."""
 
 import importlib.util
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal
@@ -64,7 +65,9 @@ class LLMTrainingParams:
     scheduler: str = _option("linear", "Learning-rate schedule, by its name in transformers.")
     weight_decay: float = _option(0.0, "Weight decay.")
     max_grad_norm: float = _option(1.0, "Maximum norm of the gradients; larger gradients are scaled down.")
-    mixed_precision: Literal["fp16", "bf16"] | None = _option(None, "fp16 or bf16; None computes in 32 bits.")
+    mixed_precision: Literal["fp16", "bf16"] | None = _option(
+        None, "fp16 or bf16. None: that of `accelerate launch`, else 32 bits."
+    )
     auto_find_batch_size: bool = _option(False, "Halve the batch size after an out-of-memory error (not with ppo).")
     disable_gradient_checkpointing: bool = _option(False, "Keep activations in memory: faster, more memory.")
     use_flash_attention_2: bool = _option(False, "Short for attn_implementation=flash_attention_2.")
@@ -241,6 +244,7 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
     """Return the arguments that all three trainers have."""
     evaluates = params.valid_split is not None and params.eval_strategy != "no"
     default_steps = 1 if params.trainer == "ppo" else 10
+    precision = params.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
     return {
         **_renamed(params, TRAINING),
         "per_device_eval_batch_size": params.batch_size,
@@ -249,8 +253,8 @@ def training_arguments(params: LLMTrainingParams) -> dict[str, Any]:
         "eval_strategy": params.eval_strategy if evaluates else "no",
         "eval_steps": params.save_steps if params.save_strategy == "steps" else None,  # so that the best is saved
         "load_best_model_at_end": evaluates and params.save_strategy == params.eval_strategy,
-        "bf16": params.mixed_precision == "bf16",
-        "fp16": params.mixed_precision == "fp16",
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
         "hub_model_id": f"{params.username}/{params.project_name}" if params.username else None,
     }
 

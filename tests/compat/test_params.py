@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
-from rlhf_ppo.compat.params import LLMTrainingParams
+import pytest
+
+from rlhf_ppo.compat.params import LLMTrainingParams, arguments_of
 
 # From AITraining's `LLMTrainingParams`, written down by hand.
 DOCUMENTED = {
@@ -32,3 +35,15 @@ def test_every_parameter_has_its_documented_default() -> None:
 
 def test_a_token_is_not_shown() -> None:
     assert "secret" not in repr(LLMTrainingParams(trainer="sft", token="secret"))
+
+
+def test_the_precision_is_the_launchers_if_none_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def precisions(**options: Any) -> tuple[bool, bool]:
+        arguments = arguments_of(LLMTrainingParams(model="m", trainer="sft", **options))
+        return arguments["bf16"], arguments["fp16"]
+
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert precisions() == (False, False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert precisions() == (True, False)
+    assert precisions(mixed_precision="fp16") == (False, True)
