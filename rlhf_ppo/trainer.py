@@ -256,8 +256,9 @@ class PPOTrainer(TrainerBase):
             return pending.result()
 
     def _scoring_batch(self, responses: Responses, prompts: Prompts) -> ScoringBatch:
-        ended, stops = self.tokens.ended(responses), self.tokens.stops
-        return ScoringBatch(responses, prompts, ended, stops, self._run.tokenizer, self.args.template_kwargs)
+        run, tokens = self._run, self.tokens
+        ended = tokens.ended(responses)
+        return ScoringBatch(responses, prompts, ended, tokens.stops, run.tokenizer, run.template_kwargs)
 
     # ---- 2. Advantages ----
 

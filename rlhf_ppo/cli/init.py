@@ -22,7 +22,7 @@ from trl.data_utils import maybe_apply_chat_template
 from rlhf_ppo.cli.arguments import check_columns
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.trainers import load_tokenizer, say_how_prompts_are_read
-from rlhf_ppo.config.ppo_config import supports_bf16
+from rlhf_ppo.config.checks import supports_bf16
 from rlhf_ppo.data.prompts import (
     PROMPT_COLUMNS,
     PromptEncoder,

@@ -42,8 +42,8 @@ from trl.trainer.utils import get_peft_config, get_quantization_config
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range
-from rlhf_ppo.config.ppo_config import choose_bf16, logging_interval
+from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range, choose_bf16
+from rlhf_ppo.config.ppo_config import logging_interval
 from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation, num_rows
 from rlhf_ppo.data.sources import Rows, choose_split, hold_out_pairs, load_splits

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from rlhf_ppo.config.checks import (
     INHERITED_RANGES,
@@ -35,7 +34,7 @@ from rlhf_ppo.config.checks import (
     check_total_episodes,
     check_type,
     check_warmup_length,
-    launched_precision,
+    choose_bf16,
     made_of,
     parse_object,
     parse_strings,
@@ -45,40 +44,7 @@ from rlhf_ppo.config.checks import (
     reject_unsupported,
 )
 from rlhf_ppo.config.checks import option as _option
-from rlhf_ppo.terminal import RedactsSecrets, visible_logger
-
-logger = visible_logger(__name__)
-
-
-def supports_bf16() -> bool:
-    """Return whether the accelerator computes in bf16; GPUs before Ampere emulate it, slower than float32."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return is_torch_bf16_gpu_available() or is_torch_xla_available()
-
-
-def choose_bf16(args: TrainingArguments) -> bool:
-    """Return `bf16`, or its default if it is not set; rank 0 warns once if its GPU does not support bf16.
-
-    The launcher's bf16 or fp16 decides; its "no" does not, because `accelerate launch` also sets that by default.
-
-    Args:
-        args: Gives `bf16`, `fp16` and `use_cpu`; devices need not be set up yet.
-
-    Raises:
-        ValueError: `bf16` or `fp16` contradicts the launcher.
-    """
-    launched, bf16 = launched_precision(args), cast("bool | None", args.bf16)
-    if bf16 is not None:
-        return bf16
-    if args.fp16 or launched in ("bf16", "fp16"):
-        return launched == "bf16"
-    on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-    if not on_cpu and supports_bf16():
-        return True
-    if torch.cuda.is_available() and not on_cpu and os.environ.get("RANK", "0") == "0":  # no processes yet
-        logger.warning_once("bf16 is off, because this GPU does not support it; fp16=True saves as much memory")
-    return False
+from rlhf_ppo.terminal import RedactsSecrets
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,7 @@ def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) 
         tokenizer=loaded.tokenizer,
         tokens=loaded.tokens,
         processor=loaded.processor,
+        template_kwargs=args.template_kwargs,
         accelerator=trainer.accelerator,
         callbacks=trainer.callback_handler,
         streams=RngStreams(args.process_index, args.seed),

@@ -153,7 +153,7 @@ class LanguageModeling:
         self.run, self.sizes, self.critic_only, self.num_drawn = run, sizes, critic_only, 0
         self._orders: dict[int, Sequence[int]] = {}
         longest = MAX_LENGTH if longest_sequence is None else min(MAX_LENGTH, longest_sequence.tokens)
-        self.texts = prepare_texts(dataset, run.tokenizer, longest, run.args.template_kwargs)
+        self.texts = prepare_texts(dataset, run.tokenizer, longest, run.template_kwargs)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the number of used rows, on all ranks."""

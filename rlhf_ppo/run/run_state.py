@@ -72,6 +72,7 @@ class RunState:
         tokenizer: The policy's tokenizer.
         tokens: Padding and stop tokens.
         processor: The policy's processor of images and text, or None.
+        template_kwargs: Further arguments of the chat template, or None.
         accelerator: Trainer's accelerator.
         callbacks: Trainer's callback handler.
         streams: The random-number streams.
@@ -89,6 +90,7 @@ class RunState:
     tokenizer: PreTrainedTokenizerBase
     tokens: SpecialTokens
     processor: ProcessorMixin | None
+    template_kwargs: Mapping[str, Any] | None
     accelerator: Accelerator
     callbacks: CallbackHandler
     streams: RngStreams

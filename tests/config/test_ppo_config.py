@@ -15,7 +15,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments, training_args
 from trl.scripts.utils import TrlParser
 
-from rlhf_ppo.config import RANGES, PPOConfig, ppo_config
+from rlhf_ppo.config import RANGES, PPOConfig, checks
 from rlhf_ppo.config.ppo_config import AgentArguments, EngineArguments, LoggingArguments, RecipeArguments
 
 NAN, INF = math.nan, math.inf
@@ -87,7 +87,7 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_accelerator(monkeypatch: pytest.MonkeyPatch, capability: int | None) -> None:
     """Pretend no accelerator, or a GPU: 8 is Ampere, 7 (T4, V100) emulates bf16."""
-    for module in (ppo_config, training_args):
+    for module in (checks, training_args):
         monkeypatch.setattr(module, "is_torch_bf16_gpu_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -18,8 +18,8 @@ NOT_EXECUTED: dict[str, str] = {
         "environments run in none of these tests"
     ),
     "cli/arguments.py: not torch.cuda.is_available()": "bitsandbytes has kernels of its own",
-    "config/ppo_config.py: torch.cuda.is_available()": "these tests set bf16; tests/config/test_ppo_config.py",
-    "config/ppo_config.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
+    "config/checks.py: torch.cuda.is_available()": "these tests set bf16; tests/config/test_ppo_config.py",
+    "config/checks.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
         "for a GPU without bfloat16; tests/config/test_ppo_config.py"
     ),
     "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
