@@ -81,7 +81,7 @@ def test_the_first_updates_figures_are_those_of_the_cpu(config: str, models: Pat
 
 def test_a_frozen_model_is_sharded_block_by_block(models: Path, tmp_path: Path) -> None:
     """The trained models are on the host yet; beside the shards the device holds one block, or what is outside."""
-    run = {"output_dir": str(tmp_path), "models": str(models)}
+    run = {"output_dir": str(tmp_path), "models": str(models), "bf16": True}
     (report,) = launch("fsdp2", ("tests.pretend_gpu.offloaded.shard_reference", run))
     assert report["now"] == pytest.approx(report["whole"], rel=0.05)  # a world of one has all shards
     assert 0 < report["most"] - report["now"] < 1.1 * report["largest"] < 0.4 * report["whole"]
