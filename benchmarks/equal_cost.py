@@ -167,6 +167,7 @@ def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None
     import matplotlib.pyplot as plt
     from intervals import mean  # pyright: ignore
 
+    plt.rcParams["svg.hashsalt"] = "equal-cost"  # the same rows give the same file
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, trial, description in described():
         points = {mark: runs for mark in MARKS if (runs := final_rows(name, trial, mark, rows))}

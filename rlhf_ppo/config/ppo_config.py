@@ -621,9 +621,9 @@ class PPOConfig(
         return sizes
 
     def fill_derived(self, num_processes: int, num_examples: int | None) -> Sizes:
-        """Compute the sizes of a run; set the unset derived fields, `max_steps`, `run_name` and steps.
+        """Compute the sizes of a run; set the unset derived fields, `max_steps`, `run_name` and `logging_steps`.
 
-        The steps are `logging_steps` and, where they are unset and follow the logs, `eval_steps`.
+        Unset `eval_steps` become `logging_steps`, except with `load_best_model_at_end`.
 
         The trainer calls it before `Trainer.__init__`, which reads the world size, and again when training starts.
         Training reads the returned `Sizes`; the fields are for trackers, logs and model cards.

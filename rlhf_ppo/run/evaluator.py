@@ -57,11 +57,12 @@ def _as_in_training(model: nn.Module, accelerator: Accelerator) -> Iterator[None
     if not isinstance(model, PolicyAndValue) or isinstance(model, FSDPModule):
         yield
         return
+    dtype = deepspeed_dtype(accelerator)
     with gathered(model.parameters()):
         model.to(accelerator.device)
         stored = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_floating_point()]
         for parameter, data in stored:
-            parameter.data = data.to(deepspeed_dtype(accelerator))
+            parameter.data = data.to(dtype)
         try:
             yield
         finally:
