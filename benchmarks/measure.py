@@ -115,10 +115,7 @@ def run_trl(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, len
     ppo_trainer.forward = forward_in_phase
     trainer = PPOTrainer(PPOConfig(**arguments), **models, callbacks=[clock])
 
-    def train() -> None:
-        trainer.train()
-
-    return train
+    return trainer.train
 
 
 def run_grpo(models: dict[str, Any], arguments: dict[str, Any], clock: Clock, lengths: list[Any]) -> Callable[[], Any]:

@@ -91,7 +91,10 @@ def train(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, model
     trainer.train()
     logs = [log for log in trainer.state.log_history if "rewards/right/mean" in log]
     return {
-        **{"seed": options.seed, "price": options.price, "before": before, "after": figures(trainer)},
+        "seed": options.seed,
+        "price": options.price,
+        "before": before,
+        "after": figures(trainer),
         "cpu_seconds": round(time.process_time() - start),
         "curve": [round(log["rewards/right/mean"], 2) for log in logs],
         "calls": [round(log["tools/call_frequency"], 2) for log in logs],

@@ -149,8 +149,10 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     curve = [log["rewards/won/mean"] for log in trainer.state.log_history if "rewards/won/mean" in log]
     reached = next((index + 1 for index, share in enumerate(curve) if share >= 0.9), None)
     return {
-        **{"seed": options.seed, "held_out": round(held_out, 3)},
-        **{"episodes_to_0.9": None if reached is None else reached * 128, "cpu_seconds": round(seconds)},
+        "seed": options.seed,
+        "held_out": round(held_out, 3),
+        "episodes_to_0.9": None if reached is None else reached * 128,
+        "cpu_seconds": round(seconds),
         "curve": [round(share, 2) for share in curve],
     }
 

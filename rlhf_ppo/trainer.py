@@ -278,8 +278,9 @@ class PPOTrainer(TrainerBase):
             scaled = masked_whiten(rewards, mask, shift_mean=False, reduce_sum=sum_over_ranks)
         advantages, returns = self.compute_advantages(rollout, scaled)
         whitened = masked_whiten(advantages, mask, reduce_sum=sum_over_ranks)
-        weights = rollout.importance_weights(args.importance_sampling_clip_max)
-        weights = weights if args.importance_sampling_correction else None
+        weights = None
+        if args.importance_sampling_correction:
+            weights = rollout.importance_weights(args.importance_sampling_clip_max)
         return Experience(
             responses=rollout.responses,
             ended=rollout.ended,
@@ -371,7 +372,7 @@ class PPOTrainer(TrainerBase):
             return 0.0
         losses: list[Tensor] = []
         ptx_loss = 0.0 if self.ptx is None else self.ptx.learn(model, statistics, self._forward_context)
-        parts = learning.weighted_micro_batches(minibatch, num_tokens, run.models, run)
+        parts = learning.weighted_micro_batches(minibatch, num_tokens, run)
         for number, micro_batch in enumerate(parts, start=1):
             with learning.accumulate(self.accelerator, model, number == len(parts), self.args):
                 loss, figures = self._backward(micro_batch, num_tokens)
@@ -397,7 +398,8 @@ class PPOTrainer(TrainerBase):
         norms = learning.gradient_norms(self.accelerator, run.models)
         grad_norm = self._clip_gradients()
         self._guard.check_step(statistics, len(losses), loss, grad_norm)
-        statistics.add_grad_norms(norms)
+        if norms is not None:
+            statistics.grad_norms.append(norms)
         run.fire("on_pre_optimizer_step")
         self.optimizer.step()
         run.fire("on_optimizer_step")

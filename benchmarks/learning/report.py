@@ -103,11 +103,11 @@ def variants_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     for name, group in groups.items():
         groups[name] = [cell for cell in group if cell.get("purpose") != "selection"] or group
     order = [TRL, PLAIN, *OPTIONS]
-    return {name: groups[name] for name in sorted(groups, key=lambda name: (*_place(order, name), name))}
 
+    def place(name: str) -> tuple[int, str]:
+        return (order.index(name) if name in order else len(order), name)
 
-def _place(order: Sequence[str], name: str) -> tuple[int]:
-    return (order.index(name) if name in order else len(order),)
+    return {name: groups[name] for name in sorted(groups, key=place)}
 
 
 def written(results: Sequence[Cell]) -> Iterator[str]:

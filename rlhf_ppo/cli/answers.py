@@ -115,9 +115,12 @@ def answers_in_column(
         known: dict[str, Any] = {} if one is None else {"prompt_ids": one.prompt_ids, "tokenizer": one.tokenizer}
         if not isinstance(row[column], str | list | None):
             raise ValueError(f"column {column!r} has {row[column]!r}, which is no text: convert the column")
-        texts = [] if row[column] is None else response_texts([row[column]])
         settings = settings_of_row(row, defaults)
-        answers += [Answer(row.get("prompt"), text, settings=settings, **known) for text in texts] or [None]
+        if row[column] is None:
+            answers.append(None)
+        else:
+            (text,) = response_texts([row[column]])
+            answers.append(Answer(row.get("prompt"), text, settings=settings, **known))
     return answers
 
 

@@ -213,8 +213,8 @@ def train_and_eval_rows(script_args: ScriptArguments, command: str) -> tuple[Any
     if command == "train":
         column = cast(PPOScriptArguments, script_args).prompt_column
         train_dataset, eval_dataset = (with_prompts_from(rows, column) for rows in (train_dataset, eval_dataset))
-    if eval_dataset is None and command == "train":
-        train_dataset, eval_dataset = hold_out(train_dataset, num_rows=100)
+        if eval_dataset is None:
+            train_dataset, eval_dataset = hold_out(train_dataset, num_rows=100)
     if command == "sft":
         return train_dataset, eval_dataset
     where_missing = command == "train"
@@ -255,13 +255,13 @@ def _unreadable_row(dataset: Dataset, columns: Sequence[str]) -> str | None:
     table = dataset.data.table.select(columns)
     kinds = {_kind_of_type(table.schema.field(name).type) for name in columns}
     is_chat = "messages" in columns
-    if len(kinds) == 1 and kinds <= {"conversation" if is_chat else "text", "conversation"}:
-        if not any(table.column(name).null_count for name in columns):
-            return None
+    allowed = [{"conversation"}] if is_chat else [{"text"}, {"conversation"}]
+    if kinds in allowed and not any(table.column(name).null_count for name in columns):
+        return None
     for index, row in enumerate(dataset.select_columns([*columns])):
         values: Any = [dict(row)[name] for name in columns]
         kinds = {"text" if isinstance(value, str) else "conversation" if _is_chat(value) else "" for value in values}
-        if len(kinds) > 1 or kinds <= ({"", "text"} if is_chat else {""}):
+        if kinds not in allowed:
             shown = ", ".join(f"{name}={value!r:.40}" for name, value in zip(columns, values, strict=True))
             fix = "conversations" if is_chat else "texts, or conversations"
             return f"has {shown} in row {index}: write {fix} (lists of messages), or drop the row"

@@ -586,7 +586,7 @@ def train_and_save(
     trainer.save_state()
     cast(Any, trainer).create_model_card(dataset_name=dataset_name)
     trainer.accelerator.wait_for_everyone()
-    merges = merge and os.path.isfile(os.path.join(args.output_dir, "adapter_config.json"))
+    merges = merge and is_adapter_directory(args.output_dir)
     if merges and trainer.accelerator.is_main_process:
         tokens = trainer.tokens if is_policy else None
         merge_adapter(args.output_dir, tokens, getattr(args, "trust_remote_code", False))

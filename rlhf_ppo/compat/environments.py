@@ -142,7 +142,7 @@ def _preference(config: Mapping[str, Any]) -> PreferenceReward:
         judge = _reward(name, judge)
         judge = FeedbackJudge(judge) if name == "human_feedback_fn" else judge
     opponent = config.get("opponent", "reference")
-    return PreferenceReward(judge, opponent, **{key: config[key] for key in ("column",) if key in config})
+    return PreferenceReward(judge, opponent, **({"column": config["column"]} if "column" in config else {}))
 
 
 def _reward(key: str, spec: RewardSpec | Mapping[str, Any]) -> Callable[..., Any]:
@@ -169,7 +169,6 @@ def json_object(name: str, value: Mapping[str, object] | str | None) -> dict[str
         value: The dict or its text.
 
     Raises:
-        TypeError: It is not an object.
-        ValueError: The text is not JSON.
+        TypeError: It is neither.
     """
     return parse_object(name, value, '{"length": 1}') or {}

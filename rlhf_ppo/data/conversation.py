@@ -23,7 +23,6 @@ from rlhf_ppo.data.prompts import (
     Prompt,
     PromptEncoder,
     as_the_template_reads,
-    ids_of,
     is_conversation,
     is_special,
     prompt_column,
@@ -138,9 +137,9 @@ class Conversations:
             text: The text.
             is_first: Whether the text begins the sequence; the tokenizer may then add BOS.
         """
-        encoded = ids_of(self.tokenizer(text, add_special_tokens=is_first))
-        eos = self.tokenizer.eos_token_id
-        return list(encoded[:-1]) if is_first and eos is not None and list(encoded[-1:]) == [eos] else list(encoded)
+        encoded: Any = self.tokenizer(text, add_special_tokens=is_first)
+        ids: list[int] = list(encoded["input_ids"])
+        return ids[:-1] if is_first and ids[-1:] == [self.tokenizer.eos_token_id] else ids
 
     def _rendered(self, messages: Messages, **how: Any) -> list[int]:
         shown = as_the_template_reads(messages, self.tokenizer, self.template, self.settings)
@@ -148,7 +147,7 @@ class Conversations:
         encoded: Any = self.tokenizer.apply_chat_template(
             conversations, chat_template=self.template, tokenize=True, return_dict=True, **how, **self.settings
         )
-        return list(ids_of(encoded)[0])
+        return list(encoded["input_ids"][0])
 
     def parse(self, ids: list[int], before: list[int], schemas: Sequence[Any] | None) -> dict[str, Any]:
         """Return a turn as a message, with its `tool_calls`; a turn that cannot be parsed is plain text.

@@ -180,12 +180,13 @@ def shows_images(dataset: Any, thorough: bool = True) -> bool:
         prompt = first.get("prompt")
     except Exception:  # an image that cannot be read, whose row is named when it is encoded
         return True
+    if image_blocks(prompt):
+        return True
     columns = [column for column in IMAGE_COLUMNS if column in first]
-    has_images = bool(image_blocks(prompt)) or bool(columns)
-    if columns and not thorough:
-        return bool(image_blocks(prompt)) or _has_values(dataset, columns)
-    if has_images or is_stream or not thorough:
-        return has_images
+    if columns:
+        return thorough or _has_values(dataset, columns)
+    if is_stream or not thorough:
+        return False
     if isinstance(dataset, datasets.Dataset):  # Arrow has one type for all contents
         if not (isinstance(prompt, list) and any(isinstance(part["content"], list) for part in prompt)):
             return False

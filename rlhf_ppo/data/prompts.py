@@ -137,7 +137,7 @@ class PromptEncoder:
         try:
             shown = as_the_template_reads(messages, self.tokenizer, settings=settings)
             prefilled = shown[-1].get("role") == "assistant"
-            encoded = self.tokenizer.apply_chat_template(
+            encoded: Any = self.tokenizer.apply_chat_template(
                 shown,
                 add_generation_prompt=not prefilled,
                 continue_final_message=prefilled,
@@ -146,7 +146,7 @@ class PromptEncoder:
             )
         except Exception as error:
             self._fail(index, f"is rejected by the chat template ({error})", "give the messages that it takes")
-        return _as_list(ids_of(encoded))
+        return _as_list(encoded["input_ids"])
 
     def _settings(self, row: Mapping[str, object], index: int) -> dict[str, Any]:
         try:
@@ -217,11 +217,6 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of PAD, or None without one."""
     return cast("int | None", tokenizer.pad_token_id)
-
-
-def ids_of(encoded: Any) -> Any:
-    """Return the `input_ids` of a tokenizer's output."""
-    return encoded["input_ids"]
 
 
 def written_texts(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]], **options: bool) -> list[str]:
@@ -456,16 +451,18 @@ def columns_of(dataset: Any, name: str) -> list[str]:
     Raises:
         ValueError: It is not a data set, has no rows, or its first row is not a dict.
     """
-    is_table = isinstance(dataset, datasets.Dataset)
-    is_readable = all(hasattr(dataset, name) for name in ("__len__", "__getitem__"))
-    has_rows = is_readable and not isinstance(dataset, Mapping | str) and not hasattr(dataset, "iloc")  # pandas
-    first: Any = dataset.features if is_table else dataset[0] if has_rows and len(dataset) else None
-    if not isinstance(first, Mapping) or not len(dataset):
+    is_readable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_readable or isinstance(dataset, Mapping | str) or hasattr(dataset, "iloc"):  # pandas
         problem = f"is of type {type(dataset).__name__}"
-        if has_rows:
-            problem = f"has rows of type {type(first).__name__} ({first!r:.60})" if len(dataset) else "has no rows"
-        raise ValueError(f"{name} {problem}: give a data set with rows such as {{'prompt': 'Once upon a time'}}")
-    return list(first)
+    elif len(dataset) == 0:
+        problem = "has no rows"
+    elif isinstance(dataset, datasets.Dataset):
+        return list(dataset.features)
+    elif isinstance(first := dataset[0], Mapping):
+        return list(first)
+    else:
+        problem = f"has rows of type {type(first).__name__} ({first!r:.60})"
+    raise ValueError(f"{name} {problem}: give a data set with rows such as {{'prompt': 'Once upon a time'}}")
 
 
 @dataclass(frozen=True)
@@ -601,7 +598,7 @@ def _prepare_dataset(
 ) -> datasets.Dataset:
     if len(dataset) > 0:
         encode.check_prompt_column(dataset.column_names)
-    dropped = [column for column in dataset.column_names if column == "attention_mask"]
+    dropped = ["attention_mask"] if "attention_mask" in dataset.column_names else []
     with PartialState().local_main_process_first():
         prompts = dataset.map(
             encode,
@@ -629,7 +626,7 @@ def _prepare_stream(
 ) -> datasets.IterableDataset:
     columns = dataset.column_names or list(next(iter(dataset), {}))
     encode.check_prompt_column(columns)
-    masks = [column for column in columns if column == "attention_mask"]
+    masks = ["attention_mask"] if "attention_mask" in columns else []
     return dataset.map(encode, with_indices=True, remove_columns=masks).filter(
         fits.streamed, input_columns="input_ids"
     )

@@ -142,6 +142,12 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:
+    """Return the values of each row of `(B, T)` where a mask is True."""
+    rows: Any = zip(values.cpu(), mask.bool().cpu(), strict=True)
+    return [row[real].tolist() for row, real in rows]
+
+
 def on_device(rows: RowIndices, device: torch.device) -> Tensor | slice:
     """Return the index of some rows for tensors on a device."""
     return rows if isinstance(rows, slice) else sent(torch.tensor(rows, dtype=torch.long), device)

@@ -169,7 +169,7 @@ def load_named(dataset: Any, argument: str, splits: tuple[str, ...]) -> Any:
         is_pairs = {"chosen", "rejected"} <= {*(getattr(dataset, "column_names", None) or ())}
         return separate_prompts(dataset, where_missing=True) if is_pairs and hasattr(dataset, "take") else dataset
     loaded = load_splits(os.fspath(dataset), argument=argument)
-    names = [name for name in splits if name in loaded] or list(loaded)[: len(loaded) == 1]
+    names = [name for name in splits if name in loaded] or (list(loaded) if len(loaded) == 1 else [])
     if not names:
         raise ValueError(f"{argument}={os.fspath(dataset)!r} has the splits {list(loaded)}; load one and pass it")
     return separate_prompts(choose_split(loaded, names[0], argument), where_missing=True)

@@ -319,8 +319,7 @@ def _called(
 ) -> ToolAnswer:
     """Call a sync tool; a call of an environment that cannot be ended loses the episode."""
     if of_environment and episode.lost:
-        lost = RuntimeError("The environment did not survive an earlier call.")
-        return ToolAnswer(name, error_answer(lost), failed=True)
+        return ToolAnswer(name, error_answer("The environment did not survive an earlier call."), failed=True)
     start = time.perf_counter()
     try:
         content, failed = content_of(episode.pool.call(function, arguments)), False

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.generation.protocol import NonFiniteLogitsError, Sampled, prompt_rows, stack_rows
+from rlhf_ppo.data.rollout import Prompts, selected
+from rlhf_ppo.generation.protocol import NonFiniteLogitsError, Sampled, stack_rows
 from rlhf_ppo.generation.sampling import length_and_filling
 from rlhf_ppo.models.heads import Float32Linear, float32_head_apart
 from rlhf_ppo.models.packing import unpacked
 from rlhf_ppo.models.unwrapping import (
     default_generation_config,
     in_eval_mode,
+    lent_type,
     replaced,
     text_config,
     transformers_model,
@@ -78,7 +79,7 @@ class ContinuousEngine:
             NonFiniteLogitsError: There are logits that are NaN or infinite.
             RuntimeError: A response is missing or incomplete.
         """
-        rows = prompt_rows(prompts)
+        rows = selected(prompts.input_ids, prompts.attention_mask)
         config = copy.deepcopy(config)
         max_new_tokens, filling = length_and_filling(config)
         if config.eos_token_id is None:
@@ -163,14 +164,8 @@ def stored_as(dtype: torch.dtype | None, model: nn.Module) -> Iterator[None]:
         for value in model.parameters()
         if value.is_floating_point() and value.dtype != dtype and id(value) not in kept
     ]
-    before = [value.data for value in others] if dtype is not None else []
-    try:
-        for parameter, value in zip(others, before, strict=False):
-            parameter.data = value.to(dtype)
+    with lent_type(others, dtype):
         yield
-    finally:
-        for parameter, value in zip(others, before, strict=False):
-            parameter.data = value
 
 
 def cache_for(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.prompts import silent_ids, spoken_texts
-from rlhf_ppo.data.rollout import Prompts, Responses
+from rlhf_ppo.data.rollout import Prompts, Responses, selected
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.generation.sampling import SpecialTokens, StopStrings
@@ -24,7 +24,6 @@ from rlhf_ppo.models.unwrapping import is_sharded
 from rlhf_ppo.ranks.processes import is_fsdp, mixed_precision_dtype, zero_stage
 from rlhf_ppo.ranks.random_streams import isolated_rng, upcoming_seed
 from rlhf_ppo.rewards.judges import OPPONENT_COLUMNS, opponent_of
-from rlhf_ppo.rewards.scorer import selected
 
 ENGINE_NEEDS: dict[str, tuple[str, str]] = {
     "continuous": ("transformers", "5.11"),  # the first with a limit on the rows that run at a time

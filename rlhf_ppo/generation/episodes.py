@@ -153,6 +153,7 @@ class EpisodePlayer:
     ranks: Ranks = Ranks()
     calling: Callable[[], AbstractContextManager[Any]] = nullcontext
     seconds: float = 0.0
+    _knows_logprobs: bool = field(default=True, init=False)
 
     def begin(self, prompts: Prompts, episodes: Sequence[Episode]) -> list[EpisodeRecord]:
         """Tokenize the prompts of a batch.
@@ -189,8 +190,6 @@ class EpisodePlayer:
         ids = [record.prompt_ids for record in records]
         played = Prompts.of_rows(ids, self.limits.pad, device, dict(prompts.columns) | played_columns)
         return responses_of(played, records, self.limits.pad, self._knows_logprobs), played
-
-    _knows_logprobs: bool = True
 
     def _begun(self, episode: Episode, row: Mapping[str, Any]) -> EpisodeRecord:
         conversations = self.conversations.of_row(row)
@@ -361,8 +360,9 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
     """
     needed = ("prompt_ids", "completion_ids", "logprobs")
     per_token = {key: returned.get(key) for key in (*needed, "env_mask")}
+    optional = {"env_mask"} | ({"logprobs"} & returned.keys())
     for key, values in per_token.items():
-        if values is None and (key == "env_mask" or (key == "logprobs" and key in returned)):
+        if values is None and key in optional:
             continue
         number = None if values is None else len(values)
         if number != num_rows:
@@ -378,28 +378,26 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
                     f"rollout_func returned {len(values)} {key} for the {len(ids)} completion_ids of row {row}: "
                     "return one for each token"
                 )
-    masks = rows.get("env_mask", [[1] * len(ids) for ids in rows["completion_ids"]])
     extra = {key: value for key, value in returned.items() if key not in (*needed, "env_mask")}
     columns = dict(prompts.columns) | {
         key: list(value) if isinstance(value, list) and len(value) == num_rows else [value] * num_rows
         for key, value in extra.items()
     }
     played = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
+    completions = rows["completion_ids"]
+    masks = rows.get("env_mask", [[1] * len(ids) for ids in completions])
+    logprobs = rows.get("logprobs", [[0.0] * len(ids) for ids in completions])
     records: list[Any] = []
-    for row, ids, written, of_row in zip(
-        range(num_rows), rows["completion_ids"], masks, rows.get("logprobs", masks), strict=True
-    ):
+    for row, (ids, written, numbers) in enumerate(zip(completions, masks, logprobs, strict=True)):
         # vLLM's NaN may be None; values of tokens that the policy did not write are ignored.
-        logprobs = [
-            0.0 if not by_policy else math.nan if number is None else number
-            for _, number, by_policy in zip(ids, of_row, written, strict=True)
-        ]
-        if "logprobs" in rows and any(number > MAX_ROUNDING for number in logprobs):
+        known = [math.nan if number is None else number for number in numbers]
+        known = [number if by_policy else 0.0 for number, by_policy in zip(known, written, strict=True)]
+        if any(number > MAX_ROUNDING for number in known):
             raise ValueError(
-                f"rollout_func returned logprobs[{row}]={logprobs!r:.80}: return natural logarithms of probabilities, "
+                f"rollout_func returned logprobs[{row}]={known!r:.80}: return natural logarithms of probabilities, "
                 "which are at most 0"
             )
-        records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=logprobs, ended=False))
+        records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=known, ended=False))
     responses = responses_of(played, records, pad, "logprobs" in rows)
     return replace(responses, ended=None, on_host=responses.masks), played
 

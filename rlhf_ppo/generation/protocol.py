@@ -85,12 +85,6 @@ class Continues(Protocol):
         ...
 
 
-def prompt_rows(prompts: Prompts) -> list[list[int]]:
-    """Return each prompt's ids without padding."""
-    rows = zip(prompts.input_ids.cpu(), prompts.attention_mask.cpu(), strict=True)
-    return [ids[real].tolist() for ids, real in rows]
-
-
 def stack_rows(
     ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], filling: int, device: torch.device
 ) -> Sampled:

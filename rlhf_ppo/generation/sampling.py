@@ -18,7 +18,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.prompts import eos_id, pad_id
-from rlhf_ppo.data.rollout import HostMasks, PositionLimit, Prompts, Responses, check_lengths, check_masks, sent
+from rlhf_ppo.data.rollout import (
+    HostMasks,
+    PositionLimit,
+    Prompts,
+    Responses,
+    check_lengths,
+    check_masks,
+    selected,
+    sent,
+)
 from rlhf_ppo.generation.protocol import GenerationEngine, NonFiniteLogitsError, Sampled
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import advice_by_type, gathered, transformers_model
@@ -157,7 +166,7 @@ def _unsharded(model: Any, state: Any) -> Iterator[None]:
 
 def greedy_config(args: PPOConfig, stop_token_id: StopIds, never_sampled: list[int] | None = None) -> GenerationConfig:
     """Build the configuration of sample tables: the most likely token at each step."""
-    stops = [stop_token_id] if isinstance(stop_token_id, int) else list(stop_token_id or ())
+    stops = listed(stop_token_id)
     return GenerationConfig(
         max_new_tokens=args.response_length,
         do_sample=False,
@@ -214,9 +223,8 @@ def length_and_filling(config: GenerationConfig) -> tuple[int, int]:
 
 
 def stop_tokens(config: GenerationConfig) -> list[int]:
-    """Return the tokens that end a row: `eos_token_id`, which may be a number, a list or None."""
-    eos: Any = config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    """Return the tokens that end a row."""
+    return listed(cast(StopIds, config.eos_token_id))
 
 
 # ---- Where responses end ----
@@ -284,10 +292,15 @@ StopIds = int | Sequence[int] | None
 """A token that ends a response, several, or none."""
 
 
+def listed(tokens: StopIds) -> list[int]:
+    """Return a token, several, or none as a list."""
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+
+
 def is_one_of(ids: Tensor, tokens: StopIds) -> Tensor:
     """Return which ids are one of these tokens, bool, with their shape."""
     is_token = torch.zeros_like(ids, dtype=torch.bool)
-    for token in [tokens] if isinstance(tokens, int) else tokens or ():
+    for token in listed(tokens):
         is_token |= ids == token
     return is_token
 
@@ -378,8 +391,8 @@ def ended(responses: Responses, end_token_id: StopIds, stop_strings: StopStrings
     has_ended = (is_one_of(responses.response_ids, end_token_id) & turns).any(dim=1)
     if stop_strings is None:
         return has_ended
-    rows = [ids[real].tolist() for ids, real in zip(responses.response_ids, turns, strict=True)]
-    return has_ended | torch.tensor([stop_strings.is_completed(ids) for ids in rows], device=has_ended.device)
+    completed = [stop_strings.is_completed(ids) for ids in selected(responses.response_ids, turns)]
+    return has_ended | torch.tensor(completed, device=has_ended.device)
 
 
 # ---- The tokens of a run ----
@@ -446,8 +459,8 @@ def special_tokens(args: PPOConfig, tokenizer: PreTrainedTokenizerBase, *, is_st
     if eos is None and args.stop_token == "eos":
         raise ValueError("stop_token='eos', but processing_class has no eos_token; set stop_token_id instead")
     stop = eos if args.stop_token == "eos" else args.stop_token_id
-    stops, of_eos = [() if one is None else (one,) for one in (stop, eos)]
-    ends = stops if stops or args.stop_strings else of_eos
+    stops = () if stop is None else (stop,)
+    ends = stops if stops or args.stop_strings or eos is None else (eos,)
     for name in ("missing_eos_penalty", "missing_eos_score"):
         if not ends and not args.stop_strings and getattr(args, name) is not None:
             raise ValueError(

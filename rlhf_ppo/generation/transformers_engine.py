@@ -253,12 +253,10 @@ def sampling_processors(
         config: The sampling distribution: `do_sample`, `temperature`, `top_k`, `top_p` and `min_p`.
         device: The device of the logits.
     """
-    if not config.do_sample:
+    if not config.do_sample or device.type != "cpu":
         return config, LogitsProcessorList()
-    if device.type == "cpu":
-        greedy = changed(config, do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
-        return greedy, LogitsProcessorList([*_warpers(config), InverseCDFSampling()])
-    return config, LogitsProcessorList()
+    greedy = changed(config, do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None)
+    return greedy, LogitsProcessorList([*_warpers(config), InverseCDFSampling()])
 
 
 def _warpers(config: GenerationConfig) -> Iterator[LogitsProcessor]:

@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import IMAGES_COLUMN
-from rlhf_ppo.data.rollout import PositionLimit, Prompts
-from rlhf_ppo.generation.protocol import Sampled, prompt_rows, stack_rows
+from rlhf_ppo.data.rollout import PositionLimit, Prompts, selected
+from rlhf_ppo.generation.protocol import Sampled, stack_rows
 from rlhf_ppo.generation.sampling import length_and_filling, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base, unties_embeddings
 from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
@@ -95,7 +95,8 @@ class VLLMEngine:
             with self._same_random_numbers():
                 shown = prompts.columns.get(IMAGES_COLUMN)
                 images = None if shown is None else [[*row.pictures] or None for row in shown]
-                _, ids, logprobs, _ = self.vllm.generate(prompt_rows(prompts), images=images, num_generations=1)
+                rows = selected(prompts.input_ids, prompts.attention_mask)
+                _, ids, logprobs, _ = self.vllm.generate(rows, images=images, num_generations=1)
         values = [[_number(token) for token in row] for row in logprobs or [()] * len(ids)]
         return stack_rows(ids, values, length_and_filling(config)[1], prompts.input_ids.device)
 

@@ -35,8 +35,8 @@ from rlhf_ppo.models.unwrapping import (
 from rlhf_ppo.ranks.random_streams import preserve_rng
 
 PACKS, LATER, SHARES = "rows_are_packed", "packs_rows_later", "prefixes_are_shared"
-"""Attributes of a backbone: the attention with which it packs rows, `pack_rows` until its first pass, and the argument
-of `share_prefixes`."""
+"""Attributes of a backbone: the attention with which it packs rows, whether its first pass calls `pack_rows`, and the
+argument of `share_prefixes`."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -75,8 +75,8 @@ def hidden_states(
         Hidden states `(B, L, H)` in the model's dtype, 0 where the mask is False.
     """
     body = backbone(model)
-    if (pack := vars(body).pop(LATER, None)) is not None:
-        pack(model, now=True)
+    if vars(body).pop(LATER, False):
+        pack_rows(model, now=True)
     places = PackedIndices.of(input_ids, attention_mask) if places is None else places
     if packs_rows(body):
         states = run_packed(body, input_ids, places, places.tree if shares_prefixes(body) else None)
@@ -295,7 +295,7 @@ def pack_rows(model: nn.Module, now: bool = False) -> None:
     if not may_pack(base):
         return
     if is_sharded(model) and not now:
-        setattr(body, LATER, pack_rows)
+        setattr(body, LATER, True)
     elif looked_at(model).packs:
         if not uses_flash_attention(body):
             base.set_attn_implementation(PACKED)

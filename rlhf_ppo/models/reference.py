@@ -118,11 +118,9 @@ def _copy_active_adapter(policy: PeftModel) -> str:
     """Add a frozen copy of the active adapter under a new name, and return the name."""
     from peft import set_peft_model_state_dict
 
-    active, name = active_adapter(policy), INITIAL_ADAPTER
-    for number in itertools.count(2):
-        if name not in policy.peft_config:
-            break
-        name = f"{INITIAL_ADAPTER}{number}"
+    active = active_adapter(policy)
+    others = (f"{INITIAL_ADAPTER}{number}" for number in itertools.count(2))
+    name = next(name for name in itertools.chain([INITIAL_ADAPTER], others) if name not in policy.peft_config)
     with trained_weights_kept(policy), config_of_another(policy) as config:
         policy.add_adapter(name, config, autocast_adapter_dtype=not low_precision_parameters(policy))
         set_peft_model_state_dict(policy, adapter_state(policy), adapter_name=name)

@@ -334,6 +334,19 @@ def _checkpointed(
 
 
 @contextmanager
+def lent_type(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> Iterator[None]:
+    """Store parameters in another type inside a context; None: in their own."""
+    stored = [] if dtype is None else [(parameter, parameter.data) for parameter in parameters]
+    try:
+        for parameter, data in stored:
+            parameter.data = data.to(dtype)
+        yield
+    finally:
+        for parameter, data in stored:
+            parameter.data = data
+
+
+@contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in eval mode inside a context; restore each module's mode after it."""
     modes = [(module, module.training) for module in model.modules()]

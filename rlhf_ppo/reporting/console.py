@@ -71,25 +71,32 @@ def log_line(logs: Log, update: int, num_updates: int, seconds_per_update: float
     """
     if "train_loss" in logs:
         return None
-    timed = [key.removesuffix("_runtime") for key in logs if key.endswith("_runtime") and "loss" not in logs]
-    evaluated = timed[-1] if timed else None  # Trainer's own comes after those that functions log
-    if "loss" in logs or evaluated is not None:
-        is_ppo = any(key.startswith("objective/") or key.endswith("_score") for key in logs)
-        figures = _FIGURES if is_ppo else _FIGURES_OF_TRL
-        keys = [training if evaluated is None else f"{evaluated}_{name}" for training, name, _ in figures]
-        label = "update" if evaluated is None else f"evaluated {evaluated.removeprefix('eval').strip('_')}".rstrip()
-        parts = [f"{label:<9} {update:>{len(str(num_updates))}}/{num_updates}"]
-        parts += [
-            form(float(logs[key])) for key, (*_, form) in zip(keys, figures, strict=True) if logs.get(key) is not None
-        ]
-        if evaluated is not None:
-            parts.append(f"{float(logs[f'{evaluated}_runtime']):.1f} s")
-        elif seconds_per_update is not None:
+    done = f"{update:>{len(str(num_updates))}}/{num_updates}"
+    timed = [key.removesuffix("_runtime") for key in logs if key.endswith("_runtime")]
+    if "loss" in logs:
+        parts = [f"{'update':<9} {done}", *_shown_figures(logs, None)]
+        if seconds_per_update is not None:
             left = format_duration((num_updates - update) * seconds_per_update)
             parts += [f"{seconds_per_update:.{1 if seconds_per_update >= 0.1 else 2}f} s", f"{left} left"]
+    elif timed:
+        evaluated = timed[-1]  # Trainer's own comes after those that functions log
+        label = f"evaluated {evaluated.removeprefix('eval').strip('_')}".rstrip()
+        seconds = float(logs[f"{evaluated}_runtime"])
+        parts = [f"{label:<9} {done}", *_shown_figures(logs, evaluated), f"{seconds:.1f} s"]
     else:
         parts = [f"{key} {_value(value)}" for key, value in logs.items() if key not in ("epoch", "total_flos")]
     return " | ".join(parts) or None
+
+
+def _shown_figures(logs: Log, evaluated: str | None) -> list[str]:
+    """Format the figures of an update's log, or those of an evaluation whose keys have this prefix."""
+    is_ppo = any(key.startswith("objective/") or key.endswith("_score") for key in logs)
+    shown: list[str] = []
+    for training, name, form in _FIGURES if is_ppo else _FIGURES_OF_TRL:
+        value = logs.get(training if evaluated is None else f"{evaluated}_{name}")
+        if value is not None:
+            shown.append(form(float(value)))
+    return shown
 
 
 def _value(value: object) -> str:

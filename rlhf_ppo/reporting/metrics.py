@@ -394,11 +394,6 @@ class UpdateStatistics:
         total, num_tokens = reduce_sum(of_epoch.sum(dim=0)[[column, -1]]).tolist()
         return total / num_tokens
 
-    def add_grad_norms(self, norms: Tensor | None) -> None:
-        """Add the gradient norms of an optimizer step; None if they are not known."""
-        if norms is not None:
-            self.grad_norms.append(norms)
-
     def _mean_grad_norms(self) -> Iterable[Tensor]:
         """Average over the steps, without steps that fp16's loss scaling skips because of overflow."""
         if not self.grad_norms:
@@ -425,20 +420,10 @@ class UpdateStatistics:
         num_read = sent(torch.tensor(self.num_read, dtype=of_parts.dtype), of_parts.device)
         counted = torch.cat([of_parts.sum(dim=0), num_read, sum(self.ptx, of_parts.new_zeros(2))])
         *sums, num_tokens, total, computed, ptx, num_ptx_tokens = reduce_sum(counted).tolist()
-        of_ratios = of_parts[:, [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]]
-        ratio_sums, halves_of_squares, num_tokens_of_parts = gather(of_ratios).unbind(dim=1)
-        half_of_squares, num_first = (
-            sums[:: len(of_parts)].sum() for sums in (halves_of_squares, num_tokens_of_parts)
-        )
-        ratios = (ratio_sums / num_tokens_of_parts)[num_tokens_of_parts > 0]
-        first_logratio = (2 * half_of_squares / num_first.clamp(min=1)).sqrt()
+        ratios, first_logratio = self._ratios(of_parts, gather)
         first, *norms = torch.stack([first_logratio, *self._mean_grad_norms()]).tolist()
-        of_values = self.value_figures | {*self.OF_VALUES}
-        means = {key: of_all / num_tokens for key, of_all in zip((*self.KEYS, *self.named), sums, strict=True)}
-        if (share := means.pop(self.VALUED, None)) is not None:
-            means |= {key: means[key] / share for key in of_values if key in means}
         return {
-            **means,
+            **self._token_means(sums, num_tokens),
             **{key: norm for key, norm in zip(self.NORMS, norms, strict=False) if math.isfinite(norm)},
             **({"loss/ptx_avg": ptx / num_ptx_tokens} if num_ptx_tokens > 0 else {}),
             **({} if self.num_epochs is None else {"policy/kl_stop_epoch": float(self.num_epochs)}),
@@ -446,6 +431,24 @@ class UpdateStatistics:
             "val/first_logratio": first,
             "batch/shared_frac": 1 - computed / total,
         }
+
+    def _token_means(self, sums: list[float], num_tokens: float) -> dict[str, float]:
+        """Average over the tokens; figures of values over the tokens whose values count."""
+        means = {key: of_all / num_tokens for key, of_all in zip((*self.KEYS, *self.named), sums, strict=True)}
+        share = means.pop(self.VALUED, None)
+        if share is not None:
+            for key in (self.value_figures | {*self.OF_VALUES}) - {self.VALUED}:
+                means[key] /= share
+        return means
+
+    def _ratios(self, of_parts: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean ratio of each micro-batch of all ranks, and the root mean square of the first log-ratios."""
+        columns = [self.KEYS.index("val/ratio"), self.KEYS.index("policy/approxkl_avg"), -1]
+        ratio_sums, halves_of_squares, num_tokens = gather(of_parts[:, columns]).unbind(dim=1)
+        first_of_ranks = slice(None, None, len(of_parts))
+        half_of_squares, num_first = halves_of_squares[first_of_ranks].sum(), num_tokens[first_of_ranks].sum()
+        first_logratio = (2 * half_of_squares / num_first.clamp(min=1)).sqrt()
+        return (ratio_sums / num_tokens)[num_tokens > 0], first_logratio
 
 
 def combined(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -491,11 +494,8 @@ def noting_out_of_memory(phase: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        lowered = _TO_LOWER.get(phase)
-        if lowered is not None and (
-            isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
-        ):
-            error.add_note(f"{_NOTE}{lowered}. `rlhf-ppo estimate` tells how much memory a run takes.")
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+            error.add_note(f"{_NOTE}{_TO_LOWER[phase]}. `rlhf-ppo estimate` tells how much memory a run takes.")
         raise
 
 

@@ -162,7 +162,11 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
     numbers = {id(run): number for number, run in enumerate(runs)}
     data = {
         "groups": [
-            {"label": label, "runs": [numbers[id(run)] for run in group], "seeds": [_seed(run) for run in group]}
+            {
+                "label": label,
+                "runs": [numbers[id(run)] for run in group],
+                "seeds": [run.settings.arguments.get("seed") for run in group],
+            }
             for label, group in groups.items()
         ],
         "verdicts": [
@@ -331,10 +335,6 @@ def _versions(runs: Sequence[RecordedRun]) -> dict[str, str]:
         for package, installed in run.settings.versions.items():
             versions_of.setdefault(package, {})[installed] = None
     return {package: ", ".join(versions) for package, versions in versions_of.items()}
-
-
-def _seed(run: RecordedRun) -> Any:
-    return run.settings.arguments.get("seed")
 
 
 def _select_evenly(steps: Sequence[int]) -> list[int]:

@@ -20,6 +20,7 @@ from rlhf_ppo.data.conversation import EPISODE_COLUMN, as_json, as_lines
 from rlhf_ppo.data.files import optional, write_text
 from rlhf_ppo.data.images import IMAGES_COLUMN, thumbnails
 from rlhf_ppo.data.prompts import written_texts
+from rlhf_ppo.data.rollout import selected
 from rlhf_ppo.reporting.console import beside_bars
 from rlhf_ppo.reporting.metrics import named_apart
 from rlhf_ppo.reporting.run_log import SAMPLES_DIR, step_of_policy
@@ -71,8 +72,8 @@ def sample_rows(
         extra["messages"] = [as_json(episode["messages"]) for episode in episodes]
     if (images := prompts.columns.get(IMAGES_COLUMN)) is not None:
         extra["images"] = [" ".join(thumbnails(row)) for row in images]
-    queries = [ids[real].tolist() for ids, real in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
-    answers = [ids[real].tolist() for ids, real in zip(responses.response_ids, responses.episode_mask, strict=True)]
+    queries = selected(prompts.input_ids, prompts.attention_mask)
+    answers = selected(responses.response_ids, responses.episode_mask)
     asked, answered = written_texts(tokenizer, queries, skip_special_tokens=True), written_texts(tokenizer, answers)
     by_source = {name: values.tolist() for name, values in scores.by_source.items()}
     return [

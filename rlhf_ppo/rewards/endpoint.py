@@ -168,7 +168,8 @@ async def post_json(
                 with contextlib.suppress(ValueError):
                     return response.json()
             text = response.text[:200] or response.reason_phrase
-            reason = f"answered {'no JSON, ' * response.is_success}with the status {response.status_code} ({text})"
+            answered = "answered no JSON," if response.is_success else "answered"
+            reason = f"{answered} with the status {response.status_code} ({text})"
             if response.status_code not in _RETRIED_STATUS:
                 raise ConnectionError(f"{where} {reason}")
         if attempt >= retries:

@@ -363,4 +363,6 @@ def rewards_of(kinds: Iterable[Kind]) -> list[RewardSource]:
     kinds = list(kinds)
     by_class = {kind.cls: kind for kind in kinds if kind.has_reward}
     sources: list[RewardSource] = [EnvironmentReward(kind) for kind in by_class.values()]
-    return sources + [TurnRewards()] * any(kind.has_turn_rewards for kind in kinds)
+    if any(kind.has_turn_rewards for kind in kinds):
+        sources.append(TurnRewards())
+    return sources

@@ -102,12 +102,8 @@ class RewardModelJudge(ScoringJudge):
     def __init__(
         self, path: str, batch_size: int = 32, trust_remote_code: bool = False, argument: str = "preference_model"
     ) -> None:
-        self.path, self.batch_size, self.trust_remote_code, self.argument = (
-            path,
-            batch_size,
-            trust_remote_code,
-            argument,
-        )
+        self.path, self.batch_size = path, batch_size
+        self.trust_remote_code, self.argument = trust_remote_code, argument
 
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, object]) -> list[float | None]:
         """Score answers; those with more tokens than the model has positions have no score."""
@@ -318,15 +314,11 @@ class ChatJudge:
 
     def __post_init__(self) -> None:
         self.__name__ = self.model
-        mistakes = [
-            f"the judge's question lacks the field {name}; write it as {{{name}}}"
-            for name in ("prompt", "first", "second")
-            if f"{{{name}}}" not in self.question
-        ]
+        for name in ("prompt", "first", "second"):
+            if f"{{{name}}}" not in self.question:
+                raise ValueError(f"the judge's question lacks the field {name}; write it as {{{name}}}")
         if self._is_openai and not os.environ.get(KEY_VARIABLE):
-            mistakes.append(f"{KEY_VARIABLE} is not set: {self._where} needs your key in it")
-        if mistakes:
-            raise ValueError(mistakes[0])
+            raise ValueError(f"{KEY_VARIABLE} is not set: {self._where} needs your key in it")
 
     async def __call__(self, prompts: Sequence[str], pairs: Sequence[Sequence[str]]) -> list[float | None]:
         """Judge pairs of texts.

@@ -70,24 +70,32 @@ class LoadedRewardModel:
         if self.tokenizer is not None:
             begun = replace(prompt, ended=False)
             prompt_ids = encoded_answer(begun, chats).ids if chats else reward_model_ids(begun, self.tokenizer)
+            if len(prompt_ids) < limit.tokens:
+                return None
             reads = f"{self.argument}, which has its own tokens, reads {len(prompt_ids)} for the prompt alone"
             reason = f"{reads} and has {limit.tokens}"
-            is_too_long = len(prompt_ids) >= limit.tokens
-            return PositionLimit(len(ids), reason, limit.remedy, is_of_prompts=True) if is_too_long else None
+            return PositionLimit(len(ids), reason, limit.remedy, is_of_prompts=True)
         reader: Any = chats.processor if chats else self.template or prompt.tokenizer
         if not is_conversation(prompt.prompt) or reader.chat_template is None:
             return limit
-        before, is_written, after = _templated(replace(prompt, response=MARK), reader).rpartition(MARK)
-        pictures = [block["image"] for block in image_blocks(prompt.prompt)] if chats else []
-        opening, ending = (
-            len(chats.of_text(text, shown).ids if chats else _ids(reader(text, add_special_tokens=False)))
-            for text, shown in ((before, pictures), (after, []))
-        )
-        more = max(0, opening + max(0, ending - stop_is_silent) - len(ids))
-        if not is_written or not more:
+        more = _tokens_of_template(prompt, reader, chats, stop_is_silent) - len(ids)
+        if more <= 0:
             return limit
         reason = f"{self.argument} has {limit.tokens}, of which its chat template takes {more} more"
         return PositionLimit(limit.tokens - more, reason, limit.remedy)
+
+
+def _tokens_of_template(prompt: Answer, reader: Any, chats: ImageChats | None, stop_is_silent: bool) -> int:
+    """Count the tokens of a chat template around a response, without a silent stop token; 0 if it leaves it out."""
+    before, mark, after = _templated(replace(prompt, response=MARK), reader).rpartition(MARK)
+    if not mark:
+        return 0
+    if chats is None:
+        opening, ending = (len(_ids(reader(text, add_special_tokens=False))) for text in (before, after))
+    else:
+        pictures = [block["image"] for block in image_blocks(prompt.prompt)]
+        opening, ending = len(chats.of_text(before, pictures).ids), len(chats.of_text(after, []).ids)
+    return opening + max(0, ending - stop_is_silent)
 
 
 def load_reward_models(

@@ -34,7 +34,7 @@ from rlhf_ppo.data.prompts import (
     text_of_content,
     written_texts,
 )
-from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
+from rlhf_ppo.data.rollout import Prompts, Responses, Rollout, selected
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,19 +90,27 @@ class ScoringBatch:
     def answers(self) -> list[Answer]:
         """The rows as answers, made once for all sources."""
         prompt_ids, response_ids = self.prompt_ids(), self.response_ids()
-        names = ("prompt", "tools", "chat_template_kwargs")
-        columns = {name: self.prompts.columns.get(name) or [None] * len(self) for name in names}
-        of_columns: list[dict[str, Any]] = [
-            dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)
-        ]
-        settings = [settings_of_row(row, self.template_kwargs) for row in of_columns]
         silent = silent_ids(self.tokenizer, self.stops)
         texts = spoken_texts(self.tokenizer, response_ids, silent)
-        records = self.prompts.columns.get(EPISODE_COLUMN)
-        messages = [None] * len(self) if records is None else [record.messages for record in records]
-        rows = zip(columns["prompt"], texts, self.has_ended, prompt_ids, response_ids, strict=True)
-        of_rows = zip(rows, self.written, messages, settings, strict=True)
-        return [Answer(*row, self.tokenizer, written, episode, silent, how) for row, written, episode, how in of_rows]
+        columns, names = self.prompts.columns, ("prompt", "tools", "chat_template_kwargs")
+        records = columns.get(EPISODE_COLUMN)
+        answers: list[Answer] = []
+        for row, text in enumerate(texts):
+            read: dict[str, Any] = {name: columns[name][row] for name in names if columns.get(name)}
+            answer = Answer(
+                prompt=read.get("prompt"),
+                response=text,
+                ended=self.has_ended[row],
+                prompt_ids=prompt_ids[row],
+                response_ids=response_ids[row],
+                tokenizer=self.tokenizer,
+                written=self.written[row],
+                messages=None if records is None else records[row].messages,
+                silent=silent,
+                settings=settings_of_row(read, self.template_kwargs),
+            )
+            answers.append(answer)
+        return answers
 
     @property
     def written(self) -> list[list[bool]]:
@@ -213,11 +221,6 @@ class Answer:
 def settings_of_row(row: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> dict[str, Any] | None:
     """Return an answer's `settings`, see `template_settings`; None for a text, which no template reads."""
     return template_settings(row, defaults) if is_conversation(row.get("prompt")) else None
-
-
-def selected(values: Tensor, mask: Tensor) -> list[list[Any]]:
-    """Return the values of each row of `(B, T)` where a mask is True."""
-    return [row[real].tolist() for row, real in zip(values.cpu(), mask.bool().cpu(), strict=True)]
 
 
 # ---- Sources and scores ----
@@ -423,7 +426,8 @@ def weights_by_name(names: Sequence[str], weights: Sequence[float] | Mapping[str
     unknown = [name for name in weights if name not in names]
     missing = [name for name in names if name not in weights]
     if unknown or missing:
-        problems = [f"names {unknown}"] * bool(unknown) + [f"has no weight for {missing}"] * bool(missing)
+        problems = [f"names {unknown}"] if unknown else []
+        problems += [f"has no weight for {missing}"] if missing else []
         hint = "".join(suggestion(name, missing) for name in unknown)
         raise ValueError(
             f"reward_weights={dict(weights)} {' and '.join(problems)}: the rewards are {list(names)}"

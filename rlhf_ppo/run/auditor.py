@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_ppo.data.images import IMAGES_COLUMN
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
@@ -86,14 +85,13 @@ class CriticAuditor:
         width, longest = rollout.responses.context_length + args.response_length, self.sampler.longest_sequence
         slack = math.inf if longest is None else longest.tokens - width
         batches = batches_of(cuts, self.num_continuations, args.eval_batch_size, slack)
-        most = run.gather(torch.tensor([len(batches)], device=args.device)).max()
-        num_batches = int(most)  # the same number on every rank
+        of_ranks = run.gather(torch.tensor([len(batches)], device=args.device))
+        num_batches = int(of_ranks.max())  # the same on every rank
         returns = np.full((*cuts.shape, self.num_continuations), np.nan)
         for index in range(num_batches):
             batch = batches[min(index, len(batches) - 1)]
             of_tokens = self._returns_of_tokens(rollout, prompts, batch).cpu().numpy()
-            for continuation, values in zip(batch, of_tokens, strict=True):
-                row, prefix, copy, cut = continuation
+            for (row, prefix, copy, cut), values in zip(batch, of_tokens, strict=True):
                 returns[row, prefix, copy] = values[cut]
         return returns
 
@@ -168,15 +166,14 @@ def batches_of(cuts: Array, num_continuations: int, max_rows: int, slack: float)
 
 def prefix_prompts(responses: Responses, batch: Sequence[Continuation]) -> Prompts:
     """Return prompt and prefix as prompts to continue, padded on the left."""
-    parts: list[Tensor] = []
+    ids, real = responses.query_responses.cpu(), responses.attention_mask.cpu()
+    rows: list[list[int]] = []
     for row, _, _, cut in batch:
         kept = slice(responses.context_length + cut)
-        parts.append(responses.query_responses[row, kept][responses.attention_mask[row, kept]])
-    ids = pad_sequence(parts, batch_first=True, padding_side="left")
-    real = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True, padding_side="left")
+        rows.append(ids[row, kept][real[row, kept]].tolist())
     images = responses.images
     columns = {} if images is None else {IMAGES_COLUMN: [images[continuation.row] for continuation in batch]}
-    return Prompts(ids, real.bool(), columns)
+    return Prompts.of_rows(rows, 0, responses.query_responses.device, columns)
 
 
 def joined(

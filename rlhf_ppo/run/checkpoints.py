@@ -149,13 +149,13 @@ def locked(output_dir: str | Path) -> Iterator[None]:
         f"output_dir={str(output_dir)!r} is in use: another trainer trains in it; call its close(), wait until it "
         "has ended, or choose another output_dir"
     )
-    if in_use(output_dir):
+    if key in _held:  # opening and closing the file would release the lock
         raise error
     with open(path, "a", encoding="utf-8") as file:
         try:
             if fcntl is not None:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # since the check
+        except BlockingIOError:
             raise error from None
         except OSError:  # a file system without locks
             pass
@@ -164,20 +164,3 @@ def locked(output_dir: str | Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(key)
-
-
-def in_use(output_dir: str | os.PathLike[str]) -> bool:
-    """Return whether a process, this one included, trains in a directory."""
-    path = Path(output_dir, LOCK_NAME)
-    if f"{os.getpid()} {os.path.realpath(path)}" in _held:  # closing the file below would release the lock
-        return True
-    if fcntl is None or not path.is_file():
-        return False
-    with open(path, "r+", encoding="utf-8") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # no locks here
-            return False
-    return False

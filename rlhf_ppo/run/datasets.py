@@ -34,7 +34,6 @@ from rlhf_ppo.data.prompts import (
     PromptCollator,
     PromptEncoder,
     columns_of,
-    ids_of,
     may_hold_chats,
     num_rows,
     prepare_prompts,
@@ -492,7 +491,8 @@ class PromptPreparation:
     def _begins_twice(self, rows: Any) -> int | None:
         """Return the first row that begins with BOS twice, or None."""
         bos = self.tokenizer.bos_token_id
-        if bos is None or num_rows(rows) is None or ids_of(self.tokenizer("a"))[:1] != [bos]:
+        encoded: Any = self.tokenizer("a")
+        if bos is None or num_rows(rows) is None or encoded["input_ids"][:1] != [bos]:
             return None
         rows = rows.select_columns("input_ids") if isinstance(rows, Dataset) else rows
         return next((index for index, row in enumerate(rows) if list(row["input_ids"][:2]) == [bos, bos]), None)
@@ -513,8 +513,10 @@ class PromptPreparation:
     @property
     def never_sampled(self) -> list[int] | None:
         """The ids that sampling leaves out: those that a model cannot embed and, as in TRL, the token of images."""
-        token = None if self.chats is None else self.vocabulary.image_token
-        return [*(self.vocabulary.never_sampled or ()), *(() if token is None else (token,))] or None
+        ids = list(self.vocabulary.never_sampled or ())
+        if self.chats is not None and self.vocabulary.image_token is not None:
+            ids.append(self.vocabulary.image_token)
+        return ids or None
 
     @property
     def longest_sequence(self) -> PositionLimit | None:

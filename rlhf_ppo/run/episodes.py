@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.conversation import EPISODE_COLUMN, Conversations, EpisodeEncoder, check_versions
 from rlhf_ppo.data.prompts import PromptEncoder, written_texts
-from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses
+from rlhf_ppo.data.rollout import PositionLimit, Prompts, Responses, selected
 from rlhf_ppo.environments.pool import Environments, EpisodeError
 from rlhf_ppo.generation.episodes import (
     CUTS,
@@ -24,7 +24,7 @@ from rlhf_ppo.generation.episodes import (
     Ranks,
     responses_of_function,
 )
-from rlhf_ppo.generation.protocol import Continues, Sampled, prompt_rows
+from rlhf_ppo.generation.protocol import Continues, Sampled
 from rlhf_ppo.generation.sampling import Sampler, changed, sample_with, stop_tokens
 from rlhf_ppo.models.capabilities import Vocabulary, check_rows
 from rlhf_ppo.models.unwrapping import gathers_in_passes
@@ -249,12 +249,14 @@ class EpisodeRollouts:
         """Let `rollout_func` make the responses to the prompts; check that the models can read them."""
         asked = prompts.columns.get("prompt")
         if asked is None:
-            asked = written_texts(run.tokenizer, prompt_rows(prompts), skip_special_tokens=True)
+            asked = written_texts(
+                run.tokenizer, selected(prompts.input_ids, prompts.attention_mask), skip_special_tokens=True
+            )
         returned = rollout_func(copy.deepcopy(list(asked)), run.trainer)
         responses, played = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
         rows = zip(responses.response_ids.cpu(), responses.episode_mask.cpu(), strict=True)
         ids = {
-            "prompt_ids": [torch.tensor(each) for each in prompt_rows(played)],
+            "prompt_ids": [torch.tensor(each) for each in selected(played.input_ids, played.attention_mask)],
             "completion_ids": [each[real] for each, real in rows],
         }
         check_rows(ids, vocabulary, longest_sequence)

@@ -17,7 +17,7 @@ from rlhf_ppo.data.prompts import num_rows
 from rlhf_ppo.data.rollout import Prompts, Responses, Rollout
 from rlhf_ppo.generation.protocol import GenerationEngine
 from rlhf_ppo.models.policy_and_value import PolicyAndValue
-from rlhf_ppo.models.unwrapping import gathered
+from rlhf_ppo.models.unwrapping import gathered, lent_type
 from rlhf_ppo.ranks.processes import deepspeed_dtype
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.reporting.metrics import evaluation_columns, gather_columns, noting_out_of_memory, warn_of_unscored
@@ -57,17 +57,11 @@ def _as_in_training(model: nn.Module, accelerator: Accelerator) -> Iterator[None
     if not isinstance(model, PolicyAndValue) or isinstance(model, FSDPModule):
         yield
         return
-    dtype = deepspeed_dtype(accelerator)
     with gathered(model.parameters()):
         model.to(accelerator.device)
-        stored = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_floating_point()]
-        for parameter, data in stored:
-            parameter.data = data.to(dtype)
-        try:
+        weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        with lent_type(weights, deepspeed_dtype(accelerator)):
             yield
-        finally:
-            for parameter, data in stored:
-                parameter.data = data
 
 
 def evaluate_each(

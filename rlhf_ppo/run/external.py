@@ -71,7 +71,7 @@ class ExternalRows:
         ids = {"queries": self.queries, "responses": self.responses}
         check_rows(ids, preparation.vocabulary, preparation.longest_sequence)
         device = run.args.device
-        padded = padded_responses(self.queries, self.responses, self.response_masks, num_rows, run.tokens.pad, device)
+        padded = padded_responses(self.queries, self.responses, self.response_masks, run.tokens.pad, device)
         responses = replace(
             padded,
             sampling_logprobs=None if self.sampling_logprobs is None else _logprobs(self.sampling_logprobs, padded),
@@ -111,7 +111,6 @@ def padded_responses(
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
     response_masks: Sequence[Tensor] | None,
-    num_rows: int,
     pad_token_id: int,
     device: torch.device,
 ) -> Responses:
@@ -121,14 +120,13 @@ def padded_responses(
         queries: Token ids of each prompt, long `(C_i,)`, on any device.
         responses: Token ids of each response with its stop token, long `(T_i,)`.
         response_masks: True on the policy's tokens of each response, bool `(T_i,)`; None: all tokens.
-        num_rows: Number of rows.
         pad_token_id: Id of the padding.
         device: Device of the result.
 
     Raises:
         ValueError: A mask has another length than its response.
     """
-    context, length = max(map(len, queries)), max(map(len, responses))
+    num_rows, context, length = len(queries), max(map(len, queries)), max(map(len, responses))
     ids = torch.full((num_rows, context + length), pad_token_id, dtype=torch.long)
     attention = torch.zeros(num_rows, context + length, dtype=torch.bool)
     written = torch.zeros(num_rows, length, dtype=torch.bool)

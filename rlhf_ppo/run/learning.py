@@ -104,15 +104,12 @@ def resolve_policy_loss(policy_loss: str | PolicyLossFunction) -> PolicyLossFunc
     return load_object(policy_loss, "policy_loss", ", or 'ppo'")
 
 
-def weighted_micro_batches(
-    minibatch: Experience, num_tokens: float, models: PolicyAndValue, run: RunState
-) -> list[Experience]:
+def weighted_micro_batches(minibatch: Experience, num_tokens: float, run: RunState) -> list[Experience]:
     """Cut a mini-batch into micro-batches, after weighting each token as its loss counts in the mini-batch.
 
     Args:
         minibatch: This rank's share.
         num_tokens: Learned tokens of the mini-batch, on all ranks.
-        models: Policy and value model.
         run: The run.
     """
     args, mask = run.args, minibatch.loss_mask
@@ -128,8 +125,8 @@ def weighted_micro_batches(
         args.per_device_train_batch_size,
         args.max_tokens_per_micro_batch,
         run.gather,
-        models.packs_rows,
-        models.shares_prefixes,
+        run.models.packs_rows,
+        run.models.shares_prefixes,
     )
     return [minibatch[rows].trimmed() for rows in rows_of_parts]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -293,9 +294,6 @@ def _critic_parameters(model: nn.Module) -> set[int]:
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Parameter]]:
-    prefixes = "policy.", "value_model."  # wrappers add others before them
-    return [
-        (name[min((name.index(prefix) for prefix in prefixes if prefix in name), default=0) :], parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
+    """Return the trained parameters with their names, without the prefixes of wrappers."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [(re.sub(r"^.*?((?:policy|value_model)\.)", r"\1", name), parameter) for name, parameter in named]

@@ -212,7 +212,7 @@ class LanguageModeling:
         first = self.num_drawn + run.accelerator.process_index * number
         texts = [self.text_at(index) for index in range(first, first + number)]
         context, rest, masks = ([torch.tensor(part) for part in parts] for parts in zip(*texts, strict=True))
-        rows = padded_responses(context, rest, masks, number, run.tokens.pad, run.args.device)
+        rows = padded_responses(context, rest, masks, run.tokens.pad, run.args.device)
         return rows[rows.longest_first()]
 
     def text_at(self, index: int) -> Text:

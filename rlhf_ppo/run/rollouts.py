@@ -43,7 +43,7 @@ def policy_and_value_outputs(run: RunState, model: nn.Module, responses: Respons
     def forward(*batch: Tensor, places: PackedIndices) -> tuple[Tensor, ...]:
         return model(*batch, with_entropy=False, places=places)
 
-    return PolicyAndValueOutput(*_forward(run, responses, forward, run.models.packs_rows))
+    return PolicyAndValueOutput(*_forward(run, responses, forward))
 
 
 def reference_logprobs(
@@ -63,17 +63,16 @@ def reference_logprobs(
         separate: Any = run.accelerator.unwrap_model(reference.model, keep_torch_compile=False)
         separate.temperature = run.args.temperature
     with reference.forward(model, run.models.policy) as forward:
-        return _forward(run, responses, forward, run.models.packs_rows)[0]
+        return _forward(run, responses, forward)[0]
 
 
-def _forward(
-    run: RunState, responses: Responses, forward: Callable[..., tuple[Tensor, ...]], packs_rows: bool
-) -> tuple[Tensor, ...]:
+def _forward(run: RunState, responses: Responses, forward: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     def evaluate(part: Responses) -> tuple[Tensor, ...]:
         with run.accelerator.autocast():
             return forward(*part.batch, places=part.places)
 
-    return forward_in_batches(responses, evaluate, run.args.local_rollout_forward_batch_size, packs_rows)
+    max_rows = run.args.local_rollout_forward_batch_size
+    return forward_in_batches(responses, evaluate, max_rows, run.models.packs_rows)
 
 
 class RolloutMetrics:

@@ -226,9 +226,9 @@ def trained_parts(models: PolicyAndValue) -> dict[str, Any]:
     return {name: value for name, value in described.items() if value is not None}
 
 
-def _check_same_kinds(models: PolicyAndValue, checkpoint: str) -> None:
+def _check_same_kinds(models: PolicyAndValue, saved: Progress, checkpoint: str) -> None:
     """Check that a checkpoint has the same kinds of models, and adapters of the same settings."""
-    before, now = Progress.load(checkpoint).kinds, kinds_of(models)
+    before, now = saved.kinds, kinds_of(models)
     _check_same_model([f"{name}: {before[name]}, now {now[name]}" for name in before if before[name] != now[name]])
     of_values = os.path.join(checkpoint, VALUE_MODEL_DIR)
     for argument, part, directory in (
@@ -239,10 +239,10 @@ def _check_same_kinds(models: PolicyAndValue, checkpoint: str) -> None:
             _check_same_model([f"{argument}: {change}" for change in changed_settings(part, directory)])
 
 
-def _check_same_optimizer(args: PPOConfig, checkpoint: str) -> None:
+def _check_same_optimizer(args: PPOConfig, saved: Progress, checkpoint: str) -> None:
     """Check that a checkpoint's optimizer state is of the same kind of optimizer; fused or not is the same."""
     now = comparable_arguments(args)["optim"]
-    before = Progress.load(checkpoint).arguments.get("optim", now)
+    before = saved.arguments.get("optim", now)
     if before.removesuffix("_fused") != now.removesuffix("_fused"):
         raise ValueError(
             f"optim={now!r}, but {checkpoint} has the state of optim={before!r}: set optim={before!r}, or start a new "
@@ -382,11 +382,14 @@ def _export_states(parts: Sequence[TrainerCallback | TrainerControl], state: Tra
 
 def restore_states(args: PPOConfig, callbacks: Sequence[TrainerCallback], state: TrainerState) -> None:
     """Restore the counters of callbacks, such as a patience; the callbacks keep the arguments of this run."""
-    saved: Any = state.stateful_callbacks if args.restore_callback_states_from_checkpoint else {}
-    states = {name: iter(value if isinstance(value, list) else [value]) for name, value in saved.items()}
+    if not args.restore_callback_states_from_checkpoint:
+        return
+    saved: Any = state.stateful_callbacks  # a list for each class, see `_export_states`
+    states = {name: list(of_class) for name, of_class in saved.items()}
     for callback in callbacks:
-        if isinstance(callback, ExportableState):
-            for name, value in next(states.get(type(callback).__name__, iter(())), {}).get("attributes", {}).items():
+        of_class = states.get(type(callback).__name__)
+        if isinstance(callback, ExportableState) and of_class:
+            for name, value in of_class.pop(0).get("attributes", {}).items():
                 setattr(callback, name, value)
 
 
@@ -419,8 +422,9 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 start = directories.find_start(directory, wanted, args.overwrite_output_dir)
                 if start is not None:
                     check_backend(start, accelerator)
-                    _check_same_kinds(run.models, start)
-                    _check_same_optimizer(args, start)
+                    saved = Progress.load(start)
+                    _check_same_kinds(run.models, saved, start)
+                    _check_same_optimizer(args, saved, start)
                 elif args.overwrite_output_dir:
                     checkpoints = directories.list_checkpoints(directory)
                     _check_starts_stay(run.starts, checkpoints)

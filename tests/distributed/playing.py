@@ -10,7 +10,8 @@ import torch
 from accelerate.utils import gather
 from datasets import Dataset
 
-from rlhf_ppo.generation.protocol import Sampled, prompt_rows
+from rlhf_ppo.data.rollout import selected
+from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
 from tests import conftest
 from tests.distributed.scenarios import make_trainer, report, whole_parameters
@@ -57,7 +58,7 @@ class Speaking:
         passes.max_new_tokens = min(3, config.max_new_tokens)
         inner.sample(policy, prompts, passes)
         rows = []
-        for ids in prompt_rows(prompts):
+        for ids in selected(prompts.input_ids, prompts.attention_mask):
             generator = torch.Generator().manual_seed(sum(place * token for place, token in enumerate(ids, 1)))
             length = int(torch.randint(0, 3, (), generator=generator))
             rows.append([*torch.randint(3, 32, (length,), generator=generator).tolist(), EOS][: config.max_new_tokens])

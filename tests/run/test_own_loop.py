@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation import sampling
-from rlhf_ppo.run.checkpoints import InUseError, in_use
+from rlhf_ppo.run.checkpoints import InUseError, locked
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeArgs, MakeTrainer, assert_identical, history, parameters, record_rollouts
 
@@ -99,7 +99,8 @@ def test_two_trainers_one_after_the_other_in_one_directory(make_stepper: Steps) 
 
     assert signal.getsignal(signal.SIGTERM) is before
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert not in_use(str(first.args.output_dir))
+    with locked(first.args.output_dir):
+        pass
     assert [entry["step"] for entry in first.state.log_history if "loss" in entry] == [1]
     with pytest.raises(RuntimeError, match=r"over after 1 of 3 updates; .* resume_from_checkpoint=True"):
         first.step(*rows(1))
