@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, masked_whiten, token_rewards
+from rlhf_ppo.algorithm.advantages import KLController, check_coefficient, masked_whiten, token_rewards, zero_outside
 from rlhf_ppo.algorithm.losses import PolicyLoss, ValueLoss, clipped_policy_loss, clipped_value_loss
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Experience, Prompts, Responses, Rollout
@@ -51,8 +51,8 @@ class PPOTrainer(TrainerBase):
         reward_model: A sequence-classification model with one label, or a list; None if only `reward_funcs` score.
         train_dataset: Rows with `prompt` (text, or conversation and `images`), `text` or `input_ids`; a path or name.
         value_model: A sequence-classification model with one label, trained with the policy. None starts from the
-            reward model, or from the policy's backbone with a zero head. "policy": two layers on the policy's own last
-            hidden states, detached; there is no second model.
+            reward model (not with `share_base_model`), or from the policy with a zero head. "policy": two layers on
+            the policy's own last hidden states, detached; there is no second model.
         data_collator: Makes batches with `input_ids` and `attention_mask`, padded on either side.
         eval_dataset: Rows for `evaluate` and `generate_completions`, a path or hub name, or a dict of these.
         optimizers: An optimizer over all trainable parameters of both models, and a scheduler that counts PPO updates.
@@ -288,7 +288,7 @@ class PPOTrainer(TrainerBase):
             values=rollout.values,
             rewards=rewards,
             advantages=whitened,
-            returns=returns,
+            returns=zero_outside(returns, mask),
             loss_mask=mask,
             importance_weights=weights,
         )

@@ -491,9 +491,9 @@ class ScoreMoments:
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 1 if it would be 0 or undefined."""
+        """Unbiased standard deviation; 1 if it would be undefined, or no more than the rounding of float32 sums."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-        return deviation if deviation > 0 else 1.0
+        return deviation if deviation > 1e-6 * abs(self.mean) else 1.0
 
     def state_dict(self) -> dict[str, float]:
         """Return the fields, for a checkpoint."""

@@ -229,8 +229,9 @@ class RecipeArguments:
     )
     kl_stop: Positive | None = _option(
         None,
-        "Stop the update's epochs once the mean KL to the sampling policy exceeds this value (k3 estimate, nats per "
-        "token, measured after each epoch; http://joschu.net/blog/kl-approx.html). None: always num_ppo_epochs.",
+        "Stop the update after an epoch in which the mean KL to the sampling policy exceeds this value (k3 estimate, "
+        "nats per token, http://joschu.net/blog/kl-approx.html). It is measured before each step, so with "
+        "num_mini_batches=1 the first epoch measures 0. None: always num_ppo_epochs.",
     )
 
     # --- Scores and values ---

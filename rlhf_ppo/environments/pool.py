@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhf_ppo.environments.tools import Kind, Tool, content_of, error_answer, kind_of_class, standalone
-from rlhf_ppo.environments.waiting import abandon_blocked_event_loop, in_daemon_thread, run_on_event_loop
+from rlhf_ppo.environments.waiting import abandon_blocked_event_loop, in_daemon_thread, run_on_event_loop, without_exit
 from rlhf_ppo.terminal import escape_error
 
 T = TypeVar("T")
@@ -265,12 +265,17 @@ def _round(episode: Episode, turn: str | Sequence[Mapping[str, object]]) -> Roun
     environment = episode.environment
     if environment is None or episode.lost:
         return Round(answers, lost=episode.lost)
-    paid = list(getattr(environment, "turn_rewards", None) or ())
-    new, too_few = paid[episode.num_paid :], len(paid) < episode.num_paid
-    if too_few or not all(reward is None or math.isfinite(reward) for reward in new):
+    appended = getattr(environment, "turn_rewards", None)
+    try:
+        paid = [] if appended is None else list(appended)
+        new = paid[episode.num_paid :]
+        is_right = len(paid) >= episode.num_paid and all(reward is None or math.isfinite(reward) for reward in new)
+    except (TypeError, ValueError):
+        paid, new, is_right = [], [], False
+    if not is_right:
         raise EpisodeError(
-            f"{episode.description}: turn_rewards must be finite numbers, appended until the next reset; "
-            f"there were {episode.num_paid}, then {paid!r:.200}"
+            f"{episode.description}: turn_rewards must be a list of finite numbers, appended until the next reset; "
+            f"there were {episode.num_paid}, then {appended!r:.200}"
         )
     if new and not episode.kind.has_turn_rewards:
         raise EpisodeError(
@@ -338,8 +343,8 @@ def _called_async(
     async def awaited(tool: Tool, coroutine: Coroutine[object, object, object]) -> ToolAnswer:
         start = time.perf_counter()
         try:
-            content, failed = content_of(await asyncio.wait_for(coroutine, seconds)), False
-        except Exception as error:
+            content, failed = content_of(await asyncio.wait_for(without_exit(coroutine), seconds)), False
+        except (Exception, asyncio.CancelledError) as error:
             is_late = isinstance(error, TimeoutError) and not str(error)
             content, failed = error_answer(episode.pool.time_up(tool.name) if is_late else error), True
         return ToolAnswer(tool.name, content, failed, time.perf_counter() - start)

@@ -94,7 +94,7 @@ def _tool(name: str, described: Callable[..., object], function: Callable[..., o
 
 
 def content_of(result: object) -> Any:
-    """Return the content of a tool's answer: a list stays a list, everything else becomes a text.
+    """Return the content of a tool's answer: a list of blocks of text stays one, everything else becomes a text.
 
     Lone surrogates, which no tokenizer takes, become `?`.
 
@@ -104,7 +104,8 @@ def content_of(result: object) -> Any:
     if isinstance(result, list):
         if any(isinstance(block, dict) and str(block.get("type")).startswith("image") for block in result):
             raise ValueError("an image was returned, which the policy cannot read; return text")
-        return result
+        if result and all(isinstance(block, dict) and block.get("type") == "text" for block in result):
+            return result
     return str(result).encode("utf-8", "replace").decode()
 
 

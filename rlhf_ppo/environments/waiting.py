@@ -71,7 +71,15 @@ def run_on_event_loop(coroutine: Coroutine[object, object, T]) -> Future[T]:
     """Run a coroutine on the loop that all async functions share, so that the clients they keep stay usable."""
     with _LOCK:
         loop = _event_loop()
-    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+    return asyncio.run_coroutine_threadsafe(without_exit(coroutine), loop)
+
+
+async def without_exit(coroutine: Coroutine[object, object, T]) -> T:
+    """Run a coroutine whose `exit()` is an ordinary error: it would end the loop that all share."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def abandon_blocked_event_loop(seconds: float) -> None:

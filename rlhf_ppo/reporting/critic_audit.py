@@ -137,7 +137,7 @@ def audit(prefixes: AuditedPrefixes, seed: int = 0, num_resamples: int = NUM_RES
     for name, value in of_all.items():
         values = np.array([sample[name] for sample in drawn])
         values = values[np.isfinite(values)]
-        low, high = np.quantile(values, (0.025, 0.975)) if len(values) else (np.nan, np.nan)
+        low, high = np.quantile(values, (0.025, 0.975)) if np.isfinite(value) and len(values) else (np.nan, np.nan)
         figures[name] = Estimate(value, float(low), float(high))
     signal = max(float(np.var(prefixes.means)) - prefixes.noise, 0.0)  # variance of the prefixes' true values
     problems = findings(figures, float(np.std(prefixes.values)), signal**0.5)

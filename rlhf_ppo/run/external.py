@@ -88,7 +88,14 @@ def _scores(scores: Sequence[float] | Sequence[Tensor] | Tensor, rows: Responses
     num_rows, device = len(rows), rows.response_mask.device
     if _are_of_tokens(scores):
         token_scores = _of_tokens("scores", scores, rows)
-        has_none = (token_scores.isnan() | ~rows.response_mask.cpu()).all(dim=1)
+        written = rows.response_mask.cpu()
+        unknown = token_scores.isnan() & written
+        has_none = (unknown | ~written).all(dim=1)
+        if (partly := unknown.any(dim=1) & ~has_none).any():
+            raise ValueError(
+                f"scores[{int(partly.nonzero()[0])}] is NaN at some tokens: give each token a number, or NaN at all "
+                "tokens of a response without a score"
+            )
         values = torch.zeros(num_rows).masked_fill(has_none, math.nan).to(device)
         token_scores = token_scores.masked_fill(has_none[:, None], 0.0).to(device)
         return Scores(values, token_scores, {ExternalScores.name: values + token_scores.sum(dim=1)})

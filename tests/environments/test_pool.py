@@ -1,6 +1,7 @@
 """Discovery of tools, one environment for each row, seeds, rounds, time limits, and errors that name the row."""
 
 import asyncio
+import re
 import time
 import traceback
 from typing import Any
@@ -153,6 +154,8 @@ class Late:
     async def respond(self, text: str) -> str:
         if text == "block":
             time.sleep(1e6)
+        if text == "exit":
+            raise SystemExit(1)
         if text == "wait":
             try:
                 await asyncio.sleep(1e6)
@@ -170,6 +173,57 @@ def test_a_late_coroutine_is_cancelled_and_a_blocked_event_loop_left() -> None:
     assert [one.lost for one in rounds] == [True] * 3
     assert [one.answers[0].content for one in answer_turns(again, ["x", "y"])] == ["x", "y"]
     assert answer_turns(again, ["wait", "x"])[0].lost and Late.was_cancelled
+
+
+async def leave(how: str) -> None:
+    """Leave.
+
+    Args:
+        how: exit or cancel.
+    """
+    raise SystemExit(1) if how == "exit" else asyncio.CancelledError
+
+
+def test_a_coroutine_that_exits_or_is_cancelled_loses_its_call_alone() -> None:
+    (episode,) = Environments(None, [leave, later], timeout=5).start([{}])
+    found = played(episode, call("leave", how="exit"), call("leave", how="cancel"), call("later", text="x"))
+    assert [answer.content for answer in found.answers] == ["{'error': 'SystemExit(1)'}", "{'error': ''}", "x"]
+
+    rounds = answer_turns(Environments(Late, timeout=5).start([{}] * 2), ["exit", "x"])
+    assert [one.answers[0].content for one in rounds] == ["{'error': 'SystemExit(1)'}", "x"]
+
+
+TEXTS = [{"type": "text", "text": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("returned", "content"),
+    [
+        (TEXTS, TEXTS),
+        (["a", "b"], "['a', 'b']"),
+        ([{"title": "Dune"}], "[{'title': 'Dune'}]"),
+        ([{"type": "book"}], "[{'type': 'book'}]"),
+        ([], "[]"),
+    ],
+)
+def test_a_list_is_an_answer_s_text_unless_it_holds_blocks_of_text(returned: list[Any], content: Any) -> None:
+    def find() -> list[Any]:
+        """Find."""
+        return returned
+
+    (episode,) = Environments(None, [find]).start([{}])
+    assert played(episode, call("find")).answers[0].content == content
+
+
+@pytest.mark.parametrize("appended", [["0.5"], [[1.0]], 0.5, "no"])
+def test_turn_rewards_of_another_type_are_an_error_that_names_the_row(appended: Any) -> None:
+    (episode,) = Environments(Counter).start([{}])
+    episode.num_paid, episode.environment.turn_rewards = 0, appended
+    message = (
+        f"row 0 of the batch, environment Counter: turn_rewards must be a list .*then {re.escape(repr(appended))}"
+    )
+    with pytest.raises(EpisodeError, match=message):
+        answer_turns([episode], [[]])
 
 
 def test_calls_that_start_at_once_share_one_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +274,7 @@ def test_errors_name_environment_and_row() -> None:
     episodes = pool.start([{}, {}])
     with pytest.raises(EpisodeError, match=f"{where}: get_reward failed: KeyError"):
         ask_rewards(episodes[1:])
-    with pytest.raises(EpisodeError, match=f"{where}: turn_rewards must be finite numbers"):
+    with pytest.raises(EpisodeError, match=f"{where}: turn_rewards must be a list of finite numbers"):
         answer_turns(episodes, [[], [call("add", amount=float("nan"))]])
     silent = Environments(Plain).start([{}, {}])
     setattr(silent[1].environment, "turn_" + "rewards", [0.5])  # as a helper outside of the class does

@@ -117,6 +117,15 @@ def test_explained_variance_subtracts_the_noise_of_the_returns() -> None:
     assert found["explained_variance"].value == pytest.approx(1 - (0.75 - noise) / (5 - noise))
 
 
+def test_returns_without_a_signal_have_no_interval() -> None:
+    """All prefixes are worth the same; some resamples show a signal by chance."""
+    generator = np.random.default_rng(0)
+    for returns in generator.normal(size=(50, 8, 4)):
+        found = audit(prefixes(np.arange(8.0), returns, [0, 0, 1, 1, 2, 2, 3, 3]), num_resamples=50).figures
+        explained = found["explained_variance"]
+        assert np.isnan([explained.low, explained.high]).all() == np.isnan(explained.value)
+
+
 def test_pairs_are_those_of_kendalls_tau() -> None:
     """Against a count over all pairs, with ties."""
     generator = np.random.default_rng(0)

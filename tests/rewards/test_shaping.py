@@ -97,3 +97,12 @@ def test_equal_scores_have_no_spread(score: float) -> None:
         moments.add(torch.full((size,), score), alone)
     assert moments == ScoreMoments(138, float(torch.tensor(score)), 0.0)
     assert moments.std == 1.0
+
+
+def test_sums_that_differ_by_rounding_have_no_spread() -> None:
+    """-1 for a response, spread over its tokens."""
+    totals = torch.stack([torch.full((length,), -1 / length).sum() for length in range(1, 60)])
+    assert len(totals.unique()) > 1
+    moments = ScoreMoments()
+    moments.add(totals, alone)
+    assert moments.squares > 0 and moments.std == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -56,6 +57,22 @@ def test_score_responses(make_trained):
     metrics = trainer.evaluate()
     assert (metrics["eval_score"], metrics["eval_rewards/brevity/mean"]) == (-3.5, -4.0)
     assert list(trainer.generate_completions()["score"]) == [-3.5] * 3
+
+
+def test_what_compute_advantages_leaves_outside_of_the_mask_does_not_count(make_trainer):
+    class ToCome(PPOTrainer):
+        """Returns the rewards to come, NaN for a response without a score, as `rewards` are."""
+
+        def compute_advantages(self, rollout: Rollout, rewards: Any) -> Any:
+            to_come = rewards.flip(1).cumsum(dim=1).flip(1)
+            return to_come, to_come.where(rollout.loss_mask, math.nan)
+
+    def every_second(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+        return [None if row % 2 else float(len(ids)) for row, ids in enumerate(completion_ids)]
+
+    trainer = make_trainer(ToCome, **QUICK, reward_funcs=every_second)
+    trainer.train()
+    assert all(math.isfinite(value) for value in logged(trainer, "loss/value_avg"))
 
 
 def test_estimate_advantages(make_trainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import weakref
@@ -132,6 +133,7 @@ NO_UPDATE: list[tuple[dict[str, Any], str]] = [
     ({"response_masks": [torch.ones(1), torch.ones(1)]}, r"response_masks\[0\] has 1 values for the 3 tokens"),
     ({"response_masks": [torch.ones(3), torch.ones(1, 1)]}, r"response_masks\[1\] must be a tensor with one number"),
     ({"scores": [torch.ones(2), torch.ones(1)]}, r"scores\[0\] has 2 values for the 3 tokens"),
+    ({"scores": [torch.tensor([math.nan, 0.0, 1.0]), torch.ones(1)]}, r"scores\[0\] is NaN at some tokens"),
     ({"sampling_logprobs": [LOGPROBS[0]] * 2}, r"sampling_logprobs\[1\] has 3 values for the 1 tokens"),
     ({"sampling_logprobs": [torch.tensor([0.5, 0.2, 0.5]), LOGPROBS[1]]}, r"sampling_logprobs\[0\]: pass the natural"),
 ]
