@@ -7,11 +7,11 @@
 
 Every method trains for 20 CPU minutes on five seeds with the preset's learning rate and KL coefficient, measured after
 5, 10 and 20. Then each tries the same settings (`TRIALS`) for 10 minutes on two other seeds, and trains again with the
-best of them below 12 nats of KL, if that is not the preset's; the table has both. The learning rate falls in a line to
-0 at the last minute, so no method needs to know how many updates it will make. The rows of `one-body` without
-`--decay` are the preset as it is: its rate falls over 36 updates, 18 to 20 CPU minutes. A stopped run resumes at its
-last checkpoint, except TRL's PPO, which starts again. A run has one thread; `--jobs 2` runs two at a time, which makes
-each slower.
+best of them below 12 nats of KL, if that is not the preset's; the table has both, as far as they have run. The
+learning rate falls in a line to 0 at the last minute, so no method needs to know how many updates it will make. The
+rows of `one-body` without `--decay` are the preset as it is: its rate falls over 36 updates, 18 to 20 CPU minutes. A
+stopped run resumes at its last checkpoint, except TRL's PPO, which starts again. A run has one thread; `--jobs 2` runs
+two at a time, which makes each slower.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,7 +85,7 @@ logger = visible_logger(__name__)
 
 
 class DefaultBf16(ExplainsUnknown, RedactsSecrets):
-    """Base of TRL's configurations, with `PPOConfig`'s default of `bf16`: on if the device supports it."""
+    """Base of TRL's configurations, with `PPOConfig`'s `bf16`: the launcher's, or what the device supports."""
 
     def __post_init__(self) -> None:
         """Set `bf16`, which TRL switches on everywhere."""
@@ -100,10 +100,14 @@ class DefaultBf16(ExplainsUnknown, RedactsSecrets):
 class SFTArguments(DefaultBf16, SFTConfig):
     """TRL's `SFTConfig` with the `bf16` of `PPOConfig`."""
 
+    bf16: bool | None = field(default=None, metadata=dict(PPOConfig.__dataclass_fields__["bf16"].metadata))
+
 
 @dataclass(repr=False)
 class RewardArguments(DefaultBf16, RewardConfig):
     """TRL's `RewardConfig` with the `bf16` of `PPOConfig`."""
+
+    bf16: bool | None = field(default=None, metadata=dict(PPOConfig.__dataclass_fields__["bf16"].metadata))
 
 
 # ---- Loading ----

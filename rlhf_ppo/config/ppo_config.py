@@ -342,8 +342,8 @@ class PPOConfig(
 
     Each field's `help` is its documentation; `HfArgumentParser` and `TrlParser` can set all of them. Unlike in
     `TrainingArguments`, `learning_rate` is 3e-6, `logging_steps` 10, `gradient_checkpointing` and
-    `dataloader_drop_last` are True, `bf16` is True if the device supports it, and the best model has the highest
-    "score".
+    `dataloader_drop_last` are True, `bf16` is the launcher's, else True if the device supports it, and the best model
+    has the highest "score".
 
     One step of the trainer is one PPO update, on `batch_size` episodes. Fields whose help begins with "Derived" show
     the trainer's `sizes`, and are None until a trainer exists; `world_size` is a property in TrainingArguments.
@@ -361,7 +361,8 @@ class PPOConfig(
     logging_steps: float = _option(
         10,
         "PPO updates between two logs; below 1, a share of all updates, such as 0.1. With 10, the default, a run of "
-        "fewer than 200 updates logs 20 to 39 times. Unset `eval_steps` are the same.",
+        "fewer than 200 updates logs 20 to 39 times. Unset eval_steps are the same, but "
+        "10 with load_best_model_at_end.",
     )
     gradient_checkpointing: bool = _option(
         True, "Recompute activations in the backward pass: less memory, one more forward pass."
@@ -376,6 +377,10 @@ class PPOConfig(
     warmup_ratio: ShareBelowOne | None = _option(
         None, "Share of all updates in which the learning rate rises, if warmup_steps is not set."
     )
+    metric_for_best_model: str | None = _option(
+        None, "Figure of an evaluation that compares models, with or without `eval_`; None: the score."
+    )
+    greater_is_better: bool | None = _option(None, "Whether a larger figure is better; None: yes.")
     restore_callback_states_from_checkpoint: bool = _option(True, "Restore the counters of callbacks on a resume.")
 
     # --- Experiment, models, data ---

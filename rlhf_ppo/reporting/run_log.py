@@ -121,7 +121,7 @@ class RunSettings:
             return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
 
     def without_seed(self) -> str | None:
-        """Return a text that is equal for runs that differ only in seed and directory; None without settings."""
+        """Return a text that is equal for runs that differ in seed, paths, names and display alone, if there are any."""
         if not self.arguments:
             return None
         left_out = NOT_OF_TRAINING | {"seed", "data_seed"}
@@ -227,7 +227,7 @@ def read_audit(directory: str | Path) -> dict[str, Any] | None:
 
 
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:
-    """Group runs whose settings differ only in seed and directory; runs of one seed are in different groups.
+    """Group runs that differ in seed, paths, names and display alone; runs of one seed are in different groups.
 
     Returns:
         The runs of each label, in their order. A run without settings is its own group.
