@@ -121,7 +121,7 @@ class RunSettings:
             return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
 
     def without_seed(self) -> str | None:
-        """Return a text that is equal for runs that differ in seed, paths, names and display alone, if there are any."""
+        """Return a text that is equal for runs that differ in seed, paths, names and display alone; None: none."""
         if not self.arguments:
             return None
         left_out = NOT_OF_TRAINING | {"seed", "data_seed"}
