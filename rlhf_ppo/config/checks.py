@@ -649,16 +649,18 @@ def choose_bf16(args: TrainingArguments) -> bool:
         ValueError: `bf16` or `fp16` contradicts the launcher.
     """
     launched, bf16 = launched_precision(args), cast("bool | None", args.bf16)
-    if bf16 is not None:
-        return bf16
-    if args.fp16 or launched in ("bf16", "fp16"):
-        return launched == "bf16"
     on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
-    if not on_cpu and supports_bf16():
-        return True
-    if torch.cuda.is_available() and not on_cpu and os.environ.get("RANK", "0") == "0":  # no processes yet
-        logger.warning_once("bf16 is off, because this GPU does not support it; fp16=True saves as much memory")
-    return False
+    if bf16 is None and (args.fp16 or launched in ("bf16", "fp16")):
+        bf16 = launched == "bf16"
+    can = not on_cpu and supports_bf16()
+    only_emulates = torch.cuda.is_available() and not on_cpu and not can
+    if only_emulates and bf16 is not False and os.environ.get("RANK", "0") == "0":  # no processes yet
+        logger.warning_once(
+            "this GPU only emulates bf16, slower than float32: launch with --mixed_precision fp16, or set fp16=True"
+            if bf16
+            else "bf16 is off, because this GPU does not support it; fp16=True saves as much memory"
+        )
+    return can if bf16 is None else bf16
 
 
 def check_kl(kl_target: float | None, kl_coef: float) -> None:

@@ -242,6 +242,28 @@ def test_a_precision_other_than_the_launchers_is_an_error(
         make(**asked)
 
 
+@pytest.mark.parametrize(
+    ("asked", "launched", "warning"),
+    [
+        ({}, "no", "bf16 is off, because this GPU does not support it"),
+        ({}, "bf16", "this GPU only emulates bf16"),
+        ({"bf16": True}, "no", "this GPU only emulates bf16"),
+        ({"fp16": True}, "no", None),
+        ({"bf16": False}, "no", None),
+        ({"use_cpu": True}, "bf16", None),
+    ],
+)
+def test_a_gpu_that_only_emulates_bf16_is_named(
+    asked: dict[str, Any], launched: str, warning: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    set_accelerator(monkeypatch, 7)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    said: list[str] = []
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    make(**asked)
+    assert len(said) == bool(warning) and all(message.startswith(str(warning)) for message in said)
+
+
 # ---- Warm-up and best model ----
 
 
