@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -226,10 +227,11 @@ class Conversations:
     def _with_answers(self, before: Messages, answers: Messages, behind: str = "") -> list[int]:
         """Return the tokens behind a text of a conversation, up to the opening of the policy's next turn."""
         texts = [text_of_content(answer["content"]) for answer in answers]
-        marks: list[str] = []
-        if any(self._added.search(text) for text in texts):
-            marks = [f"{MARK}-{number}" for number in range(len(answers))]
-            answers = [{**answer, "content": mark} for answer, mark in zip(answers, marks, strict=True)]
+        injected = [match[0] for text in texts for match in self._added.finditer(text)]
+        if injected:  # marks, which the template writes as any other text, take their places
+            numbers = itertools.count()
+            marked = [self._added.sub(lambda _: f"{MARK}-{next(numbers)}-", text) for text in texts]
+            answers = [{**answer, "content": text} for answer, text in zip(answers, marked, strict=True)]
         shown: list[Any] = as_the_template_reads([*before, *answers], self.tokenizer, self.template, self.settings)
         how = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": True} | self.settings
         rendered = str(self.tokenizer.apply_chat_template(shown, **how))
@@ -237,9 +239,10 @@ class Conversations:
             raise ValueError(_REWRITES)
         rendered = rendered[rendered.index(behind) + len(behind) :]
         ids: list[int] = []
-        for mark, text in zip(marks, texts, strict=False):
-            around, rendered = rendered.split(mark, 1)
-            ids += self.text_ids(around) + self.defused_ids(text)
+        for number, token in enumerate(injected):  # split after its first character, as in `defused_ids`
+            before_it, rendered = rendered.split(f"{MARK}-{number}-", 1)
+            ids += self.text_ids(before_it + token[0])
+            rendered = token[1:] + rendered
         return ids + self.text_ids(rendered)
 
     def defused_ids(self, text: str) -> list[int]:
