@@ -49,6 +49,8 @@ def test_ranks_of_1_turn_and_9_and_a_tool_that_hangs(launcher: str, models: Any,
     assert_same_step(ranks[0], alone)
     in_step = "layer by layer" in launcher
     assert [len(rank["calls"]) for rank in ranks] == ([9, 9] if in_step else [1, 9])
-    for (first, second), message in zip(errors, ("reset failed: ValueError: no board", "must be finite"), strict=True):
+    for (first, second), message in zip(
+        errors, ("reset failed: ValueError: no board", "must be a list of finite"), strict=True
+    ):
         assert re.search(rf"EpisodeError: row 1 of the batch, environment Walk: .*{message}", second), second
         assert first == second
