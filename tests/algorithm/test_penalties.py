@@ -105,7 +105,16 @@ def test_rewards_equal_the_loop(seed, holes):
 
 
 @pytest.mark.parametrize(
-    ("kl", "episodes", "coef"), [(12.0, 100, 0.204), (6.6, 100, 0.202), (0.0, 100, 0.196), (12.0, 10, 0.2004)]
+    ("kl", "episodes", "coef"),
+    [
+        (12.0, 100, 0.204),
+        (6.6, 100, 0.202),
+        (0.0, 100, 0.196),
+        (12.0, 10, 0.2004),
+        (12.0, 5000, 0.24),  # five horizons
+        (0.0, 5000, 0.16),
+        (NAN, 100, 0.2),
+    ],
 )
 def test_the_coefficient_moves_by_at_most_a_fifth_of_the_share_of_the_horizon(
     kl: float, episodes: int, coef: float

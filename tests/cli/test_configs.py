@@ -23,6 +23,7 @@ SHIPPED = [
 def test_every_configuration_and_example_is_written(tmp_path, capsys):
     written = configs([str(tmp_path / "new" / "place")])
 
+    assert len(SHIPPED) > 15
     assert [path.relative_to(tmp_path / "new/place") for path in written] == [p.relative_to(ROOT) for p in SHIPPED]
     assert all(copy.read_bytes() == own.read_bytes() for copy, own in zip(written, SHIPPED, strict=True))
     assert "python examples/first_run.py" in capsys.readouterr().out

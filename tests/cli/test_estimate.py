@@ -88,4 +88,23 @@ def test_in_16_bits(
 
 def test_an_adapter_is_all_that_learns_in_the_policy(estimated: Any) -> None:
     whole, lora = estimated(), estimated("--use_peft --lora_r 2 --lora_target_modules q_proj v_proj")
-    assert lora["gradients"] < whole["gradients"] and lora["weights"] < whole["weights"]  # no second reference
+    adapters = [weight for name, weight in adapted().named_parameters() if "lora" in name]
+    num_bytes = sum(weight.nbytes for weight in adapters)
+    assert lora["gradients"] == size(tiny_scorer()) + num_bytes
+    assert lora["weights"] == whole["weights"] - size(tiny_policy()) + num_bytes  # no second reference
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(tiny_policy(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
+def test_activations_and_logits_are_those_of_a_micro_batch(estimated: Any) -> None:
+    """4 rows of 16 tokens in float32: 17 values of 4 bytes a hidden unit in a layer, and 4 + 4 bytes a logit."""
+    config, tokens = tiny_policy().config, 4 * 16
+    states = 4 * tokens * config.hidden_size
+    found, whole = estimated(), estimated("--gradient_checkpointing False")
+    assert found["activations"] == (config.num_hidden_layers + 17) * states
+    assert whole["activations"] == 17 * config.num_hidden_layers * states
+    assert found["logits"] == whole["logits"] == 8 * tokens * config.vocab_size

@@ -137,6 +137,40 @@ def test_an_extreme_number_is_refused_by_name_or_is_one_in_float32(name: str):
             assert type(value) in (int, float) and (kept is None or torch.tensor(float(kept)).isfinite()), value
 
 
+LIMITS = {  # of each: refused, and taken
+    "cliprange": (0.0, 1e-9),
+    "cliprange_high": (0.0, 1e-9),
+    "cliprange_value": (0.0, 1e-9),
+    "critic_learning_rate": (-1e-9, 0.0),
+    "critic_warmup_steps": (-1, 0),
+    "entropy_coef": (-1e-9, 0.0),
+    "gamma": (1.0001, 1.0),
+    "kl_coef": (-1e-9, 0.0),
+    "kl_stop": (0.0, 1e-9),
+    "lam": (1.0001, 1.0),
+    "lam_critic": (-0.0001, 0.0),
+    "lam_policy": (1.0001, 1.0),
+    "min_p": (1.0001, 1.0),
+    "missing_eos_penalty": (0.0, 1e-9),
+    "num_ppo_epochs": (0, 1),
+    "ptx_coef": (-1e-9, 0.0),
+    "response_length": (0, 1),
+    "score_clip": (0.0, 1e-9),
+    "temperature": (0.0, 0.001),
+    "top_k": (-1, 0),
+    "top_p": (0.0, 1.0),
+    "vf_coef": (-1e-9, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_number_is_taken_up_to_its_limit(name: str):
+    refused, taken = LIMITS[name]
+    assert getattr(make(**{name: taken}), name) == taken
+    with pytest.raises(ValueError, match=f"{name}={re.escape(str(refused))}"):
+        make(**{name: refused})
+
+
 # ---- What excludes each other ----
 
 

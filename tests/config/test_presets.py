@@ -35,6 +35,22 @@ def test_a_preset_sets_its_options_in_python_and_on_the_command_line(name: str) 
     assert options_of(args, {*options, "kl_coef"}) == options | {"kl_coef": 0.4}
 
 
+def test_the_presets_of_a_paper_and_for_adapters_hold_these_values() -> None:
+    """arXiv 2403.17031, and benchmarks/EQUAL_COST.md."""
+    nplus = {
+        "learning_rate": 3e-6, "lr_scheduler_type": "linear", "warmup_steps": 0, "adam_epsilon": 1e-5,
+        "weight_decay": 0.0, "max_grad_norm": 1.0, "num_ppo_epochs": 4, "num_mini_batches": 1, "response_length": 53,
+        "temperature": 0.7, "kl_coef": 0.05, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "cliprange": 0.2,
+        "cliprange_value": 0.2, "vf_coef": 0.1, "whiten_rewards": False, "stop_token": "eos",
+        "missing_eos_score": -1.0,
+    }  # fmt: skip
+    adapters = {
+        "learning_rate": 5e-4, "critic_learning_rate": 1e-3, "num_ppo_epochs": 2, "num_mini_batches": 4,
+        "num_generations": 4, "temperature": 1.0, "lam": 1.0,
+    }  # fmt: skip
+    assert preset("nplus") == nplus and preset("recommended-lora") == adapters
+
+
 @pytest.mark.parametrize("config", [["--config", "recommended"], ["--config=recommended"]])
 @pytest.mark.parametrize(
     ("words", "name"),

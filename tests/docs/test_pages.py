@@ -72,7 +72,9 @@ def test_the_first_example_trains_a_policy_with_a_local_model_and_data(workshop)
 @pytest.mark.parametrize("page", RUN)
 def test_the_snippets_of_the_docs_run(page, workshop):
     path, namespace = ROOT / "docs" / f"{page}.md", {"__name__": "snippets"}
-    for block in blocks(path, "python"):
+    found = blocks(path, "python")
+    assert found
+    for block in found:
         exec(compile(block, str(path), "exec"), namespace)
 
 

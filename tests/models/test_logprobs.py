@@ -107,6 +107,17 @@ def test_impossible_tokens_have_entropy_without_nan() -> None:
     assert ours.logprobs.isfinite().all() and ours.entropy.isfinite().all()
     assert ours.entropy.max() <= np.log(5) + 1e-6 < entropy.max()
 
+    total: Any = 0.0  # of a softmax over the five that remain
+    for row, real, answer in zip(ids, attention_mask, response_mask, strict=True):
+        tokens, length = row[real], int(answer.sum())
+        logprobs = model(input_ids=tokens[None]).logits[0, -length - 1 : -1, :5].log_softmax(-1)
+        total = total + logprobs.gather(1, tokens[-length:, None]).sum() - (logprobs.exp() * logprobs).sum()
+    (expected,) = torch.autograd.grad(total, model.lm_head.weight)
+    read = (ours.logprobs + ours.entropy)[response_mask].sum()
+    (found,) = torch.autograd.grad(read, model.lm_head.weight)
+    torch.testing.assert_close(read, total)
+    torch.testing.assert_close(found, expected)
+
 
 # ---- Chunks ----
 

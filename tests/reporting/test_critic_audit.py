@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.rollout import Rollout
-from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit, pair_counts
+from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, Estimate, audit, findings, pair_counts
 from rlhf_ppo.run.auditor import batches_of, draw_cuts
 from tests.conftest import prompt_rows, tiny_policy
 from tests.runs import MakeTrainer
@@ -87,6 +87,38 @@ def test_audits_of_a_policy_whose_values_are_known(make_audited: Callable[..., P
     assert any("head is frozen" in finding for finding in frozen.findings)
     for name in ("tau_ceiling", "explained_variance_of_prompt"):
         assert frozen.figures[name] == found.figures[name]
+
+
+def test_returns_are_discounted_from_the_cut_on(make_audited: Callable[..., PPOTrainer]) -> None:
+    """A reward for each token, so that what is paid before the cut does not count."""
+
+    def per_token(completion_ids: list[list[int]], **columns: Any) -> list[list[float]]:
+        return [[float(token in (W4, W5)) for token in ids] for ids in completion_ids]
+
+    def discounted(rollout: Rollout) -> Tensor:
+        return (0.5 * (1 - 0.7 ** (LENGTH - torch.arange(LENGTH))) / 0.3).expand_as(rollout.values)
+
+    found = make_audited(discounted, kl_coef=0.0, gamma=0.7, reward_funcs=per_token).audit_critic()
+    assert 0.9 < found.figures["explained_variance"].value < 1.1
+
+
+def test_the_findings_say_whether_the_critic_is_worse_or_no_better() -> None:
+    sure = Estimate(0.5, 0.4, 0.6)
+    said = {}
+    for gain in (
+        Estimate(-0.2, -0.3, -0.1),
+        Estimate(-0.1, -0.3, 0.1),
+        Estimate(0.1, -0.1, 0.3),
+        Estimate(0.2, 0.1, 0.3),
+    ):
+        figures = {"explained_variance": sure, "tau": sure, "gain_over_prompt": gain}
+        said[gain.value] = findings(figures, 1.0, 1.0)
+    assert said == {
+        -0.2: ["The critic is worse than the mean return of the prompt."],
+        -0.1: ["The critic is not better than the mean return of the prompt."],
+        0.1: ["The critic is not clearly better than the mean return of the prompt."],
+        0.2: [],
+    }
 
 
 def test_an_audit_repeats_and_leaves_training_alone(make_audited: Callable[..., PPOTrainer]) -> None:

@@ -6,13 +6,21 @@ import dataclasses
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.reporting.health import CHECKS, RunContext, add_console_and_health, health_settings, warnings_of
+from rlhf_ppo.reporting.health import (
+    CHECKS,
+    HealthCallback,
+    RunContext,
+    add_console_and_health,
+    health_settings,
+    warnings_of,
+)
 from rlhf_ppo.reporting.judgements import RewardAccuracy
 from rlhf_ppo.reporting.run_log import RunSettings, read_log
 from tests.conftest import tiny_scorer
@@ -41,7 +49,7 @@ GAIN, CUT = "critic/gain_over_prompt", {"episode/cut_by_calls_frac": 0.3, "episo
 CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
     "kl": (  # 20 tokens at 1 nat
         series("objective/kl", [0.0, 20.1, 21.0, 20.2]),
-        series("objective/kl", [30.0, 30.0, 19.9]),
+        series("objective/kl", [30.0, 30.0, 19.9, 30.0]),
         "20.2 nats per response, 1.01 per token",
     ),
     "kl_growth": (  # means of three: 0, 1, 2.8, 6, which rise by 1, 1.8 and 3.2
@@ -91,7 +99,7 @@ def test_a_check_warns_beyond_its_limit_only(name: str) -> None:
     run = dataclasses.replace(RUN, reward_accuracy="at chance, right on 51%") if name == "reward_accuracy" else RUN
 
     assert words in (check.find(beyond, run) or "")
-    assert {other for other, each in BY_NAME.items() if each.find(within, RUN)} <= {"kl"}
+    assert {other for other, each in BY_NAME.items() if each.find(within, RUN)} == set()
     missing: Any = [{"loss": 0.1, "step": 1, key: None} for key in HEALTHY]
     assert check.find(missing, RUN) is None
     fields = {*PPOConfig.__dataclass_fields__}
@@ -118,6 +126,28 @@ class Tracker(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append(dict(logs))
+
+
+def test_responses_that_differ_in_one_of_the_last_logs_are_not_repeated() -> None:
+    assert BY_NAME["repeated"].find(series("response/unique_frac", [1.0, 0.1, 0.21, 0.1]), RUN) is None
+
+
+@pytest.mark.parametrize(("clean", "warnings"), [(9, 1), (10, 2)])
+@pytest.mark.parametrize("resumed_after", [None, 1, 5])
+def test_a_check_is_silent_until_ten_logs_had_no_finding_also_after_a_resume(
+    clean: int, warnings: int, resumed_after: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    beyond, within = {**HEALTHY, GAIN: 0.1, f"{GAIN}_low": 0.0}, {**HEALTHY, GAIN: 0.1, f"{GAIN}_low": 0.1}
+    state: Any = SimpleNamespace(log_history=[], is_world_process_zero=True)
+    callback = HealthCallback(RUN)
+    for step, figures in enumerate([beyond, *[within] * clean, beyond]):
+        if step == resumed_after:
+            callback = HealthCallback(RUN)
+            callback.on_train_begin(None, state, None)
+        state.log_history.append({**figures, "step": step})
+        callback.on_log(None, state, None, logs=dict(figures))
+    assert len(warned(caplog)) == warnings
+    assert warnings_of(state.log_history, RUN)["critic"][-1][0] == (clean + 1 if warnings == 2 else 0)
 
 
 def test_a_policy_that_never_calls_a_tool_is_named_one_that_has_stopped_is_not() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 
-from rlhf_ppo.reporting.judgements import SeedWinRates, student_quantile, wilson_interval
+from rlhf_ppo.reporting.judgements import Judged, SeedWinRates, over_seeds, student_quantile, wilson_interval
 
 
 def test_the_mean_over_seeds_has_a_standard_error() -> None:
@@ -12,6 +13,18 @@ def test_the_mean_over_seeds_has_a_standard_error() -> None:
 
     assert found.mean == pytest.approx(0.7) and found.standard_error == pytest.approx(0.1 / 3**0.5)
     assert SeedWinRates([0.5], [(0.4, 0.6)], [None]).standard_error is None
+
+
+def test_runs_that_were_judged_alike_have_a_mean_over_seeds() -> None:
+    def judged(name: str, rate: float, seed: int, judge: str = "a") -> Judged:
+        options = {"seed": seed, "model": f"runs/{name}", "judge_model": judge}
+        figures = {"win_rate": rate, "interval": [rate - 0.1, rate + 0.1], "options": options}
+        return Judged(name, figures, pd.DataFrame())
+
+    first, second = judged("one", 0.6, 0), judged("two", 0.8, 1)
+    (found,) = over_seeds([first, second, judged("three", 0.1, 2, judge="b")])
+    assert found == {"names": ["one", "two"], "mean": pytest.approx(0.7), "standard_error": pytest.approx(0.1)}
+    assert over_seeds([first, judged("again", 0.8, 0)]) == []
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def make_run(tmp_path: Path) -> MakeRun:
     def make(
         rate: float | None = None, accuracy: RewardAccuracy | None = GOOD, seed: int = 0, step: int = 100,
         opponent: str = "out/sft", judge: str = "out/judge_reward", half: float = 0.05, wins: int = 60,
-        judged_by: Sequence[str] = ("out/reward", "reward"), **last: float,
+        judged_by: Sequence[str] = ("out/reward", "reward"), length_controlled: float | None = None, **last: float,
     ) -> RecordedRun:  # fmt: skip
         folder, reward = tmp_path / f"ppo-seed{seed}", tmp_path / "reward"
         (folder / "judged").mkdir(parents=True), reward.mkdir(exist_ok=True)
@@ -45,6 +45,7 @@ def make_run(tmp_path: Path) -> MakeRun:
             accuracy.save(reward)
         if rate is not None:
             judged = {"win_rate": rate, "interval": [rate - half, rate + half], "wins": wins, "losses": 40, "ties": 0}
+            judged["length_controlled"] = length_controlled
             options = {"opponent": opponent, "judge_model": judge}
             path = folder / "judged" / "win_rate.json"
             path.write_text(json.dumps({**judged, "failed": 0, "judge_identities": judged_by, "options": options}))
@@ -151,6 +152,40 @@ def test_a_losing_run_has_its_reason(name: str, make_run: MakeRun) -> None:
     found = verdict_of([make_run(0.4, **settings)])
     assert any(reason in each for each in found.reasons), found.reasons
     assert [*found.lines()][1].startswith("Why: ") and len(found.reasons) <= 3
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {},
+        {"objective__kl": 9.9},  # of 20 tokens
+        {"objective__kl": 0.21},
+        {"response__length_mean": 10.1},
+        {"response__length_mean": 39.9},
+        {"policy__entropy_avg": 0.61},  # of 2
+        {"response__ended_frac": 0.51},
+    ],
+)
+def test_a_better_run_just_within_each_limit_has_no_reason(last: dict[str, float], make_run: MakeRun) -> None:
+    assert verdict_of([make_run(0.6, **last)]).reasons == ()
+
+
+@pytest.mark.parametrize(("equal_length", "doubts"), [(0.45, True), (0.55, False)])
+def test_a_policy_that_wins_by_its_length_is_doubted(equal_length: float, doubts: bool, make_run: MakeRun) -> None:
+    found = verdict_of([make_run(0.6, length_controlled=equal_length)])
+    sentence = "But: At equal length the policy wins 45.0%: the judge may prefer long responses."
+    assert [*found.lines()][1:] == [sentence] * doubts
+
+
+def test_first_and_last_are_tenths_of_the_logs(make_run: MakeRun) -> None:
+    """Of 40 logs: the mean KL of the last four is 11, that of the last half below 6."""
+    run = make_run(0.6)
+    state = run.directory / "trainer_state.json"
+    kls = [0.0] * 36 + [10.0, 11.0, 11.0, 12.0]
+    logs = [{**LAST, "objective/kl": kl, "step": step, "episode": 8 * step} for step, kl in enumerate(kls, start=1)]
+    state.write_text(json.dumps({"log_history": logs}))
+    (reason,) = verdict_of(recorded_runs([run.directory])).reasons
+    assert "0.55 nats of KL per token" in reason
 
 
 @pytest.mark.parametrize(

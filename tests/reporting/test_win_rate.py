@@ -18,6 +18,13 @@ def test_a_tie_counts_half_and_a_failed_verdict_not_at_all() -> None:
     assert "; 4 judged: 2 wins, 1 losses, 1 ties; 1 failed verdicts)\nLength-controlled win rate: 62.5%" in str(found)
 
 
+def test_lengths_are_those_of_the_rows_that_were_judged() -> None:
+    ours, theirs = [1, 90, 2, 3], [50, 1, 2, 50]
+    found = WinRate.of([1.0, None, -1.0, 1.0], lengths=ours, others=theirs)
+    expected = WinRate.of([1.0, -1.0, 1.0], lengths=[1, 2, 3], others=[50, 2, 50])
+    assert found.length_controlled == expected.length_controlled != pytest.approx(2 / 3, abs=0.01)
+
+
 def test_few_prompts_prove_nothing_and_ties_narrow_the_interval_of_many() -> None:
     """A sign test of 4 wins in 4 has p = .125. Of many prompts: mean and standard error of the outcomes."""
     assert WinRate(wins=4, losses=0, ties=1, failed=0).interval()[0] < 0.5 < WinRate(9, 0, 1, 0).interval()[0]

@@ -78,6 +78,9 @@ def test_requests_run_at_the_same_time_up_to_a_limit(server: Any, concurrency: i
     assert most == together
 
 
+BUSY = (408, 429, 500, 502, 503, 504)
+
+
 def test_it_is_a_reward_function(server: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     reward = RewardFunction(endpoint(server), TrainerState)
     assert reward.is_async and reward.name == "score"
@@ -87,7 +90,7 @@ def test_it_is_a_reward_function(server: Any, tokenizer: PreTrainedTokenizerFast
     assert server.requests[1][1]["columns"] == {"answer": ["a", "b", "c"]}
 
 
-@pytest.mark.parametrize("failure", [drop, cut_off, says("busy", 503)], ids=["drops", "cuts off", "busy"])
+@pytest.mark.parametrize("failure", [drop, cut_off, *(says("busy", status) for status in BUSY)])
 def test_a_failed_request_is_repeated_and_the_last_one_names_its_rows(
     failure: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

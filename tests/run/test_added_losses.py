@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import tiny_policy
+from rlhf_ppo.run.ptx import Text, prepare_texts
+from tests.conftest import make_tokenizer, tiny_policy
 from tests.runs import QUICK, MakeTrainer
 
 TEXTS: list[dict[str, Any]] = [
@@ -40,6 +41,18 @@ def test_the_ranks_take_rows_of_one_order(make_trainer: MakeTrainer, monkeypatch
         masks = zip(rows.query_responses, rows.attention_mask, rows.response_mask.sum(dim=1).tolist(), strict=True)
         found += [(ids[mask].tolist(), int(mask.sum()) - num_learned) for ids, mask, num_learned in masks]
     assert sorted(found) == sorted(LEARNED)
+
+
+def test_long_texts_are_cut_and_those_without_a_token_to_learn_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7, 8, 9, 10]}, {"input_ids": [5]}]
+    texts = prepare_texts(rows, make_tokenizer(), longest=4)
+    assert texts == [Text([5], [6, 7], [True] * 2), Text([5], [6, 7, 8], [True] * 3)]
+    (said,) = caplog.messages
+    assert said == (
+        "ptx_dataset: of 3 rows, 1 are cut to 4 tokens, and 1 are left out because they have no token to learn"
+    )
+    with pytest.raises(ValueError, match="no row of ptx_dataset has a token to learn"):
+        prepare_texts(rows[2:], make_tokenizer(), longest=4)
 
 
 def test_tokens_that_a_data_set_masks_are_read_and_not_learned(make_trainer: MakeTrainer) -> None:

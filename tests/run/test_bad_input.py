@@ -139,6 +139,31 @@ def test_a_schedule_follows_the_score_of_one_data_set(metric: str, make_trained:
 
 
 @pytest.mark.parametrize(
+    ("metric", "greater_is_better", "keeps"),
+    [("a_score", True, True), ("b_score", True, False), ("a_score", False, False), ("b_score", False, True)],
+)
+def test_a_plateau_is_that_of_the_data_set_in_the_direction_that_is_better(
+    metric: str, greater_is_better: bool, keeps: bool, make_trained: MakeTrainer
+) -> None:
+    """The score of a rises with each evaluation, that of b falls; the rate is halved where it is no better."""
+
+    def by_set(completions: list[str], sign: list[int], trainer_state: Any, **_: Any) -> list[float]:
+        return [each * float(trainer_state.global_step) for each in sign]
+
+    def rows(sign: int) -> list[dict[str, Any]]:
+        return [{**row, "sign": sign} for row in prompt_rows(2)]
+
+    trainer = make_trained(
+        **QUICK | FOLLOWING | {"eval_dataset": {"a": rows(1), "b": rows(-1)}, "save_strategy": "no"},
+        train_dataset=[{**row, "sign": 0} for row in prompt_rows(8)], reward_funcs=by_set,
+        lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        metric_for_best_model=metric, greater_is_better=greater_is_better,
+    )  # fmt: skip
+    (rate,) = {group["lr"] for group in trainer.optimizer.param_groups}
+    assert rate == trainer.args.learning_rate * (1 if keeps else 0.25)  # after three evaluations, the first the best
+
+
+@pytest.mark.parametrize(
     "case",
     [{"reward_funcs": lambda completions, **_: [None] * len(completions)}, {"metric_for_best_model": "accuracy"}],
     ids=["no score", "unknown"],
