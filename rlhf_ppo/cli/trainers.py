@@ -49,7 +49,7 @@ from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation, num_rows
 from rlhf_ppo.data.sources import Rows, choose_split, hold_out_pairs, load_splits
 from rlhf_ppo.generation.sampling import SpecialTokens
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory, load_adapter
-from rlhf_ppo.models.heads import is_head_of_policy
+from rlhf_ppo.models.heads import is_head_of_policy, reads_last_token
 from rlhf_ppo.models.loading import (
     check_start_elsewhere,
     load_classifier,
@@ -60,13 +60,14 @@ from rlhf_ppo.models.loading import (
     without_adapters,
 )
 from rlhf_ppo.models.reference import asks_for_reference
-from rlhf_ppo.models.unwrapping import as_module, drop_ignored_generation_settings
+from rlhf_ppo.models.unwrapping import as_module, drop_ignored_generation_settings, transformers_model
 from rlhf_ppo.ranks.signals import say
 from rlhf_ppo.reporting.console import use_console
 from rlhf_ppo.reporting.judgements import ACCURACY, RewardAccuracy
 from rlhf_ppo.reporting.metrics import note_on_memory
 from rlhf_ppo.reporting.model_card import CARD, if_on_hub, model_origin, with_local_names
 from rlhf_ppo.reporting.run_log import SETTINGS_NAME, where_results_are
+from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from rlhf_ppo.run.checkpoints import parse_resume
 from rlhf_ppo.run.rollouts import DivergenceError
@@ -163,7 +164,10 @@ def lora_config(model_args: ModelConfig) -> Any:
     modules: Any = model_args.lora_target_modules
     if isinstance(modules, str) and modules.isidentifier():  # no pattern, and not "all-linear"
         model_args.lora_target_modules = [modules]
-    return get_peft_config(model_args)
+    config: Any = get_peft_config(model_args)
+    if config is not None:
+        config.revision = model_args.model_revision  # of the base, for loading and merging
+    return config
 
 
 # ---- PPO ----
@@ -203,11 +207,9 @@ def ppo_trainer(
     texts = script_args.ptx_dataset
     if texts is not None:
         texts = choose_split(load_splits(texts, argument="ptx_dataset"), "train", "the split of ptx_dataset")
-    path = model_args.model_name_or_path
-    argument = "model_name_or_path" if path else "sft_model_path"
     return PPOTrainer(
         args,
-        load_tokenizer(path or args.sft_model_path, script_args.trust_remote_code, argument),
+        _tokenizer(script_args, args, model_args),
         model=load_pretrained(AutoModelForCausalLM, args.sft_model_path, "sft_model_path", **settings),
         ref_model=ref_model and load_pretrained(AutoModelForCausalLM, ref_model, ref_argument, **settings),
         train_dataset=train_dataset,
@@ -216,6 +218,13 @@ def ppo_trainer(
         ptx_dataset=texts,
         **more,
     )
+
+
+def _tokenizer(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the policy's tokenizer."""
+    path = model_args.model_name_or_path
+    argument = "model_name_or_path" if path else "sft_model_path"
+    return load_tokenizer(path or args.sft_model_path, script_args.trust_remote_code, argument)
 
 
 def say_how_prompts_are_read(rows: object, tokenizer: Any) -> None:
@@ -242,7 +251,8 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     Returns:
         Arguments of `PPOTrainer`.
     """
-    settings = loading_settings(script_args.trust_remote_code, model_args)
+    trusts = script_args.trust_remote_code
+    settings = loading_settings(trusts, model_args)
     in_float32 = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
     in_float32["dtype"] = torch.float32
     is_other = settings["dtype"] != torch.float32 or "quantization_config" in settings
@@ -256,9 +266,10 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
         else:
             reward_model = _load_reward_model(path, settings)
         if is_other and value_path is None and not args.share_base_model:
-            value_model = load_pretrained(
-                AutoModelForSequenceClassification, path, argument, num_labels=1, **in_float32
-            )
+            tokenizer, beside = _tokenizer(script_args, args, model_args), tokenizer_beside(path, trusts)
+            reads_tokens = beside is None or shares_tokens(tokenizer, beside)
+            if reads_tokens and reads_last_token(reward_model):  # else it is made from the policy
+                value_model = load_classifier(path, argument, is_value_model=True, **in_float32)
     if value_path is not None and not is_used_as_it_is:
         value_model = load_classifier(value_path, "value_model_path", is_value_model=True, **in_float32)
     return {"reward_model": reward_model, "value_model": value_model}
@@ -286,7 +297,8 @@ class _SavesWhole(Trainer):
         directory = output_dir or str(self.args.output_dir)
         check_start_elsewhere(starts_of([as_module(self.model)]), directory)
         remove_saved_models(directory)
-        Path(directory, SETTINGS_NAME).unlink(missing_ok=True)  # of an earlier policy
+        for name in (SETTINGS_NAME, ACCURACY):  # of an earlier model
+            Path(directory, name).unlink(missing_ok=True)
         super()._save(output_dir, state_dict)
 
     def create_model_card(
@@ -570,7 +582,12 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
 
 
 def train_and_save(
-    trainer: Trainer, dataset_name: str | None, *, merge: bool = False, show_samples: bool = False
+    trainer: Trainer,
+    dataset_name: str | None,
+    *,
+    merge: bool = False,
+    show_samples: bool = False,
+    trust_remote_code: bool = False,
 ) -> None:
     """Train, save the model with its tokenizer, log and card, upload it if requested, and print the directory.
 
@@ -579,6 +596,7 @@ def train_and_save(
         dataset_name: Name of the data set, for the model card.
         merge: Whether to replace a LoRA adapter by the merged model.
         show_samples: Whether a `PPOTrainer` shows a table of all samples at the end, if it shows any.
+        trust_remote_code: Whether to run code of the base's repository, to merge.
     """
     args: Any = trainer.args
     is_policy = isinstance(trainer, PPOTrainer)
@@ -592,13 +610,17 @@ def train_and_save(
     trainer.accelerator.wait_for_everyone()
     merges = merge and is_adapter_directory(args.output_dir)
     if merges and trainer.accelerator.is_main_process:
-        tokens = trainer.tokens if is_policy else None
-        merge_adapter(args.output_dir, tokens, getattr(args, "trust_remote_code", False))
+        trusts = trust_remote_code or getattr(args, "trust_remote_code", False)
+        if is_policy:
+            merge_adapter(args.output_dir, trainer.tokens, trusts)
+        else:
+            merge_adapter(args.output_dir, None, trusts, trainer.accelerator.unwrap_model(trainer.model))
         if args.push_to_hub:
             api, skipped = HfApi(token=args.hub_token), ["_*", "checkpoint-*"]
             api.upload_folder(
                 repo_id=str(trainer.hub_model_id),
                 folder_path=args.output_dir,
+                revision=args.hub_revision,
                 ignore_patterns=skipped,
                 delete_patterns=[*_ADAPTER_FILES],  # of the last checkpoint, which was uploaded with its adapter
             )
@@ -615,13 +637,16 @@ def train_and_save(
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def merge_adapter(directory: str, tokens: SpecialTokens | None, trust_remote_code: bool = False) -> None:
+def merge_adapter(
+    directory: str, tokens: SpecialTokens | None, trust_remote_code: bool = False, trained: Any = None
+) -> None:
     """Replace the adapter in a directory by its base with the adapter merged, in the base's precision.
 
     Args:
         directory: Output of `save_model`.
         tokens: The tokens and texts that end a policy's responses; None for other models.
         trust_remote_code: Whether to run code of the base's repository.
+        trained: The model that a trainer of TRL has trained, which has set its special tokens; None: the base's stay.
     """
     is_scorer = adapter_config(directory).task_type == "SEQ_CLS"
     auto_class, head = (
@@ -629,8 +654,24 @@ def merge_adapter(directory: str, tokens: SpecialTokens | None, trust_remote_cod
     )
     options: Any = {"dtype": "auto", "trust_remote_code": trust_remote_code, **head}
     merged: Any = without_adapters(load_pretrained(auto_class, directory, "output_dir", **options))
+    if trained is not None:
+        _copy_special_tokens(transformers_model(trained), merged)
     drop_ignored_generation_settings(merged)
     with nullcontext() if tokens is None else stopping_as_trained(merged, tokens):
         merged.save_pretrained(directory)
+    card = Path(directory, CARD)
+    if card.is_file():
+        write_text(
+            card, card.read_text(encoding="utf-8").replace("library_name: peft", "library_name: transformers", 1)
+        )
     for name in _ADAPTER_FILES:  # last: without them a failed save would lose it
         os.remove(os.path.join(directory, name))
+
+
+def _copy_special_tokens(trained: Any, merged: Any) -> None:
+    """Give a merged model the special tokens that TRL's trainer has set in the trained one."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for part in ("config", "generation_config"):
+            source, target = getattr(trained, part, None), getattr(merged, part, None)
+            if source is not None and target is not None:
+                setattr(target, name, getattr(source, name, None))

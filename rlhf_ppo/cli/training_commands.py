@@ -125,7 +125,13 @@ def _train(command: str, argv: Sequence[str] | None) -> Any:
         print_text(f"Dry run: no problems found; the run would write into {args.output_dir}.")
         return trainer
     with running(program, trainer):
-        train_and_save(trainer, script_args.dataset_name, merge=script_args.merge_adapter, show_samples=True)
+        train_and_save(
+            trainer,
+            script_args.dataset_name,
+            merge=script_args.merge_adapter,
+            show_samples=True,
+            trust_remote_code=getattr(script_args, "trust_remote_code", False),  # else of `args`
+        )
         if command == "reward":
             measure_accuracy(trainer)
     return trainer

@@ -136,6 +136,12 @@ def is_adapter_directory(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
+def origin(model: nn.Module) -> str | None:
+    """Return the path or hub name of a model, or of the adapter over it or merged into it; None: it has none."""
+    base = transformers_model(model)
+    return getattr(base, ADAPTER_DIRECTORY, None) or base.config._name_or_path or None
+
+
 def adapter_config(path: str | os.PathLike[str]) -> PeftConfig:
     """Return the configuration of a saved adapter."""
     from peft import PeftConfig

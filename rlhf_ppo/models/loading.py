@@ -258,6 +258,8 @@ def load_pretrained(auto_class: Any, path: str | os.PathLike[str], argument: str
     """
     kwargs = {"trust_remote_code": False, **kwargs}  # None would ask on stdin
     if is_adapter_directory(path):
+        if (revision := adapter_config(path).revision) is not None:  # of the base
+            kwargs["revision"] = revision
         if auto_class is AutoModelForSequenceClassification:
             return _adapted_classifier(path, argument, may_get_a_head=False, **kwargs)
         check_no_scorer(adapter_config(path), argument, f"{argument}={os.fspath(path)!r} is")
@@ -362,6 +364,8 @@ def load_processor(
     if not isinstance(processor, ProcessorMixin):
         return None
     processor.tokenizer = tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    if tokenizer.chat_template is not None:  # with which the prompts are rendered
+        processor.chat_template = tokenizer.chat_template  # pyright: ignore[reportAttributeAccessIssue]
     return processor
 
 

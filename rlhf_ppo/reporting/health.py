@@ -14,9 +14,9 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import Sizes
+from rlhf_ppo.models.adapters import origin
 from rlhf_ppo.reporting.console import Log, beside_bars, use_console
 from rlhf_ppo.reporting.judgements import AT_CHANCE, TOO_FEW_PAIRS, read_accuracy
-from rlhf_ppo.reporting.model_card import model_origin
 from rlhf_ppo.terminal import visible_logger
 
 logger = visible_logger(__name__)
@@ -311,7 +311,7 @@ def add_console_and_health(
     use_console(trainer, args.log_console)
     if args.health_checks:
         num_logs = sizes.num_total_batches / args.logging_steps if args.logging_steps >= 1 else 1 / args.logging_steps
-        measured = filter(None, map(read_accuracy, filter(None, map(model_origin, reward_models))))
+        measured = filter(None, map(read_accuracy, filter(None, map(origin, reward_models))))
         problems = (f"{model.state}, {model}" for model in measured if model.state in (AT_CHANCE, TOO_FEW_PAIRS))
         run = RunContext(
             sizes.batch_size,

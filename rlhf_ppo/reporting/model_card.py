@@ -13,10 +13,11 @@ from transformers import is_wandb_available
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.files import optional, write_text
+from rlhf_ppo.models.adapters import origin
 from rlhf_ppo.models.capabilities import reads_images
 from rlhf_ppo.models.unwrapping import is_peft_model, transformers_model
 from rlhf_ppo.reporting.judgements import Judgement, read_judgements
-from rlhf_ppo.reporting.run_log import SETTINGS_NAME, History, installed_versions, training_log
+from rlhf_ppo.reporting.run_log import CURVES, SETTINGS_NAME, History, installed_versions, training_log
 from rlhf_ppo.rewards.identity import reward_identities
 from rlhf_ppo.rewards.resolve import RewardSpec
 from rlhf_ppo.terminal import redact_urls, redacted
@@ -25,8 +26,7 @@ TAGS = ("rlhf_ppo", "ppo")
 """The tags of every card."""
 
 CARD = "README.md"
-CURVES = "curves.png"
-"""File name of the curves in the card's directory."""
+"""File name of the card."""
 
 NUM_CURVES = 4
 """Number of curves: the first of `PANELS` that were logged."""
@@ -232,8 +232,8 @@ def reward_origins(models: Sequence[nn.Module], names: Sequence[str]) -> list[st
     Returns:
         The path or hub name of each model, if it has one, or else the source's name.
     """
-    origins = [model_origin(model) for model in models]
-    return [origin or name for origin, name in zip(origins, names, strict=False)] + list(names[len(origins) :])
+    origins = [origin(model) for model in models]
+    return [known or name for known, name in zip(origins, names, strict=False)] + list(names[len(origins) :])
 
 
 def names_of_parts(
@@ -256,14 +256,14 @@ def names_of_parts(
     """
     specs = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
     texts = [spec if isinstance(spec, str) and redacted(spec) == spec else None for spec in specs]
-    parts = {"policy": model_origin(policy), "rewards": reward_origins(reward_models, names)}
+    parts = {"policy": origin(policy), "rewards": reward_origins(reward_models, names)}
     others = {
         "reward_funcs": texts,
         "reward_identities": reward_identities(reward_models, reward_funcs),
         "dataset": redacted(dataset),
     }
-    if reference is not None and (origin := model_origin(reference)) != parts["policy"]:
-        parts["reference"] = origin
+    if reference is not None and (its_origin := origin(reference)) != parts["policy"]:
+        parts["reference"] = its_origin
     return parts | {name: value for name, value in others.items() if value}
 
 

@@ -158,7 +158,7 @@ def save_settings(args: PPOConfig, made_of: Mapping[str, object], health: Mappin
 
 # Results
 
-AUDIT_NAME = "critic_audit.json"
+AUDIT_NAME, CURVES = "critic_audit.json", "curves.png"
 SAMPLES_DIR = "_samples"
 """The directory of the sample tables in `output_dir`; `push_to_hub` does not upload it."""
 

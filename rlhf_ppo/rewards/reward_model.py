@@ -20,7 +20,7 @@ from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.images import ImageChats, RowImages, as_blocks, image_blocks, without_placeholders
 from rlhf_ppo.data.prompts import MARK, Messages, as_the_template_reads, is_conversation, text_of_content
 from rlhf_ppo.data.rollout import PositionLimit, pad_right
-from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
+from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory, origin
 from rlhf_ppo.models.capabilities import position_limit
 from rlhf_ppo.models.loading import CODE_IS_RUN_IF, load_classifier, wants_code
 from rlhf_ppo.models.unwrapping import transformers_model
@@ -243,7 +243,7 @@ class RewardModel:
 
 
 def _tokenizer_of(spec: nn.Module | str | os.PathLike[str], model: nn.Module) -> PreTrainedTokenizerBase | None:
-    path = transformers_model(model).config._name_or_path if isinstance(spec, nn.Module) else spec
+    path = origin(model) if isinstance(spec, nn.Module) else spec
     runs_code = type(transformers_model(model)).__module__.startswith("transformers_modules")  # as the user allowed
     return tokenizer_beside(path, trust_remote_code=runs_code)
 

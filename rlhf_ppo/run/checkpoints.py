@@ -16,7 +16,7 @@ from transformers.trainer_utils import sort_checkpoints
 from rlhf_ppo.data.files import read_object
 from rlhf_ppo.reporting.completion_files import COMPLETIONS_DIR
 from rlhf_ppo.reporting.judgements import JUDGED
-from rlhf_ppo.reporting.run_log import AUDIT_NAME, SAMPLES_DIR
+from rlhf_ppo.reporting.run_log import AUDIT_NAME, CURVES, SAMPLES_DIR
 from rlhf_ppo.reporting.verdict import VERDICT
 
 try:
@@ -33,6 +33,7 @@ EARLIER = "_earlier"
 _RESULTS = (
     *(f"{JUDGED}/", f"{JUDGED}*.parquet", "win_rate*.json", VERDICT),
     *(f"{SAMPLES_DIR}/", f"{COMPLETIONS_DIR}/", AUDIT_NAME, TRAINER_STATE_NAME),
+    CURVES,
 )
 
 _held: set[str] = set()

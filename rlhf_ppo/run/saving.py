@@ -34,6 +34,7 @@ from rlhf_ppo.models.adapters import (
     changed_settings,
     check_holds_adapter,
     load_adapter_weights,
+    origin,
     save_adapter,
 )
 from rlhf_ppo.models.heads import ValueHead
@@ -42,7 +43,6 @@ from rlhf_ppo.models.policy_and_value import PolicyAndValue
 from rlhf_ppo.models.unwrapping import is_peft_model, original_outputs, replaced, transformers_model
 from rlhf_ppo.ranks.processes import get_logger, is_fsdp, raise_on_all_ranks, zero_stage
 from rlhf_ppo.ranks.random_streams import preserve_rng
-from rlhf_ppo.reporting.model_card import model_origin
 from rlhf_ppo.reporting.run_log import step_of_policy
 from rlhf_ppo.run import checkpoints as directories
 from rlhf_ppo.run.datasets import check_ranks_alike
@@ -222,7 +222,7 @@ def trained_parts(models: PolicyAndValue) -> dict[str, Any]:
     adapters = {name: adapter_settings(part) for name, part in parts.items() if is_peft_model(part)}
     described: dict[str, Any] = {"trained": kinds_of(models), "adapters": adapters or None}
     if not isinstance(models.value_model, ValueHead):
-        described["value_model"] = model_origin(models.value_model)
+        described["value_model"] = origin(models.value_model)
     return {name: value for name, value in described.items() if value is not None}
 
 

@@ -11,11 +11,12 @@ import torch
 from accelerate.utils import compare_versions
 from datasets import Dataset
 from torch import nn
+from transformers import AutoProcessor, AutoTokenizer
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from rlhf_ppo.data.images import ImageChats, model_inputs
-from tests.runs import logged, train_and_record
+from tests.runs import QUICK, logged, train_and_record
 from tests.vision import KINDS, alone, image_rows, make_model, make_processor, picture
 
 LENGTH = 5
@@ -137,3 +138,20 @@ def test_a_text_among_images_reads_what_it_reads_alone(name: str, order: tuple[i
     for place, row in enumerate(order):
         expected = (alone_text, alone_image)[row]
         torch.testing.assert_close(logits[place, : len(expected)], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_policy_keeps_the_chat_template_of_its_prompts(make_trainer: Any, tmp_path: Path) -> None:
+    """The tokenizer's, which rendered them, not that of the processor beside the model."""
+    processor = make_processor("llava")
+    make_model("llava", processor).save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{% for m in messages %}w20 {{ m['content'] }} {% endfor %}w21"
+    chat = [{"role": "user", "content": "w4 w5"}]
+    trainer = make_trainer(
+        **QUICK, model=str(tmp_path / "model"), processing_class=tokenizer, value_model="policy",
+        train_dataset=[{"prompt": chat}] * 8, reward_funcs="length",
+    )  # fmt: skip
+    trainer.save_model(str(tmp_path / "saved"))
+    for kind in (AutoTokenizer, AutoProcessor):
+        assert kind.from_pretrained(tmp_path / "saved").chat_template == tokenizer.chat_template

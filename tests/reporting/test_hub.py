@@ -111,11 +111,13 @@ UPLOADING: dict[str, Any] = QUICK | {"save_strategy": "steps", "save_steps": 3, 
 def test_a_merged_policy_replaces_the_adapter_of_the_last_checkpoint(make_trainer, hub, tmp_path):
     tiny_policy().save_pretrained(tmp_path / "base")
     adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-    trainer = make_trainer(**UPLOADING, hub_model_id="me/ppo", model=str(tmp_path / "base"), peft_config=adapter)
+    given = {"model": str(tmp_path / "base"), "peft_config": adapter, "hub_revision": "v2"}
+    trainer = make_trainer(**UPLOADING, hub_model_id="me/ppo", **given)
 
     train_and_save(trainer, None, merge=True)
 
     before, after = hub.commits
+    assert before.revision == after.revision == "v2"
     deleted = {name for pattern in after.delete_patterns for name in fnmatch.filter(before.files, pattern)}
     assert deleted == {"adapter_config.json", "adapter_model.safetensors"}
     assert "model.safetensors" in after.files and not deleted & after.files.keys()

@@ -144,6 +144,7 @@ def test_a_new_run_does_not_inherit_the_results_of_an_earlier_policy(
     assert not (tmp_path / "_earlier").exists()
     (tmp_path / "judged").mkdir()
     judged = {"judged/win_rate.json", "judged.parquet", "win_rate-2.json", "verdict.json", "critic_audit.json"}
+    judged |= {"curves.png"}  # of the card
     for name in judged:
         (tmp_path / name).touch()
     of_run = {
