@@ -112,6 +112,8 @@ def variants_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def written(results: Sequence[Cell]) -> Iterator[str]:
     """Yield the lines of the page, a table for each task."""
+    yield INTERVALS
+    yield ""
     for task in dict.fromkeys(cell["task"] for cell in results if cell["task"] in (*TASKS, *UNSEEN)):
         groups = variants_of([cell for cell in results if cell["task"] == task])
         cells = [cell for group in groups.values() for cell in group]
@@ -123,8 +125,6 @@ def written(results: Sequence[Cell]) -> Iterator[str]:
             f"{cells[0]['num_updates']} updates; gold reward before training {first}; "
             f"{fmean(seconds):.0f} seconds a run (up to {max(seconds):.0f}), one thread."
         )
-        yield ""
-        yield INTERVALS
         yield ""
         for line in (HEAD, ["---"] * len(HEAD), *(row(*pair, groups.get(TRL, [])) for pair in groups.items())):
             yield f"| {' | '.join(line)} |"
