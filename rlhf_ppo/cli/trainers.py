@@ -380,8 +380,6 @@ def measured_reward_trainer(
 def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
     """Measure a reward model on held-out pairs, print its accuracy and write it beside the model.
 
-    Without held-out pairs, the accuracy of an earlier model in the same directory is deleted.
-
     Args:
         trainer: The trainer of `measured_reward_trainer`, after training.
 
@@ -390,8 +388,6 @@ def measure_accuracy(trainer: Trainer) -> RewardAccuracy | None:
     """
     pairs: Any = trainer.eval_dataset
     if not num_rows(pairs):
-        if trainer.is_world_process_zero():
-            Path(str(trainer.args.output_dir), ACCURACY).unlink(missing_ok=True)
         return None
     trainer.preprocess_logits_for_metrics = _right_pairs  # TRL's accuracy is a mean over batches
     right: Any = trainer.predict(pairs).predictions
