@@ -163,7 +163,7 @@ def final_rows(
 
 
 def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None:
-    """Draw the accuracy over CPU minutes: means over seeds, with 95% intervals of three seeds or more."""
+    """Draw the accuracy over CPU minutes of what has three seeds or more: means with 95% intervals."""
     import matplotlib.pyplot as plt
     from intervals import mean  # pyright: ignore
 
@@ -171,15 +171,14 @@ def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None
     figure, axes = plt.subplots(figsize=(7, 4))
     for name, trial, description in described():
         points = {mark: runs for mark in MARKS if (runs := final_rows(name, trial, mark, rows))}
-        if not points:
+        seeds = min(map(len, points.values()), default=0)
+        if seeds < 3:
             continue
-        seeds = min(map(len, points.values()))
         values = [fmean(accuracy(run) for run in runs) for runs in points.values()]
         (line,) = axes.plot([0, *points], [START, *values], marker="o", label=f"{description}, seeds: {seeds}")
-        if seeds >= 3:
-            halves = [0.0, *(mean([accuracy(run) for run in runs]).half for runs in points.values())]
-            low, high = ([v + side * h for v, h in zip([START, *values], halves, strict=True)] for side in (-1, 1))
-            axes.fill_between([0, *points], low, high, alpha=0.15, color=line.get_color())
+        halves = [0.0, *(mean([accuracy(run) for run in runs]).half for runs in points.values())]
+        low, high = ([v + side * h for v, h in zip([START, *values], halves, strict=True)] for side in (-1, 1))
+        axes.fill_between([0, *points], low, high, alpha=0.15, color=line.get_color())
     axes.set(xlabel="CPU minutes of training", ylabel="answers that satisfy all", ylim=(0, None), xlim=(0, None))
     axes.legend()
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})

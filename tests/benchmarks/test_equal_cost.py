@@ -105,6 +105,11 @@ def test_a_mark_that_was_measured_twice_counts_the_last_time_and_the_table_has_e
     of_two_seeds = {key: line for key, line in rows.items() if key[1] not in FINAL[2:]}
     assert "| GRPO (TRL 1.16) | 20 | 2 | 0.30 | 0.50 | 0.00 | 5.00 | 13 | 4.6 |" in table(of_two_seeds)
     draw(rows, tmp_path / "picture.svg")
+    draw(
+        of_two_seeds | {key: line for key, line in rows.items() if key[1] in FINAL and key[2] == 5},
+        tmp_path / "two.svg",
+    )
+    assert "GRPO" in (tmp_path / "picture.svg").read_text() and "GRPO" not in (tmp_path / "two.svg").read_text()
     rate = f"{TRIALS[1][0]:g}"
     others = {(key[0].replace("0.0005", rate), *key[1:]): line for key, line in rows.items()}
     assert f"| GRPO (TRL 1.16), rate {rate} | 20 | 5 | 0.30" in table(rows | others)
