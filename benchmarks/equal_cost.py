@@ -180,7 +180,7 @@ def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None
         low, high = ([v + side * h for v, h in zip([START, *values], halves, strict=True)] for side in (-1, 1))
         axes.fill_between([0, *points], low, high, alpha=0.15, color=line.get_color())
     axes.set(xlabel="CPU minutes of training", ylabel="answers that satisfy all", ylim=(0, None), xlim=(0, None))
-    axes.legend()
+    axes.legend(fontsize="small")
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
