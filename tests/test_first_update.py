@@ -116,7 +116,10 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "kl_stop": {"kl_stop": 0.3, "num_ppo_epochs": 4},
     "critic_warmup": {"critic_warmup_steps": 2, "total_episodes": 36},
     "warmup_of_an_adaptive_penalty": {
-        **{"critic_warmup_steps": 2, "kl_target": 0.5, "kl_horizon": 30, "total_episodes": 36}
+        "critic_warmup_steps": 2,
+        "kl_target": 0.5,
+        "kl_horizon": 30,
+        "total_episodes": 36,
     },
     "log_of_several_updates": {"logging_steps": 2, "total_episodes": 36},
     "unscored_by_one_of_two": {"reward": "some None of one", "reward_weights": [2.0, 0.5]},

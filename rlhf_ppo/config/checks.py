@@ -652,9 +652,11 @@ def choose_bf16(args: TrainingArguments) -> bool:
     on_cpu = args.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     if bf16 is None and (args.fp16 or launched in ("bf16", "fp16")):
         bf16 = launched == "bf16"
-    can = not on_cpu and supports_bf16()
-    only_emulates = torch.cuda.is_available() and not on_cpu and not can
-    if only_emulates and bf16 is not False and os.environ.get("RANK", "0") == "0":  # no processes yet
+    is_first = os.environ.get("RANK", "0") == "0"  # no processes yet
+    if bf16 is False or on_cpu or (bf16 and not is_first):  # the device is not asked
+        return bool(bf16)
+    can = supports_bf16()
+    if is_first and not can and torch.cuda.is_available():
         logger.warning_once(
             "this GPU only emulates bf16, slower than float32: launch with --mixed_precision fp16, or set fp16=True"
             if bf16

@@ -268,5 +268,5 @@ def names_of_parts(
 
 
 def model_origin(model: nn.Module) -> str | None:
-    """Return the path or hub name that a model was loaded from, if any."""
+    """Return the path or hub name of a model below its adapter, if any; `adapters.origin` names the adapter."""
     return transformers_model(model).config._name_or_path or None

@@ -298,6 +298,18 @@ def test_a_gpu_that_only_emulates_bf16_is_named(
     assert len(said) == bool(warning) and all(message.startswith(str(warning)) for message in said)
 
 
+@pytest.mark.parametrize(
+    ("asked", "rank"), [({"bf16": True}, "1"), ({"bf16": False}, "0"), ({"fp16": True}, "0"), ({"use_cpu": True}, "0")]
+)
+def test_a_device_that_need_not_be_asked_is_not(asked: dict[str, Any], rank: str, monkeypatch: pytest.MonkeyPatch):
+    """Each rank would otherwise use the first GPU."""
+    asked_devices: list[bool] = []
+    monkeypatch.setattr(checks, "supports_bf16", lambda: bool(asked_devices.append(True)))
+    monkeypatch.setenv("RANK", rank)
+    args = SimpleNamespace(**{"bf16": None, "fp16": False, "use_cpu": False, **asked})
+    assert checks.choose_bf16(cast(Any, args)) is asked.get("bf16", False) and not asked_devices
+
+
 # ---- Warm-up and best model ----
 
 
