@@ -1,5 +1,7 @@
 """List the branches that only CUDA takes, and fail if no test on the pretend GPU executed one of them.
 
+A condition that is listed with its reason, but no longer in the package, fails, too.
+
 Run it after the tests, with the folder of their coverage data: `python tests/pretend_gpu/branches.py .coverage`.
 """
 
@@ -17,13 +19,10 @@ NOT_EXECUTED: dict[str, str] = {
     "environments/waiting.py: torch.cuda.current_device() if torch.cuda.is_initialized() else None": (
         "environments run in none of these tests"
     ),
-    "cli/arguments.py: not torch.cuda.is_available()": "bitsandbytes has kernels of its own",
     "config/checks.py: torch.cuda.is_available()": "these tests set bf16; tests/config/test_ppo_config.py",
-    "config/checks.py: torch.cuda.is_available() and (not on_cpu) and (os.environ.get('RANK', '0') == '0')": (
+    "config/checks.py: is_first and (not can) and torch.cuda.is_available()": (
         "for a GPU without bfloat16; tests/config/test_ppo_config.py"
     ),
-    "generation/vllm.py: item is not None and item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
-    "generation/vllm.py: item[1].is_cuda": "vLLM runs on a GPU of its own or not at all",
 }
 """Branches that the pretend GPU cannot take, as `file: condition`, with the reason."""
 _ON_CUDA = ("is_cuda", "== 'cuda'", "'cuda' in", "torch.cuda.is_available", "torch.cuda.is_initialized", "!= 'cpu'")
@@ -56,22 +55,25 @@ def _is_of_cuda(condition: ast.AST) -> bool:
 
 
 def main() -> int:
-    """Print a line for each branch; return 1 if one was neither executed nor listed."""
+    """Print a line for each branch; return 1 if one was neither executed nor listed, or is listed but gone."""
     data = CoverageData(no_disk=True)
     for part in Path(sys.argv[1]).iterdir():
         other = CoverageData(str(part))
         other.read()
         data.update(other)
-    missing = 0
+    missing, gone = 0, set(NOT_EXECUTED)
     for path in sorted(PACKAGE.rglob("*.py")):
         executed = set(data.lines(str(path)) or ())
         for condition, line in dict(branches(path)).items():
+            gone.discard(condition)
             is_executed, reason = line in executed, NOT_EXECUTED.get(condition)
             missing += not is_executed and reason is None
             print(
                 "executed    " if is_executed else f"not executed ({reason or 'NO REASON'})", condition, f"line {line}"
             )
-    return 1 if missing else 0
+    for condition in sorted(gone):
+        print("listed, but in no file", condition)
+    return 1 if missing or gone else 0
 
 
 if __name__ == "__main__":
