@@ -14,11 +14,9 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
-from rlhf_ppo.cli.arguments import PPOScriptArguments, parse
+from rlhf_ppo.cli.arguments import PPOScriptArguments, RewardArguments, SFTArguments, parse
 from rlhf_ppo.cli.errors import USER_ERRORS, user_errors
 from rlhf_ppo.cli.trainers import (
-    RewardArguments,
-    SFTArguments,
     ppo_trainer,
     reward_trainer,
     running,

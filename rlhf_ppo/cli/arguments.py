@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, cast, get_args, get_type_hints
 
@@ -17,14 +18,27 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from trl.scripts.utils import ScriptArguments, TrlParser
 from trl.trainer.model_config import ModelConfig
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.sft_config import SFTConfig
 
 from rlhf_ppo.cli.errors import CommandParser, user_errors
-from rlhf_ppo.config.checks import CONFIG_HINTS, REJECTED, hint_for, option, reject_removed, suggestion
+from rlhf_ppo.config.checks import (
+    CONFIG_HINTS,
+    REJECTED,
+    ExplainsUnknown,
+    Interval,
+    check_range,
+    choose_bf16,
+    hint_for,
+    option,
+    reject_removed,
+    suggestion,
+)
 from rlhf_ppo.config.ppo_config import AgentArguments, EngineArguments, LoggingArguments, PPOConfig, RecipeArguments
 from rlhf_ppo.config.presets import PRESETS
 from rlhf_ppo.data.sources import Rows, choose_split, hold_out, load_splits, separate_prompts, with_prompts_from
 from rlhf_ppo.models.adapters import is_adapter_directory
-from rlhf_ppo.terminal import visible_logger
+from rlhf_ppo.terminal import RedactsSecrets, visible_logger
 
 
 class PPOArgumentParser(CommandParser, TrlParser):
@@ -64,10 +78,10 @@ class PPOArgumentParser(CommandParser, TrlParser):
         """Take the values of a file."""
         for group in self.dataclass_types:
             kinds = get_type_hints(group)
-            for field in fields(group):
-                takes_null = field.default is None or NoneType in get_args(kinds[field.name])
-                if field.name in values and values[field.name] is None and not takes_null:
-                    raise yaml.YAMLError(f"{field.name} is null, but needs a value: write it, or delete the line")
+            for each in fields(group):
+                takes_null = each.default is None or NoneType in get_args(kinds[each.name])
+                if each.name in values and values[each.name] is None and not takes_null:
+                    raise yaml.YAMLError(f"{each.name} is null, but needs a value: write it, or delete the line")
         return super().set_defaults_with_config(**values)
 
     def _config_file(self, name: str, words: list[str]) -> str:
@@ -184,6 +198,32 @@ class PPOScriptArguments(DryRunScriptArguments):
         "file, a directory or a hub name.",
     )
     trust_remote_code: bool = option(False, "Run Python code of a model's repository. Only for code you have read.")
+
+
+class _DefaultBf16(ExplainsUnknown, RedactsSecrets):
+    """Base of TRL's configurations, with `PPOConfig`'s `bf16`: the launcher's, or what the device supports."""
+
+    def __post_init__(self) -> None:
+        """Set `bf16`, which TRL switches on everywhere."""
+        args: Any = self
+        check_range("max_length", args.max_length, Interval(1, math.inf), "Tokens of the longest row.")
+        args.bf16 = choose_bf16(args)
+        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
+        args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # torch warns otherwise
+
+
+@dataclass(repr=False)
+class SFTArguments(_DefaultBf16, SFTConfig):
+    """TRL's `SFTConfig` with the `bf16` of `PPOConfig`."""
+
+    bf16: bool | None = field(default=None, metadata=dict(PPOConfig.__dataclass_fields__["bf16"].metadata))
+
+
+@dataclass(repr=False)
+class RewardArguments(_DefaultBf16, RewardConfig):
+    """TRL's `RewardConfig` with the `bf16` of `PPOConfig`."""
+
+    bf16: bool | None = field(default=None, metadata=dict(PPOConfig.__dataclass_fields__["bf16"].metadata))
 
 
 HELP_GROUPS: dict[str, tuple[type, ...]] = {

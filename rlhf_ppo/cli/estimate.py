@@ -120,9 +120,10 @@ def empty_models(
     trusts = {"trust_remote_code": script_args.trust_remote_code}
 
     def make(auto: Any, path: str, argument: str, dtype: str | None = model_args.dtype) -> nn.Module:
+        revision = model_args.model_revision if argument == "sft_model_path" else "main"
         path = base_of_adapter(path) if is_adapter_directory(path) else path
         labels = {"num_labels": 1} if auto is AutoClassifier else {}
-        config = load_pretrained(AutoConfig, path, argument, revision=model_args.model_revision, **trusts, **labels)
+        config = load_pretrained(AutoConfig, path, argument, revision=revision, **trusts, **labels)
         stored = config.dtype or torch.float32 if dtype in ("auto", None) else getattr(torch, dtype)
         with torch.device("meta"):
             return auto.from_config(config, dtype=stored, **trusts)

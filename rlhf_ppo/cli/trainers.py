@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +40,6 @@ from trl.trainer.utils import get_peft_config, get_quantization_config
 from rlhf_ppo.cli.arguments import PPOScriptArguments, check_columns, prepare_trackers
 from rlhf_ppo.cli.errors import fail, user_errors, wants_tracebacks
 from rlhf_ppo.config import PPOConfig
-from rlhf_ppo.config.checks import ExplainsUnknown, Interval, check_range, choose_bf16
 from rlhf_ppo.config.ppo_config import logging_interval
 from rlhf_ppo.data.files import write_text
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation, num_rows
@@ -73,7 +70,6 @@ from rlhf_ppo.run.checkpoints import parse_resume
 from rlhf_ppo.run.rollouts import DivergenceError
 from rlhf_ppo.run.saving import stopping_as_trained
 from rlhf_ppo.terminal import (
-    RedactsSecrets,
     print_text,
     redacted,
     visible_logger,
@@ -85,48 +81,26 @@ dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # an error instead of a question 
 logger = visible_logger(__name__)
 
 
-class DefaultBf16(ExplainsUnknown, RedactsSecrets):
-    """Base of TRL's configurations, with `PPOConfig`'s `bf16`: the launcher's, or what the device supports."""
-
-    def __post_init__(self) -> None:
-        """Set `bf16`, which TRL switches on everywhere."""
-        args: Any = self
-        check_range("max_length", args.max_length, Interval(1, math.inf), "Tokens of the longest row.")
-        args.bf16 = choose_bf16(args)
-        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
-        args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"  # torch warns otherwise
-
-
-@dataclass(repr=False)
-class SFTArguments(DefaultBf16, SFTConfig):
-    """TRL's `SFTConfig` with the `bf16` of `PPOConfig`."""
-
-    bf16: bool | None = field(default=None, metadata=dict(PPOConfig.__dataclass_fields__["bf16"].metadata))
-
-
-@dataclass(repr=False)
-class RewardArguments(DefaultBf16, RewardConfig):
-    """TRL's `RewardConfig` with the `bf16` of `PPOConfig`."""
-
-    bf16: bool | None = field(default=None, metadata=dict(PPOConfig.__dataclass_fields__["bf16"].metadata))
-
-
 # ---- Loading ----
 
 
-def load_tokenizer(path: str, trust_remote_code: bool, argument: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, trust_remote_code: bool, argument: str, revision: str = "main"
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer that pads on the left; without a PAD token, EOS is its PAD.
 
     Args:
         path: A directory, or a hub name.
         trust_remote_code: Whether to run code of its repository.
         argument: The option that gave the path, for the error message.
+        revision: Branch, tag or commit of its repository.
 
     Raises:
         ValueError: There is no tokenizer, or its files are damaged.
     """
+    of_files = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **of_files)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = why_not_loaded(error, path, "has no tokenizer that can be read")
         raise ValueError(f"{argument}={path!r} {reason}") from error
@@ -224,7 +198,8 @@ def _tokenizer(script_args: PPOScriptArguments, args: PPOConfig, model_args: Mod
     """Load the policy's tokenizer."""
     path = model_args.model_name_or_path
     argument = "model_name_or_path" if path else "sft_model_path"
-    return load_tokenizer(path or args.sft_model_path, script_args.trust_remote_code, argument)
+    trusts, revision = script_args.trust_remote_code, model_args.model_revision
+    return load_tokenizer(path or args.sft_model_path, trusts, argument, revision)
 
 
 def say_how_prompts_are_read(rows: object, tokenizer: Any) -> None:
@@ -246,14 +221,16 @@ def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Load the reward model and the value model, which learns in float32; None: the trainer makes it.
 
+    `model_revision` is the policy's: of their repositories they are read from `main`.
+
     With `share_base_model`, paths are returned: the trainer puts the adapters over the policy's base. "policy" stays.
 
     Returns:
         Arguments of `PPOTrainer`.
     """
     trusts = script_args.trust_remote_code
-    settings = loading_settings(trusts, model_args)
-    in_float32 = {name: settings[name] for name in ("revision", "attn_implementation", "trust_remote_code")}
+    settings = loading_settings(trusts, model_args) | {"revision": "main"}
+    in_float32 = {name: settings[name] for name in ("attn_implementation", "trust_remote_code")}
     in_float32["dtype"] = torch.float32
     is_other = settings["dtype"] != torch.float32 or "quantization_config" in settings
     path, value_path, argument = args.reward_model_path, script_args.value_model_path, "reward_model_path"
@@ -465,7 +442,8 @@ def _trl_trainer(
         raise ValueError("model_name_or_path=None: give the directory or hub name of the model to train")
     is_adapter = is_adapter_directory(path)
     if not is_adapter and trainer_class is _SFTTrainer:
-        config: Any = load_pretrained(AutoConfig, path, "model_name_or_path", trust_remote_code=args.trust_remote_code)
+        of_files = {"trust_remote_code": args.trust_remote_code, "revision": model_args.model_revision}
+        config: Any = load_pretrained(AutoConfig, path, "model_name_or_path", **of_files)
         if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
             raise ValueError(
                 f"model_name_or_path={path!r} is a reward model, not a language model: name the model that it was "
@@ -473,7 +451,7 @@ def _trl_trainer(
             )
     prepare_trackers(args)
     settings = loading_settings(args.trust_remote_code, model_args) | (args.model_init_kwargs or {})
-    tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path")
+    tokenizer = load_tokenizer(path, args.trust_remote_code, "model_name_or_path", model_args.model_revision)
     set_seed(args.seed)  # determines a new head or adapter
     model, peft_config = path, lora_config(model_args)
     if is_adapter:

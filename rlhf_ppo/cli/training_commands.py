@@ -6,12 +6,18 @@ from typing import Any
 from transformers import Trainer
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.cli.arguments import DryRunScriptArguments, PPOScriptArguments, check_columns, parse, train_and_eval_rows
+from rlhf_ppo.cli.arguments import (
+    DryRunScriptArguments,
+    PPOScriptArguments,
+    RewardArguments,
+    SFTArguments,
+    check_columns,
+    parse,
+    train_and_eval_rows,
+)
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.trainers import (
     PAIRS,
-    RewardArguments,
-    SFTArguments,
     check_lora,
     load_scorers,
     measure_accuracy,

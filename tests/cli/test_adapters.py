@@ -87,20 +87,44 @@ def test_a_model_keeps_the_special_tokens_of_its_training(options: list[str]) ->
     assert scorer(torch.tensor([[4, 5], [6, 7]])).logits.shape == (2, 1)
 
 
-def test_an_adapter_is_merged_into_the_revision_that_it_was_trained_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main, other = "a" * 40, "b" * 40
-    hub = tmp_path / "hub" / "models--me--base"
-    save_models(str(hub / "snapshots"), **{main: tiny_policy(0), other: tiny_policy(1)})
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text(main)
-    (hub / "refs" / "v2").write_text(other)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+def hub_with(monkeypatch: pytest.MonkeyPatch, name: str, **models: Any) -> Path:
+    """Put a repository into the hub's cache, with a branch for each model; return its folder."""
+    root = Path("hub").absolute()
+    repository = root / f"models--me--{name}"
+    (repository / "refs").mkdir(parents=True)
+    commits = {branch: 40 * letter for branch, letter in zip(models, "ab", strict=False)}
+    for branch, commit in commits.items():
+        (repository / "refs" / branch).write_text(commit)
+    save_models(str(repository / "snapshots"), **{commits[branch]: model for branch, model in models.items()})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(root))
+    return repository
+
+
+def test_an_adapter_is_merged_into_the_revision_that_it_was_trained_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = hub_with(monkeypatch, "base", main=tiny_policy(0), v2=tiny_policy(1))
     train(["--sft_model_path", "me/base", "--model_revision", "v2", *BY_LENGTH, *LORA, *PPO, "--learning_rate", "0",
            "--merge_adapter", "--output_dir", "out"])  # fmt: skip
-    merged, base = (AutoModelForCausalLM.from_pretrained(path) for path in ("out", hub / "snapshots" / other))
+    merged, base = (AutoModelForCausalLM.from_pretrained(path) for path in ("out", hub / "snapshots" / (40 * "b")))
     assert torch.equal(merged.lm_head.weight, base.lm_head.weight)
+
+
+@pytest.mark.parametrize("command", ["sft", "train"])
+def test_the_tokenizer_is_read_from_the_revision_of_the_model(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """The reward model's repository has no such branch."""
+    hub = hub_with(monkeypatch, "base", main=tiny_policy(), v2=tiny_policy())
+    make_tokenizer(words=WORDS[::-1]).save_pretrained(hub / "snapshots" / (40 * "b"))
+    hub_with(monkeypatch, "scorer", main=tiny_scorer())
+    if command == "sft":
+        sft(["--model_name_or_path", "me/base", "--model_revision", "v2", "--dataset_name", "texts.jsonl", *QUICK,
+             "--output_dir", "out"])  # fmt: skip
+    else:
+        train(["--sft_model_path", "me/base", "--reward_model_path", "me/scorer", "--model_revision", "v2", *LORA,
+               *PPO, "--output_dir", "out"])  # fmt: skip
+    trained, main, v2 = (
+        AutoTokenizer.from_pretrained(path).get_vocab()
+        for path in ("out", *(hub / "snapshots" / (40 * letter) for letter in "ab"))
+    )
+    assert trained == v2 != main
 
 
 def test_a_merged_policy_with_code_has_a_card_without_peft() -> None:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from rlhf_ppo import PPOConfig
-from rlhf_ppo.cli.trainers import RewardArguments, SFTArguments
+from rlhf_ppo.cli.arguments import RewardArguments, SFTArguments
 from rlhf_ppo.terminal import is_secret
 
 CANARY, USER = "QxCanary91", "QxUser92"

@@ -11,8 +11,9 @@ from peft import LoraConfig
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo.cli.answers import respond
+from rlhf_ppo.cli.arguments import SFTArguments
 from rlhf_ppo.cli.judge_arguments import JudgeArguments
-from rlhf_ppo.cli.trainers import SFTArguments, sft_trainer
+from rlhf_ppo.cli.trainers import sft_trainer
 from rlhf_ppo.rewards.judges import PreferenceReward
 from tests.conftest import make_tokenizer, prompt_rows, save_models, tiny_policy
 from tests.distributed.scenarios import prefers_larger_words
