@@ -169,7 +169,7 @@ class TrainerBase(Steps, Trainer):
     def _begin_run(self, checkpoint: str | None) -> None:
         """Prepare model, optimizer, schedule, data and state as Trainer does, and begin the loop."""
         run, args, num_prompts = self._run, self.args, num_rows(self.train_dataset)
-        construction.start_afresh(run, self.sampler.engine)
+        construction.start_afresh(run, self.sampler.engine, seeds=not self._external_run.is_preparing)
         self.sizes = args.fill_derived(self.accelerator.num_processes, num_prompts)
         loader = self.get_train_dataloader()
         num_epochs, per_epoch, *_, max_steps = self.set_initial_training_values(args, loader)
@@ -182,7 +182,8 @@ class TrainerBase(Steps, Trainer):
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
         loss = progress.loss_of(args.process_index, self.accelerator.num_processes)
-        self._tr_loss, self._total_loss_scalar = torch.tensor(loss, device=args.device), 0.0
+        self._tr_loss = torch.tensor(loss, device=args.device)
+        self._total_loss_scalar = -math.fsum(progress.losses) / max(1, len(progress.losses))  # of before the resume
         self._globalstep_last_logged = progress.last_logged_step
         self.model_wrapped.zero_grad()
         self._note_run()
@@ -511,11 +512,11 @@ class TrainerBase(Steps, Trainer):
         saving.apply_settings(self._run, self._progress, self._optimization, self.optimizer, self._get_learning_rate)
 
     def _load_best_model(self) -> None:
+        self.sampler.engine.policy_changed()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return super()._load_best_model()
-        best = cast(str, self.state.best_model_checkpoint)
-        logger.info(f"Loading the best model from {best} ({self.state.best_metric}).")
-        self._load_from_checkpoint(best)
+        logger.info(f"Loading the best model from {self.state.best_model_checkpoint} ({self.state.best_metric}).")
+        self._load_from_checkpoint(cast(str, self.state.best_model_checkpoint))
 
     # ---- Evaluation ----
 

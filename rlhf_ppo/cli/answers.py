@@ -107,7 +107,7 @@ def answers_in_column(
     Args:
         rows: Rows, with their prompts.
         column: The column of the responses: texts, lists of messages, or None.
-        ours: The model's answers to the same prompts, whose prompt tokens are used; empty: texts only.
+        ours: The other side's answers to the same prompts, whose prompt tokens are used; empty: texts only.
         defaults: Further arguments of the chat template, or None; those of a row win.
     """
     answers: list[Answer | None] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shlex
@@ -23,6 +22,7 @@ from rlhf_ppo.cli.arguments import parse
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.judge_arguments import JudgeArguments
 from rlhf_ppo.cli.trainers import load_tokenizer
+from rlhf_ppo.config.checks import parse_object
 from rlhf_ppo.data.files import write_json
 from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
@@ -201,7 +201,8 @@ def make_judge(args: JudgeArguments) -> Any:
 
 
 def _chat_judge(args: JudgeArguments) -> ChatJudge:
-    options = OPTIONS if args.judge_options is None else json.loads(args.judge_options)
+    given = parse_object("judge_options", args.judge_options, '{"temperature": 0}')
+    options = OPTIONS if given is None else given
     path = args.judge_prompt
     question = QUESTION if path is None else Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     return ChatJudge(str(args.judge_model), args.judge_url or OPENAI_URL, question, options)
@@ -270,8 +271,9 @@ def _answers(
 ) -> tuple[Sequence[Answer | None], Sequence[Answer | None]]:
     """Return both sides' answers."""
     answers, how = {name: _respond(args, rows, tokenizers, name) for name in tokenizers}, template_kwargs(args)
-    ours = answers.get("model") or answers_in_column(list(rows), str(args.model_column), (), how)
-    return ours, answers.get("opponent") or answers_in_column(list(rows), str(args.opponent_column), ours, how)
+    theirs = answers.get("opponent", ())
+    ours = answers.get("model") or answers_in_column(list(rows), str(args.model_column), theirs, how)
+    return ours, theirs or answers_in_column(list(rows), str(args.opponent_column), ours, how)
 
 
 def _respond(

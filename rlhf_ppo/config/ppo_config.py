@@ -380,7 +380,9 @@ class PPOConfig(
     metric_for_best_model: str | None = _option(
         None, "Figure of an evaluation that compares models, with or without `eval_`; None: the score."
     )
-    greater_is_better: bool | None = _option(None, "Whether a larger figure is better; None: yes.")
+    greater_is_better: bool | None = _option(
+        None, "Whether a larger figure is better; None: yes, unless its name ends in `loss`."
+    )
     restore_callback_states_from_checkpoint: bool = _option(True, "Restore the counters of callbacks on a resume.")
 
     # --- Experiment, models, data ---
@@ -514,6 +516,7 @@ class PPOConfig(
         if self.warmup_ratio is not None and self.warmup_steps == 0:
             self.warmup_steps = self.warmup_ratio
         self.cliprange_value = None if self.cliprange_value == math.inf else self.cliprange_value
+        self.max_grad_norm = self.max_grad_norm or 0.0  # None, which clips nothing, too
         if self.metric_for_best_model is None and self.compares_models():
             self.metric_for_best_model = "score"
         self.validate()

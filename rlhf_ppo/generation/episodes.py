@@ -224,7 +224,7 @@ class EpisodePlayer:
     def _take_turns(self, running: Sequence[EpisodeRecord], number: int, most: int, device: torch.device) -> None:
         """Sample the next turn of each running episode, and append its tokens."""
         rows = [record.prompt_ids + record.ids for record in running]
-        filling = [[self.limits.pad]] * (number - len(rows))
+        filling = [[0]] * (number - len(rows))  # PAD may be outside the vocabulary; the answers are dropped
         names = [*(record.episode.row for record in running), *[-1] * len(filling)]
         sampled = self.sample(Prompts.of_rows([*rows, *filling], self.limits.pad, device, {ROW_COLUMN: names}), most)
         ids = sampled.ids.tolist()

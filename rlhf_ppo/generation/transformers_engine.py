@@ -315,7 +315,8 @@ UNFINISHED_SHARE = 0.75
 class CompactionCriterion(StoppingCriteria):
     """End `generate` once at most `most_left` rows are unfinished.
 
-    Stop strings count in responses only; transformers' `StopStringCriteria` also finds those that begin in the prompt.
+    `generate` may call it once more, for a token that it then drops: that token ends no row. Stop strings count in
+    responses only; transformers' `StopStringCriteria` also finds those that begin in the prompt.
 
     Attributes:
         finished: Rows that have ended by themselves, bool `(B,)`; updated after each token.
@@ -323,6 +324,7 @@ class CompactionCriterion(StoppingCriteria):
         stop_strings: Texts that also end a row, or None.
         prompt_length: Number of columns of the prompts.
         most_left: Number of unfinished rows at which `generate` ends.
+        is_over: Whether it was told to end, a bool of shape `()`.
     """
 
     finished: Tensor
@@ -331,15 +333,22 @@ class CompactionCriterion(StoppingCriteria):
     prompt_length: int
     most_left: int
 
+    def __post_init__(self) -> None:
+        """Begin with `generate` not told to end."""
+        self.is_over = self.finished.new_zeros(())
+
     def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs: object) -> Tensor:
         """Return the rows that `generate` need not continue, bool `(B,)`."""
+        finished = self.finished
         for token in self.stop_tokens:
-            self.finished = self.finished | (input_ids[:, -1] == token)
+            finished = finished | (input_ids[:, -1] == token)
         if self.stop_strings is not None:
             responses = input_ids[:, self.prompt_length :].tolist()
             completed = torch.tensor([self.stop_strings.is_completed(ids) for ids in responses])
-            self.finished = self.finished | sent(completed, input_ids.device)
-        return self.finished | ((~self.finished).sum() <= self.most_left)
+            finished = finished | sent(completed, input_ids.device)
+        self.finished = torch.where(self.is_over, self.finished, finished)
+        self.is_over = (~self.finished).sum() <= self.most_left
+        return self.finished | self.is_over
 
 
 def generate_compacting(

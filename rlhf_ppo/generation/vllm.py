@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +19,8 @@ from rlhf_ppo.data.rollout import PositionLimit, Prompts, selected
 from rlhf_ppo.generation.protocol import Sampled, stack_rows
 from rlhf_ppo.generation.sampling import length_and_filling, stop_tokens
 from rlhf_ppo.models.adapters import preserve_base, unties_embeddings
-from rlhf_ppo.models.unwrapping import multiplied_dtype, text_config
+from rlhf_ppo.models.loading import is_quantized
+from rlhf_ppo.models.unwrapping import is_peft_model, multiplied_dtype, text_config
 from rlhf_ppo.ranks.processes import get_logger, raise_on_all_ranks
 from rlhf_ppo.ranks.random_streams import isolated_rng
 from rlhf_ppo.terminal import redact_url, redact_urls
@@ -179,16 +181,14 @@ def start_vllm(
 
     Raises:
         ConnectionError: There is no such server, or it cannot be used; on all ranks.
-        ValueError: The policy cannot be colocated, its adapter unties head and embeddings, or the server's
+        ValueError: The policy cannot be colocated, its adapter cannot be merged and sent, or the server's
             log-probabilities cannot be corrected for.
     """
     from trl.generation.vllm_generation import VLLMGeneration
 
-    if unties_embeddings(policy):
+    if (fault := _fault_of_adapter(policy)) is not None:
         raise ValueError(
-            "generation_engine='vllm' has one matrix for the policy's embeddings and head, which the adapter changes "
-            "separately: take lm_head and embed_tokens out of target_modules and modules_to_save, or set "
-            "generation_engine to 'continuous' or 'transformers'"
+            f"generation_engine='vllm' {fault}, or set generation_engine to 'continuous' or 'transformers'"
         )
     is_server = args.vllm_mode == "server"
     if not is_server and not getattr(policy, "name_or_path", ""):
@@ -219,6 +219,29 @@ def start_vllm(
         dtype, limit = model.dtype, longest_colocated(args, model.max_model_len)
     _say_precision(args, policy, accelerator, str(dtype).removeprefix("torch."))
     return VLLMEngine(vllm, limit, address)
+
+
+def _fault_of_adapter(policy: nn.Module) -> str | None:
+    """Say why TRL cannot merge the policy's adapter and send each weight under the base's name; None: it can."""
+    if unties_embeddings(policy):
+        return (
+            "has one matrix for the policy's embeddings and head, which the adapter changes separately: take lm_head "
+            "and embed_tokens out of target_modules and modules_to_save"
+        )
+    if is_quantized(policy):
+        return (
+            "merges the adapter into its base at each update, which would round a quantized base anew: load the base "
+            "in 16 bits"
+        )
+    if is_peft_model(policy) and not hasattr(cast(Any, policy).base_model, "merge_adapter"):
+        return "cannot merge this kind of adapter: take LoRA"
+    names = " ".join(name for name, _ in policy.named_parameters())
+    if ".token_adapter." in names or re.search(r"\.modules_to_save\.(?!default\.)", names):
+        return (
+            "cannot be sent modules_to_save of an adapter that is not called 'default', nor trainable_token_indices: "
+            "take them out of the adapter's configuration"
+        )
+    return None
 
 
 def longest_colocated(args: PPOConfig, served: int | None = None) -> PositionLimit | None:

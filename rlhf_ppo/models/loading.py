@@ -173,7 +173,7 @@ def make_value_model(original: nn.Module) -> nn.Module:
     Raises:
         ValueError: The original is quantized: its weights are codes.
     """
-    if _is_quantized(original):
+    if is_quantized(original):
         raise ValueError(
             f"value_model=None would be a copy of the quantized {type(transformers_model(original)).__name__}, which "
             "cannot be trained: set share_base_model=True or value_model='policy', or pass a value model"
@@ -200,7 +200,7 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
     """
     for argument, model in (("model", policy), ("value_model", value_model)):
         fault = None
-        if _is_quantized(model) and not is_peft_model(model):
+        if is_quantized(model) and not is_peft_model(model):
             fault = (
                 "is quantized, and quantized weights cannot be trained: load it without quantization_config, or train "
                 "an adapter over it (peft_config for the policy)"
@@ -224,7 +224,8 @@ def prepare_trainable(policy: nn.Module, value_model: nn.Module) -> None:
         model.train()
 
 
-def _is_quantized(model: nn.Module) -> bool:
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether a model, or the base of its adapter, is stored in 4 or 8 bits."""
     return bool(getattr(transformers_model(model), "is_quantized", False))
 
 

@@ -280,7 +280,11 @@ def response_texts(completions: Sequence[str | Messages]) -> list[str]:
 def _whole_texts(completions: Sequence[str | Messages], policy_answers: Sequence[Answer] | None) -> list[str]:
     """Return the responses' texts, with the beginnings that the chat template has written into the prompts."""
     texts = response_texts(completions)
-    return [one.prefilled + text for one, text in zip(policy_answers, texts, strict=True)] if policy_answers else texts
+    begun = [one.prefilled for one in policy_answers] if policy_answers else [""] * len(texts)
+    return [
+        text if text.startswith(start.rstrip() or "\0") else start + text  # a data set's response may be whole
+        for start, text in zip(begun, texts, strict=True)
+    ]
 
 
 def _assistant_text(messages: Messages) -> str:

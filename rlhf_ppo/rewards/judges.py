@@ -152,17 +152,21 @@ class FunctionJudge(ScoringJudge):
         self.function, self.__name__ = function, function_name(function)
 
     def scores(self, answers: Sequence[Answer], columns: Mapping[str, object]) -> list[float | None]:
-        """Score answers; token rewards are summed over the tokens that the policy wrote."""
+        """Score answers; token rewards are summed over the tokens that the policy wrote.
+
+        A text without a tokenizer has no tokens: `completion_ids` is then no argument.
+        """
         ids = [_token_ids(answer) for answer in answers]
         offered = {
             "trainer_state": TrainerState(),
+            **columns,
             "log_metric": discard,
             "log_extra": discard,
-            **columns,
             "prompts": [answer.asked for answer in answers],
             "completions": [_as_completion(answer) for answer in answers],
-            "completion_ids": ids,
         }
+        if not any(answer.response_ids is None and answer.tokenizer is None for answer in answers):
+            offered["completion_ids"] = ids
         if "policy_answers" in named_parameters(self.function):
             offered["policy_answers"] = answers
         arguments = accepted_arguments(self.function, offered)
@@ -300,7 +304,7 @@ class ChatJudge:
         concurrency: Maximum number of concurrent requests.
 
     Raises:
-        ValueError: The question lacks a field, or OpenAI's key is not set.
+        ValueError: The question lacks a field or has other braces, or OpenAI's key is not set.
     """
 
     model: str
@@ -317,6 +321,10 @@ class ChatJudge:
         for name in ("prompt", "first", "second"):
             if f"{{{name}}}" not in self.question:
                 raise ValueError(f"the judge's question lacks the field {name}; write it as {{{name}}}")
+        try:
+            self.question.format(prompt="", first="", second="", tag="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"the judge's question has other braces ({error}): write each as {{{{ or }}}}") from error
         if self._is_openai and not os.environ.get(KEY_VARIABLE):
             raise ValueError(f"{KEY_VARIABLE} is not set: {self._where} needs your key in it")
 
@@ -371,7 +379,10 @@ class ChatJudge:
         asked = self.question.format(prompt=prompt, first=first, second=second, tag=tag)
         question = {"model": self.model, "messages": [{"role": "user", "content": asked}], **self.options}
         answer = await post_json(client, self._address, question, self._where, self.retries, self.backoff)
-        return answer["choices"][0]["message"]["content"] or ""
+        try:
+            return answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConnectionError(f"{self._where} answered without a reply: {str(answer)[:200]}") from error
 
     def _client(self) -> httpx.AsyncClient:
         return http_client(self.timeout, self.concurrency, KEY_VARIABLE if self._is_openai else OTHER_KEY_VARIABLE)

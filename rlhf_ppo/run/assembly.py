@@ -129,7 +129,9 @@ def assemble_models(
     separate_reference = None if reference is None else reference.separate_policy
     for language_model in filter(None, (policy, separate_reference)):
         heads.multiply_in_float32(output_layer(language_model), args.lm_head_float32)
-    _warn_of_low_precision(policy, args.learning_rate)
+    critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
+    _warn_of_low_precision("policy", policy, args.learning_rate)
+    _warn_of_low_precision("value model", critic, critic_rate)
     shares = False if args.torch_compile else args.share_prefixes  # each prefix tree would recompile a model
     share_prefixes(shares, policy, critic, separate_reference, *(reward.model for reward in rewards))
     loading.prepare_trainable(policy, critic)
@@ -200,12 +202,12 @@ def _separate_critic(
     return critic if peft_config is None else adapters.add_value_adapter(critic, peft_config)
 
 
-def _warn_of_low_precision(policy: nn.Module, learning_rate: float) -> None:
-    if low := loading.low_precision_parameters(policy):
+def _warn_of_low_precision(role: str, model: nn.Module, learning_rate: float) -> None:
+    if low := loading.low_precision_parameters(model):
         logger.warning(
-            f"{len(low)} trainable tensors of the policy are stored in 16 bits (the first is {low[0]}), where most of "
-            f"an update at learning_rate={learning_rate} is rounded away; load the policy in float32 and set "
-            "bf16=True for 16-bit arithmetic."
+            f"{len(low)} trainable tensors of the {role} are stored in 16 bits (the first is {low[0]}), where most of "
+            f"an update at a learning rate of {learning_rate} is rounded away; load the {role} with "
+            "dtype=torch.float32, and set bf16=True for 16-bit arithmetic."
         )
 
 

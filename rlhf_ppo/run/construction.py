@@ -57,10 +57,17 @@ RewardFunc = Callable[..., Any]
 """A reward function, or a `RewardSource`."""
 
 
-def start_afresh(run: RunState, engine: GenerationEngine) -> None:
-    """Seed the random numbers and drop what an earlier run has left, at the start of a run."""
+def start_afresh(run: RunState, engine: GenerationEngine, seeds: bool) -> None:
+    """Drop what an earlier run has left, at the start of a run.
+
+    Args:
+        run: The run.
+        engine: Generates.
+        seeds: Whether to seed the generators that a user's code shares; an own loop has drawn from them.
+    """
     policy = run.models.policy
-    set_seed(run.args.seed, device_specific=True)
+    if seeds:
+        set_seed(run.args.seed, device_specific=True)
     run.streams.seed(run.args.seed)
     settle_special_tokens(policy, run.models.given_eos)
     drop_ignored_generation_settings(policy)
@@ -330,6 +337,7 @@ def make_parts(
     ptx = None if texts is None else LanguageModeling(run, loaded.sizes, critic_only, longest, texts)
     if ptx is not None:
         run.stateful.register("ptx", ptx)
+    set_seed(args.seed, device_specific=True)  # for an own loop; `train` seeds again
     return Parts(sampler, scorer, preparation, baselines, play, ptx, kl_controller, score_moments)
 
 

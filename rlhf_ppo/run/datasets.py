@@ -128,7 +128,8 @@ def check_ranks_alike(run: RunState, dataset: Any) -> None:
     run.check_in_step()
     if (world := run.accelerator.num_processes) == 1:
         return
-    compared = {name: str(value) for name, value in run.args.to_dict().items() if name not in NOT_OF_TRAINING}
+    may_differ = NOT_OF_TRAINING if run.args.save_on_each_node else NOT_OF_TRAINING - {"output_dir"}
+    compared = {name: str(value) for name, value in run.args.to_dict().items() if name not in may_differ}
     num = num_rows(dataset) or 0
     ids = [dataset[row]["input_ids"] for row in range(0, num, max(1, num // 1000))]
     compared["train_dataset"] = f"{num} rows, {hashlib.sha256(repr(ids).encode()).hexdigest()[:8]}"

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.data.rollout import Responses
 from rlhf_ppo.generation.protocol import MAX_ROUNDING
 from rlhf_ppo.generation.sampling import warn_of_stored_settings
@@ -189,6 +190,12 @@ def _are_of_tokens(scores: object) -> TypeGuard[Sequence[Tensor]]:
     return all(isinstance(row, Tensor) and row.dim() == 1 for row in scores) and any(len(row) > 1 for row in scores)
 
 
+def _check_strategies(args: PPOConfig) -> None:
+    for name in ("logging_strategy", "eval_strategy", "save_strategy"):
+        if getattr(args, name) == "epoch":
+            raise ValueError(f"{name}='epoch' never comes: step() knows of no passes over data; set it to 'steps'")
+
+
 class ExternalRun:
     """The run that spans the calls of `PPOTrainer.step`."""
 
@@ -214,11 +221,13 @@ class ExternalRun:
 
         Raises:
             RuntimeError: The run is over.
+            ValueError: Something is to be done after each pass over data.
         """
         run = self.run
         with ExitStack() as ending:
             ending.callback(self._release)
             if self._held is None and not self._has_begun:
+                _check_strategies(run.args)
                 self._held = ExitStack()
                 begin(self._held)
                 self._has_begun = True

@@ -445,6 +445,8 @@ def train_with_other_settings_on_one_rank(output_dir: str, models: str, what: st
     if what == "rows":
         given = {"train_dataset": Dataset.from_list(conftest.prompt_rows(32, seed=int(is_other)))}
         make_trainer(output_dir, models, given=given).train()
+    elif what == "output_dir":
+        make_trainer(f"{output_dir}/{os.environ['RANK']}", models).train()
     else:
         make_trainer(output_dir, models, learning_rate=0.1 if is_other else 1e-3).train()
 

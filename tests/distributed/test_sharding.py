@@ -123,14 +123,13 @@ def test_an_error_of_one_rank_and_other_settings_of_one_are_raised_on_all(models
     other, run = "train_with_other_settings_on_one_rank", {"output_dir": str(tmp_path), "models": str(models)}
     calls = [
         {"scenario": "reward_function_fails_on_one_rank"},
-        *({"scenario": other, "what": each} for each in ("arguments", "rows")),
+        *({"scenario": other, "what": each} for each in ("arguments", "rows", "output_dir")),
     ]
     errors, *of_settings = processes.run_all("multi_gpu", [("error_of", run | call) for call in calls])
     assert errors[1] == "ZeroDivisionError: no such luck"
     assert errors[0] == "RuntimeError: rank 1 failed: ZeroDivisionError: no such luck"
-    for (first, second), name in zip(
-        of_settings, ("learning_rate=0.1 (rank 0: 0.001)", "train_dataset=32 rows"), strict=True
-    ):
+    differences = ("learning_rate=0.1 (rank 0: 0.001)", "train_dataset=32 rows", f"output_dir={tmp_path}/1")
+    for (first, second), name in zip(of_settings, differences, strict=True):
         assert first == second
         assert first.startswith(f"ValueError: rank 1 has different arguments from rank 0: {name}")
 

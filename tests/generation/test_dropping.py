@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
+from transformers.generation import utils
 
 from rlhf_ppo.generation.sampling import response_mask
 from rlhf_ppo.generation.transformers_engine import generate_compacting
@@ -70,3 +72,15 @@ def test_the_rows_are_those_of_generate(name: str, parted: bool, monkeypatch: py
     assert len(set(sizes)) > 2 and sizes == sorted(sizes, reverse=True)
     again = [width for (rows, width), (before, _) in zip(shapes[1:], shapes, strict=False) if rows < before]
     assert all((width == 1) is parted for width in again)
+
+
+@pytest.mark.skipif(not hasattr(utils, "DeferredStopCheck"), reason="this transformers reads it in time")
+def test_a_token_that_generate_drops_ends_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Apple's GPU transformers reads a step late whether all rows have ended, and drops what it sampled since."""
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(lambda *_, **__: True))
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda **_: event)
+    model, (ids, mask) = model_of("llama"), given_rows(24)
+    late = generate_compacting(model, ids, mask, greedy())
+    monkeypatch.undo()
+    assert torch.equal(late, generate_compacting(model, ids, mask, greedy()))

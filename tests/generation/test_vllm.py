@@ -171,6 +171,26 @@ def test_an_adapter_that_unties_the_embeddings_is_refused(make_vllm_args: MakeAr
         start_vllm(make_vllm_args(), policy, Accelerator(cpu=True), make_tokenizer(), rows=16)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "not called 'default'"),
+        ({"trainable_token_indices": [3]}, "nor trainable_token_indices"),
+        (None, "round a quantized base anew"),
+    ],
+    ids=["modules", "tokens", "quantized"],
+)
+def test_an_adapter_that_cannot_be_merged_and_sent_is_refused(
+    make_vllm_args: MakeArgs, settings: dict[str, Any] | None, fault: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], **settings or {})
+    policy = peft.get_peft_model(tiny_policy(tie_word_embeddings=False), config, adapter_name="other")
+    policy.get_base_model().is_quantized = settings is None
+    with pytest.raises(ValueError, match=fault):
+        start_vllm(make_vllm_args(), policy, Accelerator(cpu=True), make_tokenizer(), rows=16)
+
+
 # ---- Server mode: TRL's own client, over HTTP; tests/vllm has a real server ----
 
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.generation import sampling
+from rlhf_ppo.run import construction
 from rlhf_ppo.run.checkpoints import InUseError, locked
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeArgs, MakeTrainer, assert_identical, history, parameters, record_rollouts
@@ -31,7 +32,9 @@ def make_stepper(make_args: MakeArgs) -> Iterator[Steps]:
     made: list[weakref.ref[PPOTrainer]] = []
 
     def make(trainer_class: type[PPOTrainer] = PPOTrainer, **overrides: Any) -> PPOTrainer:
-        given = {name: overrides.pop(name) for name in ("callbacks", "train_dataset") if name in overrides}
+        given = {
+            name: overrides.pop(name) for name in ("callbacks", "train_dataset") if name in overrides
+        }
         args = make_args(**{**RUN, **overrides})
         models = {"ref_model": tiny_policy(seed=5), "value_model": tiny_scorer(seed=2)}
         trainer = trainer_class(args, make_tokenizer(), tiny_policy(), **models, **given)
@@ -137,6 +140,33 @@ NO_UPDATE: list[tuple[dict[str, Any], str]] = [
     ({"sampling_logprobs": [LOGPROBS[0]] * 2}, r"sampling_logprobs\[1\] has 3 values for the 1 tokens"),
     ({"sampling_logprobs": [torch.tensor([0.5, 0.2, 0.5]), LOGPROBS[1]]}, r"sampling_logprobs\[0\]: pass the natural"),
 ]
+
+
+def test_the_first_step_leaves_the_random_numbers_of_the_loop(make_stepper: Steps) -> None:
+    """Else the loop would sample its second update with the numbers of its first."""
+    trainer = make_stepper()
+    torch.manual_seed(3)
+    drawn = torch.rand(3)
+    trainer.step(*rows(0))
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(6), torch.cat([drawn, after]))
+
+
+def test_the_loop_of_each_process_has_random_numbers_of_its_own(
+    make_stepper: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[tuple[int, bool]] = []
+    monkeypatch.setattr(construction, "set_seed", lambda seed, device_specific: seeds.append((seed, device_specific)))
+    make_stepper(seed=5).step(*rows(0))
+    assert seeds == [(5, True)]
+
+
+@pytest.mark.parametrize("name", ["logging_strategy", "save_strategy"])
+def test_what_is_to_be_done_after_each_pass_is_refused(make_stepper: Steps, name: str) -> None:
+    trainer = make_stepper(**{name: "epoch"})
+    with pytest.raises(ValueError, match=f"{name}='epoch' never comes"):
+        trainer.step(*rows(0))
 
 
 def test_what_is_no_update_changes_nothing(make_stepper: Steps, tmp_path: Path) -> None:

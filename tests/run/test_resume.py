@@ -220,3 +220,16 @@ def test_the_best_checkpoint_is_found_where_the_run_is_now(
     assert trainer.state.best_model_checkpoint == str(here / "checkpoint-1")
     assert_identical(dict(trainer.policy_model.state_dict()), best)
     assert {path.name for path in here.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-3"}
+
+
+def test_the_loss_of_a_resumed_run_is_the_mean_over_its_own_updates(make_trainer: MakeTrainer) -> None:
+    """Not of those before it whose losses were not logged yet."""
+    run = RUN | {"train_dataset": rows()}
+    whole = make_trainer(**run, logging_strategy="no")
+    each = make_trainer(**run, output_dir=f"{whole.args.output_dir}-logged")
+    for trainer in (whole, each):
+        trainer.train()
+    losses = [entry["loss"] for entry in each.state.log_history if "loss" in entry]
+    resumed = make_trainer(**run, logging_strategy="no", output_dir=f"{whole.args.output_dir}-resumed")
+    checkpoint = str(Path(str(whole.args.output_dir), "checkpoint-2"))
+    assert resumed.train(resume_from_checkpoint=checkpoint).training_loss == pytest.approx(sum(losses[2:]) / 2)
