@@ -120,7 +120,7 @@ class PPOArgumentParser(CommandParser, TrlParser):
         for word in options:
             name = word.lstrip("-").replace("-", "_")
             reject_removed([name])
-            hint = hint_for(name, known, CONFIG_HINTS, {})
+            hint = hint_for(name, known, CONFIG_HINTS if PPOConfig in [*self.dataclass_types] else {}, {})
             advice.append(f"{word} ({hint})" if hint else word)
         return advice
 
@@ -142,7 +142,28 @@ def parse(groups: Sequence[type], program: str, argv: Sequence[str] | None) -> A
             action.help = argparse.SUPPRESS
     group_help(parser)
     with user_errors(program):
-        return parser.parse_args_and_config(argv)
+        options = parser.parse_args_and_config(argv)
+        _check_models(*(next((each for each in options if isinstance(each, kind)), None) for kind in _CHECKED))
+        return options
+
+
+_CHECKED = (ModelConfig, PPOConfig)
+
+
+def _check_models(model_args: ModelConfig | None, args: PPOConfig | None) -> None:
+    """Raise a `ValueError` if options would train all weights instead of an adapter, or another model."""
+    if model_args is None:
+        return
+    for name, of_class in ModelConfig.__dataclass_fields__.items():
+        is_of_lora = (name.startswith("lora_") or name in ("use_rslora", "use_dora")) and name != "lora_task_type"
+        if is_of_lora and not model_args.use_peft and (value := getattr(model_args, name)) != of_class.default:
+            raise ValueError(f"{name}={value!r} has no effect without use_peft: add --use_peft")
+    path, policy = model_args.model_name_or_path, PPOConfig.__dataclass_fields__["sft_model_path"].default
+    if args is not None and path is not None and args.sft_model_path == policy != path:
+        raise ValueError(
+            f"model_name_or_path={path!r} names the tokenizer only, and sft_model_path={policy!r}, its default, would "
+            f"be trained: write --sft_model_path {path}"
+        )
 
 
 def group_help(parser: PPOArgumentParser) -> None:

@@ -123,13 +123,6 @@ def loading_settings(trust_remote_code: bool, model_args: ModelConfig) -> dict[s
     return settings
 
 
-def check_lora(model_args: ModelConfig) -> None:
-    """Raise a `ValueError` for options of LoRA without `use_peft`: all weights would train."""
-    for name in () if model_args.use_peft else ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"):
-        if (value := getattr(model_args, name)) != ModelConfig.__dataclass_fields__[name].default:
-            raise ValueError(f"{name}={value!r} has no effect without use_peft: add --use_peft")
-
-
 def lora_config(model_args: ModelConfig) -> Any:
     """Return the LoRA configuration, or None; a single target module stays in a list.
 

@@ -18,7 +18,6 @@ from rlhf_ppo.cli.arguments import (
 from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.trainers import (
     PAIRS,
-    check_lora,
     load_scorers,
     measure_accuracy,
     measured_reward_trainer,
@@ -86,8 +85,6 @@ def parse_step(command: str, argv: Sequence[str] | None, program: str) -> tuple[
         SystemExit: An option or the data is wrong; the message names it.
     """
     script_args, args, model_args = options = parse(OPTIONS[command], program, argv)
-    with user_errors(program):
-        check_lora(model_args)
     if command == "reward":
         model_args.lora_task_type = "SEQ_CLS"  # TRL's default is that of language models, which PEFT refuses here
     if command == "train" and args.stop_token is None and args.stop_token_id is None:

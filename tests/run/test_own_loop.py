@@ -32,9 +32,7 @@ def make_stepper(make_args: MakeArgs) -> Iterator[Steps]:
     made: list[weakref.ref[PPOTrainer]] = []
 
     def make(trainer_class: type[PPOTrainer] = PPOTrainer, **overrides: Any) -> PPOTrainer:
-        given = {
-            name: overrides.pop(name) for name in ("callbacks", "train_dataset") if name in overrides
-        }
+        given = {name: overrides.pop(name) for name in ("callbacks", "train_dataset") if name in overrides}
         args = make_args(**{**RUN, **overrides})
         models = {"ref_model": tiny_policy(seed=5), "value_model": tiny_scorer(seed=2)}
         trainer = trainer_class(args, make_tokenizer(), tiny_policy(), **models, **given)
