@@ -143,17 +143,14 @@ def parse(groups: Sequence[type], program: str, argv: Sequence[str] | None) -> A
     group_help(parser)
     with user_errors(program):
         options = parser.parse_args_and_config(argv)
-        _check_models(*(next((each for each in options if isinstance(each, kind)), None) for kind in _CHECKED))
+        for model_args in options:
+            if isinstance(model_args, ModelConfig):
+                _check_models(model_args, next((each for each in options if isinstance(each, PPOConfig)), None))
         return options
 
 
-_CHECKED = (ModelConfig, PPOConfig)
-
-
-def _check_models(model_args: ModelConfig | None, args: PPOConfig | None) -> None:
+def _check_models(model_args: ModelConfig, args: PPOConfig | None) -> None:
     """Raise a `ValueError` if options would train all weights instead of an adapter, or another model."""
-    if model_args is None:
-        return
     for name, of_class in ModelConfig.__dataclass_fields__.items():
         is_of_lora = (name.startswith("lora_") or name in ("use_rslora", "use_dora")) and name != "lora_task_type"
         if is_of_lora and not model_args.use_peft and (value := getattr(model_args, name)) != of_class.default:

@@ -28,7 +28,7 @@ from rlhf_ppo.data.sources import choose_split, load_splits, separate_prompts
 from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.capabilities import stated_limit
 from rlhf_ppo.models.loading import load_policy, load_pretrained
-from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, win_rate_beside
+from rlhf_ppo.reporting.judgements import JUDGED, Judgement, keep, updates_at_end, win_rate_beside
 from rlhf_ppo.reporting.model_card import show_judgements
 from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.reporting.sample_tables import print_table
@@ -110,7 +110,8 @@ def judge_responses(args: JudgeArguments) -> WinRate:
         raise
     win_rate = add_verdicts(table, compared, isinstance(chosen, ScoringJudge))
     path = keep(table, folder, JUDGED)
-    keep_win_rate(win_rate, args, path, judge_identities(chosen))
+    run = args.model or (folder.parent if folder.name == JUDGED else None)
+    keep_win_rate(win_rate, args, path, judge_identities(chosen), run)
     if args.num_shown > 0:
         texts: Any = table[["prompt", "model", "opponent"]].fillna("")
         shown = texts.assign(prompt=texts["prompt"].map(prompt_text), better=table["verdict"].map(_better))
@@ -118,7 +119,6 @@ def judge_responses(args: JudgeArguments) -> WinRate:
     print_text(win_rate)
     if not win_rate.judged:
         raise ValueError(f"no verdict on any of {len(table)} prompts; judge them again with {_again(path)}")
-    run = args.model or (folder.parent if folder.name == JUDGED else None)
     verdict = verdict_of(recorded_runs([run] if run else []), [Judgement.read(win_rate_beside(path))])
     verdict.save(folder)
     print_text("\n".join(verdict.lines()))
@@ -316,9 +316,24 @@ def _better(verdict: Any) -> str:
     return "model" if verdict > 0 else "opponent" if verdict < 0 else "tie"
 
 
-def keep_win_rate(win_rate: WinRate, args: JudgeArguments, judged: Path, identities: Sequence[str]) -> None:
-    """Write the win rate, its options and the judge's identities beside its table; null if nothing was judged."""
+def keep_win_rate(
+    win_rate: WinRate, args: JudgeArguments, judged: Path, identities: Sequence[str], run: str | Path | None
+) -> None:
+    """Write the win rate beside its table, null if nothing was judged, and what was judged.
+
+    Args:
+        win_rate: The win rate.
+        args: The options.
+        judged: The table.
+        identities: Of the judge.
+        run: The directory of the run that trained the policy, or None.
+    """
     rate, interval = (win_rate.rate, win_rate.interval()) if win_rate.judged else (None, None)
     written = {"win_rate": rate, "interval": interval, **dataclasses.asdict(win_rate)}
     options = {key: redacted(value, key) for key, value in dataclasses.asdict(args).items() if value is not None}
-    write_json(win_rate_beside(judged), {**written, "judge_identities": identities, "options": options})
+    content = {**written, "judge_identities": identities, "options": options}
+    if run is not None and (settings := RunSettings.load(run)).arguments:
+        updates = updates_at_end(run) if args.model else None  # responses of a column may be older
+        seed = settings.arguments.get("seed")
+        content["run"] = {"seed": seed, "without_seed": settings.without_seed(), "updates": updates}
+    write_json(win_rate_beside(judged), content)

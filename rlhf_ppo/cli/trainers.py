@@ -223,7 +223,7 @@ def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: M
     """
     trusts = script_args.trust_remote_code
     settings = loading_settings(trusts, model_args) | {"revision": "main"}
-    in_float32 = {name: settings[name] for name in ("attn_implementation", "trust_remote_code")}
+    in_float32: Any = {name: settings[name] for name in ("attn_implementation", "trust_remote_code")}
     in_float32["dtype"] = torch.float32
     is_other = settings["dtype"] != torch.float32 or "quantization_config" in settings
     path, value_path, argument = args.reward_model_path, script_args.value_model_path, "reward_model_path"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -36,11 +37,13 @@ class RunContext:
         explained_variance_logs: Number of consecutive logs in which the explained variance must be near 0 or below.
         reward_accuracy: State and accuracy, in words, of a reward model that may be at chance on held-out pairs;
             None: there is none.
+        reward_weights: The option, a list or a dict by name; None: each reward has weight 1.
     """
 
     num_episodes: int = 64
     explained_variance_logs: int = 20
     reward_accuracy: str | None = None
+    reward_weights: Any = None
 
 
 class Check(NamedTuple):
@@ -128,8 +131,24 @@ def _repeated(logs: Sequence[Log], run: RunContext) -> str | None:
     return f"only {last[-1]:.0%} of the responses differ, where {first:.0%} did at first"
 
 
+def deviation_weights(entry: Log, reward_weights: Any) -> dict[str, float]:
+    """Return the weight of each reward by the key of its standard deviation in a log.
+
+    Args:
+        entry: A log of training, which has the rewards in the order of their list.
+        reward_weights: The option, a list or a dict by name; None: each reward has weight 1.
+    """
+    names = [key[len("rewards/") : -len("/std")] for key in entry if re.fullmatch("rewards/.*/std", key)]
+    weights = dict.fromkeys(names, 1.0)
+    if isinstance(reward_weights, Mapping):
+        weights |= {name: reward_weights.get(name, 1.0) for name in names}
+    elif reward_weights is not None:
+        weights |= zip(names, reward_weights, strict=False)  # those of environments come last, with weight 1
+    return {f"rewards/{name}/std": weight for name, weight in weights.items()}
+
+
 def _reward_variance(logs: Sequence[Log], run: RunContext) -> str | None:
-    keys = [key for key in logs[-1] if key.startswith("rewards/") and key.endswith("/std")]
+    keys = [name for name, weight in deviation_weights(logs[-1], run.reward_weights).items() if weight]
     last = {key: _last(logs, key) for key in keys}
     constant = [stds and max(stds) <= 0.05 * max(_values(logs, key)) for key, stds in last.items()]
     if run.num_episodes < 2 or not keys or not all(constant):
@@ -317,6 +336,7 @@ def add_console_and_health(
             sizes.batch_size,
             min(RunContext.explained_variance_logs, max(10, int(num_logs / 2))),  # a short run can be warned too
             next(problems, None),
+            args.reward_weights,
         )
         trainer.callback_handler.callbacks.insert(0, HealthCallback(run))
 

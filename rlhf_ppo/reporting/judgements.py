@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.data.files import read_object, reading, write_json
 from rlhf_ppo.rewards.builtin import prompt_text
@@ -71,6 +72,7 @@ class Judgement:
         length_controlled: The win rate at equal length.
         identities: See `rlhf_ppo.rewards.identity.judge_identities`.
         model: The policy's directory or hub name; None if its responses came from a column.
+        updates: The updates of the policy when it was judged; None if unknown.
     """
 
     win_rate: float
@@ -81,6 +83,7 @@ class Judgement:
     length_controlled: float | None = None
     identities: tuple[str, ...] = ()
     model: str | None = None
+    updates: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> Judgement:
@@ -99,6 +102,7 @@ class Judgement:
             length_controlled=said.get("length_controlled"),
             identities=tuple(said.get("judge_identities") or ()),
             model=options.get("model"),
+            updates=(said.get("run") or {}).get("updates"),
         )
 
 
@@ -108,7 +112,9 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def read_judgements(output_dir: str | Path) -> list[Judgement]:
-    """Read the win rates of a run's policy in its directory and in its `judged/`; not those of its checkpoints.
+    """Read the win rates of a run's policy in its directory and in its `judged/`.
+
+    Those of its checkpoints, and of the policy before the run was continued, are left out.
 
     Args:
         output_dir: The run's directory; the judge writes there with `--output_dir <output_dir>/judged`.
@@ -117,13 +123,22 @@ def read_judgements(output_dir: str | Path) -> list[Judgement]:
         The valid win rates: those beside the run, then those in `judged/`, each in the order of their numbers.
     """
     judgements, folders = [], (Path(output_dir), Path(output_dir, JUDGED))
+    updates = updates_at_end(output_dir)
     paths = [path for folder in folders for path in folder.glob("win_rate*.json")]
     for path in sorted(paths, key=lambda path: (path.parent, len(path.name), path.name)):
         with suppress(ValueError, KeyError):
             judgement = Judgement.read(path)
-            if not is_checkpoint(judgement.model or ""):
+            if not is_checkpoint(judgement.model or "") and judgement.updates in (None, updates):
                 judgements.append(judgement)
     return judgements
+
+
+def updates_at_end(output_dir: str | Path) -> int | None:
+    """Return the updates of the policy that a directory holds, from its `trainer_state.json`; None without one."""
+    path = Path(output_dir, TRAINER_STATE_NAME)
+    with suppress(ValueError):
+        return read_object(path).get("global_step")
+    return None
 
 
 # Seeds
@@ -279,7 +294,7 @@ MAX_PAIRS = 40
 MAX_CHARACTERS = 4000
 
 _OF_RATES = ("win_rate", "interval", "length_controlled")
-_OF_A_SEED = ("model", "seed", "output_dir")
+_OF_A_SEED = ("model", "output_dir", "seed")
 _NAME = re.compile(rf"{JUDGED}(-\d+)?\.parquet")
 
 
@@ -335,20 +350,20 @@ def judged_data(judged: Judged) -> dict[str, Any]:
 
 
 def over_seeds(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return the mean win rate of runs that differ only in their seed, as JSON values.
+    """Return the mean win rate of runs that differ only in their seed and were judged alike, as JSON values.
 
     Returns:
         `names`, `mean` and `standard_error` of each group of two or more.
     """
     groups: dict[str, list[Judged]] = {}
     for table in judged:
-        options = dict(table.figures.get("options") or {})
-        alike = {name: value for name, value in options.items() if name not in _OF_A_SEED}
-        if "seed" in options and table.figures["win_rate"] is not None:
+        options, run = dict(table.figures.get("options") or {}), table.figures.get("run") or {}
+        alike = [{name: value for name, value in options.items() if name not in _OF_A_SEED}, run.get("without_seed")]
+        if run.get("seed") is not None and table.figures["win_rate"] is not None:
             groups.setdefault(json.dumps(alike, sort_keys=True, default=str), []).append(table)
     means = []
     for group in groups.values():
-        seeds = [table.figures["options"]["seed"] for table in group]
+        seeds = [table.figures["run"]["seed"] for table in group]
         if len(set(seeds)) == len(group) > 1:
             figures: Any = [[table.figures.get(name) for table in group] for name in _OF_RATES]
             rates = SeedWinRates(*figures)

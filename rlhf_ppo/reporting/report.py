@@ -158,7 +158,8 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
     """
     groups = grouped(runs)
     logs = [[run.log for run in group] for group in groups.values()]
-    figures = key_figures(logs)
+    unscaled = [[_without_scaling(log) for log in of_group] for of_group in logs]
+    figures = key_figures(unscaled)
     numbers = {id(run): number for number, run in enumerate(runs)}
     data = {
         "groups": [
@@ -174,7 +175,7 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
             for number, group in enumerate(groups.values())
         ],
         "figures": figures,
-        "frontier": [score_against_kl(of_group) for of_group in logs],
+        "frontier": [score_against_kl(of_group) for of_group in unscaled],
         "metrics": _metrics(logs),
         "runs": [_run(run, MAX_TOKENS // len(runs)) for run in runs],
         "checks": {
@@ -186,6 +187,12 @@ def report_data(runs: Sequence[RecordedRun], judged: Sequence[Judged] = ()) -> d
         "versions": _versions(runs),
     }
     return _escaped(data)
+
+
+def _without_scaling(log: History) -> History:
+    """Return a log with each score in the reward's unit: the scale of `score_scaling` changes in training."""
+    raw = "objective/raw_scores"
+    return [{**entry, "objective/scores": entry[raw]} if raw in entry else entry for entry in log]
 
 
 def curve(logs: Sequence[History], metric: str, episodes: Mapping[float, float]) -> dict[str, list[Any]] | None:

@@ -20,9 +20,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.ppo_config import NOT_OF_TRAINING
-from rlhf_ppo.data.files import optional, reading, write_json
+from rlhf_ppo.data.files import optional, read_object, reading, write_json
 from rlhf_ppo.reporting.completion_files import find_completions
-from rlhf_ppo.reporting.judgements import JUDGED_RATE, is_checkpoint, read_judgements
+from rlhf_ppo.reporting.judgements import JUDGED_RATE, Judgement, is_checkpoint, read_judgements
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -73,12 +73,17 @@ def _numbers(entry: Mapping[str, object]) -> dict[str, float]:
 
 
 def find_state(run: str | os.PathLike[str]) -> Path | None:
-    """Return the newest `trainer_state.json` of a directory and its checkpoints, or None."""
+    """Return the `trainer_state.json` with the most updates of a directory and its checkpoints, or None."""
     path = Path(run)
     if path.is_file():
         return path
     states = [*path.glob(TRAINER_STATE_NAME), *path.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    return max(states, key=lambda state: state.stat().st_mtime_ns, default=None)
+    return max(states, key=lambda state: (_updates_of(state), state.stat().st_mtime_ns), default=None)
+
+
+def _updates_of(state: Path) -> int:
+    with reading(state):
+        return read_object(state).get("global_step", 0)
 
 
 def step_of_policy(trainer: Trainer) -> int:
@@ -195,6 +200,7 @@ class RecordedRun:
         settings: Its settings.
         completions: The file of responses of each update.
         samples: The file of each sample table.
+        judgements: The win rates of the policy at its end; none if the log ends at a checkpoint.
     """
 
     name: str
@@ -203,6 +209,7 @@ class RecordedRun:
     settings: RunSettings
     completions: Mapping[int, Path]
     samples: Mapping[int, Path]
+    judgements: Sequence[Judgement] = ()
 
 
 def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun]:
@@ -280,14 +287,15 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         )
     last = max(entry.get("step", 0) for entry in log)
     completions = {step: file for step, file in find_completions(root).items() if step <= last}
-    log = [*log, *_judged(root, log)]
-    return RecordedRun(name, root, log, RunSettings.load(root), completions, _samples(root, int(last)))
+    judgements = [] if is_checkpoint(path) else read_judgements(root)
+    log = [*log, *_judged(judgements, log)]
+    return RecordedRun(name, root, log, RunSettings.load(root), completions, _samples(root, int(last)), judgements)
 
 
-def _judged(root: Path, log: History) -> Iterator[dict[str, float]]:
+def _judged(judgements: Sequence[Judgement], log: History) -> Iterator[dict[str, float]]:
     """Yield the judgements of a run's policy as entries of its log."""
     where = {name: max(entry.get(name, 0) for entry in log) for name in ("step", "episode")}
-    for judgement in read_judgements(root):
+    for judgement in judgements:
         low, high = judgement.interval
         rates = {JUDGED_RATE: judgement.win_rate, f"{JUDGED_RATE}_low": low, f"{JUDGED_RATE}_high": high}
         yield where | rates

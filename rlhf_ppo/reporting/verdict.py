@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_ppo.data.files import write_json
+from rlhf_ppo.reporting.health import deviation_weights
 from rlhf_ppo.reporting.judgements import (
     FEW,
     Judgement,
@@ -19,7 +19,6 @@ from rlhf_ppo.reporting.judgements import (
     SeedWinRates,
     percent,
     read_accuracy,
-    read_judgements,
 )
 from rlhf_ppo.reporting.run_log import RecordedRun, read_runs
 from rlhf_ppo.terminal import visible
@@ -138,14 +137,14 @@ def _judged_alike(runs: Sequence[RecordedRun]) -> list[tuple[RecordedRun, Judgem
     newest = {
         run.directory: (run, each)
         for run in runs
-        for each in read_judgements(run.directory)
+        for each in run.judgements
         if first is not None and (each.opponent, each.judge) == (first.opponent, first.judge)
     }
     return [*newest.values()]
 
 
 def _newest_judgement(run: RecordedRun) -> Judgement | None:
-    judgements = read_judgements(run.directory)
+    judgements = run.judgements
     starts = (run.settings.arguments.get("sft_model_path"), run.settings.made_of.get("policy"))
     against_start = [judgement for judgement in judgements if judgement.opponent in starts]
     return (against_start or judgements or [None])[-1]
@@ -258,7 +257,10 @@ def _ends(runs: Sequence[RecordedRun], key: str) -> tuple[float, float] | None:
 
 
 def _spread(runs: Sequence[RecordedRun]) -> float:
-    """Return the standard deviation of the score between responses in the first log."""
-    first = [next((entry for entry in run.log if "loss" in entry), {}) for run in runs]
-    spreads = [entry[name] for entry in first for name in entry if re.fullmatch("rewards/.*/std", name)]
+    """Return the standard deviation of the score between responses in the first log, of unrelated rewards."""
+    spreads = []
+    for run in runs:
+        first: Any = next((entry for entry in run.log if "loss" in entry), {})
+        weights = deviation_weights(first, run.settings.arguments.get("reward_weights"))
+        spreads.append(math.hypot(*(weight * first[name] for name, weight in weights.items())))
     return fmean(spreads) if spreads else 0.0

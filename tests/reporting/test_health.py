@@ -200,3 +200,13 @@ def test_a_healthy_run_is_not_warned_and_the_checks_change_no_number(
         assert warned(caplog) == []
         ends.append((dict(trainer.model.state_dict()), logged))
     assert_identical(*ends)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 0.0], {"a": 1.0, "b": 0.0}])
+def test_a_reward_that_is_only_logged_hides_no_constant_one(weights: Any) -> None:
+    logs = [
+        {**HEALTHY, "step": step, "rewards/a/std": std, "rewards/b/std": 1.0} for step, std in enumerate((1, 0, 0, 0))
+    ]
+    find = BY_NAME["reward_variance"].find
+    assert find(logs, RUN) is None
+    assert "same reward (a)" in str(find(logs, dataclasses.replace(RUN, reward_weights=weights)))

@@ -16,15 +16,17 @@ def test_the_mean_over_seeds_has_a_standard_error() -> None:
 
 
 def test_runs_that_were_judged_alike_have_a_mean_over_seeds() -> None:
-    def judged(name: str, rate: float, seed: int, judge: str = "a") -> Judged:
-        options = {"seed": seed, "model": f"runs/{name}", "judge_model": judge}
-        figures = {"win_rate": rate, "interval": [rate - 0.1, rate + 0.1], "options": options}
+    def judged(name: str, rate: float, seed: int, judge: str = "a", kind: str = "", sampling: int = 0) -> Judged:
+        options = {"seed": sampling, "model": f"runs/{name}", "judge_model": judge}
+        run = {"seed": seed, "without_seed": kind}
+        figures = {"win_rate": rate, "interval": [rate - 0.1, rate + 0.1], "options": options, "run": run}
         return Judged(name, figures, pd.DataFrame())
 
     first, second = judged("one", 0.6, 0), judged("two", 0.8, 1)
-    (found,) = over_seeds([first, second, judged("three", 0.1, 2, judge="b")])
+    others = [judged("three", 0.1, 2, judge="b"), judged("four", 0.1, 3, kind="another kl_coef")]
+    (found,) = over_seeds([first, second, *others])
     assert found == {"names": ["one", "two"], "mean": pytest.approx(0.7), "standard_error": pytest.approx(0.1)}
-    assert over_seeds([first, judged("again", 0.8, 0)]) == []
+    assert over_seeds([first, judged("again", 0.8, 0, sampling=1)]) == []
 
 
 @pytest.mark.parametrize(

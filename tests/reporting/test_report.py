@@ -18,7 +18,8 @@ from rlhf_ppo.reporting import report
 from rlhf_ppo.reporting.completion_files import TOKEN_VALUES, write_completions
 from rlhf_ppo.reporting.critic_audit import AuditedPrefixes, audit
 from rlhf_ppo.reporting.plots import plot_metrics
-from rlhf_ppo.reporting.report import SCRIPTS, first_and_last, write_report
+from rlhf_ppo.reporting.report import SCRIPTS, first_and_last, report_data, write_report
+from rlhf_ppo.reporting.run_log import RecordedRun, RunSettings
 from rlhf_ppo.terminal import visible
 from tests.runs import QUICK
 
@@ -142,7 +143,8 @@ def add_judgement(run: Path, seed: int) -> None:
     figures = {"win_rate": 1.0, "interval": [0.8, 1.0], "wins": 1, "losses": 0, "ties": 0, "failed": 0}
     options = {"model": str(run), "opponent": "a/b", "judge_model": "c", "seed": seed}
     (run / "judged").mkdir()
-    (run / "judged/win_rate.json").write_text(json.dumps(figures | {"options": options}))
+    of_run = {"seed": seed, "without_seed": "alike", "updates": None}
+    (run / "judged/win_rate.json").write_text(json.dumps(figures | {"options": options, "run": of_run}))
     pair = {"prompt": "p", "model": "m", "opponent": "o", "verdict": 1.0}
     pd.DataFrame([pair]).to_parquet(run / "judged/judged.parquet")
 
@@ -250,3 +252,15 @@ def test_a_run_makes_a_report(make_trained: Any, tmp_path: Path, capsys: pytest.
     [run] = Page(tmp_path / "report.html").data["runs"]
     assert run["last_step"] == 3 and len(run["responses"]) == 3 and len(run["samples"]) == 2
     assert f"The report is in {tmp_path / 'report.html'}." in capsys.readouterr().out
+
+
+def test_a_score_is_shown_in_the_unit_of_the_reward() -> None:
+    """With score_scaling the scale of the logged score grows."""
+    log = [{"step": n, "loss": 0.1, "objective/kl": 1.0, "objective/scores": 20 - n, "objective/raw_scores": 10.0 + n}
+           for n in range(1, 11)]  # fmt: skip
+    data = report_data([RecordedRun("a", Path("a"), log, RunSettings(), {}, {})])
+    (score,) = (figure["groups"][0] for figure in data["figures"] if figure["key"] == "objective/scores")
+    assert score["first"] < score["last"] and "The score rose" in data["verdicts"][0]["sentence"]
+    assert data["frontier"][0][0]["score"] == 11.0
+    drawn = {metric["key"]: metric["curves"][0]["mean"][0] for metric in data["metrics"]}
+    assert (drawn["objective/scores"], drawn["objective/raw_scores"]) == (19, 11.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_ppo.reporting.judgements import RewardAccuracy
-from rlhf_ppo.reporting.run_log import RecordedRun
+from rlhf_ppo.reporting.run_log import RecordedRun, find_state
 from rlhf_ppo.reporting.verdict import recorded_runs, verdict_of
 
 FIRST = {
@@ -228,3 +230,32 @@ def test_a_judge_that_is_there_has_its_own_accuracy_or_none(
     CHANCE.save(tmp_path / "judge_reward")
     monkeypatch.chdir(tmp_path / "new")
     assert verdict_of([run]).outcome == "better"
+
+
+def test_a_judgement_is_of_the_policy_that_the_run_had_then(make_run: MakeRun) -> None:
+    """A run that goes on in its directory, and a checkpoint, have none until they are judged."""
+    run = make_run(0.6)
+    path, state = run.directory / "judged" / "win_rate.json", run.directory / "trainer_state.json"
+    log = json.loads(state.read_text())
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"run": {"updates": 100}}))
+    for updates, outcome in ((100, "better"), (200, "not judged")):
+        state.write_text(json.dumps(log | {"global_step": updates}))
+        assert verdict_of(recorded_runs([run.directory])).outcome == outcome
+    checkpoint = run.directory / "checkpoint-50"
+    checkpoint.mkdir()
+    state.write_text(json.dumps(log | {"global_step": 100}))
+    (checkpoint / "trainer_state.json").write_text(json.dumps(log | {"global_step": 50}))
+    os.utime(state, (0, 0))  # as a copy may have it
+    assert verdict_of(recorded_runs([run.directory])).outcome == "better"
+    assert verdict_of(recorded_runs([checkpoint])).outcome == "not judged"
+    assert find_state(run.directory) == state
+
+
+def test_rewards_that_are_only_logged_are_no_yardstick(make_run: MakeRun) -> None:
+    """The score, of weight 1, has risen by 0.4 of its deviation; the judge of weight 0 has another unit."""
+    run = make_run(0.4, objective__scores=0.4)
+    run = dataclasses.replace(run, log=[{**entry, "rewards/held_out/std": 80.0} for entry in run.log])
+    settings = dataclasses.replace(run.settings, arguments={**run.settings.arguments, "reward_weights": [1.0, 0.0]})
+    weighted = dataclasses.replace(run, settings=settings)
+    assert not any("exploits the reward" in reason for reason in verdict_of([run]).reasons)
+    assert any("exploits the reward" in reason for reason in verdict_of([weighted]).reasons)
