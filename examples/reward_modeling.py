@@ -39,7 +39,15 @@ the `--reward_model_path` of `ppo.py`.
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false
 
 from datasets import load_dataset
-from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, TrlParser, get_peft_config
+from trl import (
+    ModelConfig,
+    RewardConfig,
+    RewardTrainer,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, RewardConfig, ModelConfig))
@@ -49,6 +57,8 @@ if __name__ == "__main__":
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        args.model_init_kwargs["quantization_config"] = get_quantization_config(model_args)
 
     splits = load_dataset(script_args.dataset_name, script_args.dataset_config)
     trainer = RewardTrainer(

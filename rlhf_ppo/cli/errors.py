@@ -55,7 +55,7 @@ def user_errors(program: str) -> Iterator[None]:
             raise
         if isinstance(error, OSError) and error.filename and error.strerror:
             fail(program, f"{error.filename}: {error.strerror}; name another")
-        fail(program, str(error))
+        fail(program, str(error), on_each_rank=isinstance(error, RuntimeError))
 
 
 def wants_tracebacks() -> bool:
@@ -63,8 +63,17 @@ def wants_tracebacks() -> bool:
     return os.environ.get("TRANSFORMERS_VERBOSITY") == "debug"
 
 
-def fail(program: str, message: str) -> NoReturn:
-    """Print one sentence on stderr, once per machine, and exit with code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print_text(f"{program}: error: {redact_urls(' '.join(message.split()))}", sys.stderr, "red")
+def fail(program: str, message: str, on_each_rank: bool = False) -> NoReturn:
+    """Print one sentence on stderr and exit with code 2.
+
+    Args:
+        program: Start of the message.
+        message: The sentence.
+        on_each_rank: Whether only one process may have the error, such as too little memory; else all of them have
+            it, and one on each machine prints it.
+    """
+    is_other = os.environ.get("LOCAL_RANK", "0") != "0"
+    if on_each_rank or not is_other:
+        where = f", rank {os.environ.get('RANK')}" if is_other else ""
+        print_text(f"{program}{where}: error: {redact_urls(' '.join(message.split()))}", sys.stderr, "red")
     raise SystemExit(2)

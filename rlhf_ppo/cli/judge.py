@@ -181,7 +181,7 @@ def make_judge(args: JudgeArguments) -> Any:
         ValueError: There is no such judge.
     """
     if args.asks_chat_model:
-        chat = _chat_judge(args)
+        chat = chat_judge(args)
         finished(chat.check())
         return chat
     if args.judge is not None:
@@ -200,7 +200,12 @@ def make_judge(args: JudgeArguments) -> Any:
     return judge
 
 
-def _chat_judge(args: JudgeArguments) -> ChatJudge:
+def chat_judge(args: JudgeArguments) -> ChatJudge:
+    """Return the chat model that judges, without a request.
+
+    Raises:
+        OSError, TypeError, ValueError: The key, the options or the question is wrong.
+    """
     given = parse_object("judge_options", args.judge_options, '{"temperature": 0}')
     options = OPTIONS if given is None else given
     path = args.judge_prompt

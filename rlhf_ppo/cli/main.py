@@ -148,9 +148,12 @@ def init(argv: Sequence[str] | None = None) -> None:
     path, folder = Path(args.file).expanduser(), Path(args.output_dir).expanduser() / "data"
     for existing, option in ((path, "file"), (folder, "output_dir")):
         if existing.exists():
-            parser.error(f"{existing} already exists: name another {option}, or rename it")
+            moved = "it" if option == "file" else f"all of {folder.parent}, whose finished steps would stay"
+            parser.error(f"{existing} already exists: name another {option}, or move {moved} away")
     if not args.preferences and not args.reward_funcs:
         parser.error("PPO has no reward: give --preferences for a reward model, or --reward_funcs")
+    if args.judge_preferences and args.judge_model:
+        parser.error("judge_preferences train a judge, and judge_model is one: give one of them")
     from rlhf_ppo.cli.init import write_file
 
     write_file(args, path, folder)

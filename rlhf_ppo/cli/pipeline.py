@@ -168,6 +168,8 @@ def read_pipeline(path: str | Path) -> Pipeline:
     folder = Path(os.path.expanduser(content["output_dir"]))
     steps = tuple(_steps(folder, content, _policies(seeds, read_record(folder))))
     launch = content.get("launch")
+    if launch and not os.path.isfile(os.path.expanduser(launch)):
+        raise ValueError(f"launch={launch!r} is no file: `rlhf-ppo configs .` writes accelerate_configs/ here")
     words = ("accelerate.commands.launch", "--config_file", os.path.expanduser(launch)) if launch else ()
     return Pipeline(folder, steps, words)
 
@@ -266,6 +268,7 @@ def check_steps(steps: Iterable[Step]) -> None:
         SystemExit: An option is wrong; the message begins with the section.
     """
     from rlhf_ppo.cli.arguments import parse
+    from rlhf_ppo.cli.judge import chat_judge, load_rows
     from rlhf_ppo.cli.judge_arguments import JudgeArguments
     from rlhf_ppo.cli.training_commands import parse_step
     from rlhf_ppo.rewards.resolve import resolve_rewards
@@ -275,6 +278,9 @@ def check_steps(steps: Iterable[Step]) -> None:
             (args,) = parse((JudgeArguments,), f"{PROGRAM}: {kind}", step.argv())
             with user_errors(f"{PROGRAM}: {kind}"):
                 resolve_rewards(args.judge)
+                load_rows(args)
+                if args.asks_chat_model:
+                    chat_judge(args)
         else:
             parse_step(COMMANDS[kind], step.argv(), f"{PROGRAM}: {kind}")
 

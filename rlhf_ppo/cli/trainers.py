@@ -537,7 +537,7 @@ def running(program: str, trainer: Trainer) -> Iterator[None]:
         note = note_on_memory(error)
         if note or isinstance(error, ConnectionError | DivergenceError | WrongRewardError):
             print(file=sys.stderr)  # the progress bar leaves its line unfinished
-            fail(program, f"{note} ({error})" if note else str(error))
+            fail(program, f"{note} ({error})" if note else str(error), on_each_rank=bool(note))
         if callback.begun:
             raise
         with user_errors(program):

@@ -349,6 +349,9 @@ class EpisodeEncoder(PromptEncoder):
         if name in self.needs_chat and not is_conversation(prompt):
             fix = "give it as a list of messages {'role': ..., 'content': ...}"
             self._fail(index, f"has a prompt that is not a conversation ({prompt!r:.60}), which tools need", fix)
+        if is_conversation(prompt) and prompt[-1].get("role") == "assistant":
+            fix = "drop that message: with tools and environments the policy begins a new turn"
+            self._fail(index, "ends with an assistant's message", fix)
         if is_conversation(prompt) and row.get("tools") is not None:
             fix = "rename or drop the column; the policy is shown the tools that it can call"
             self._fail(index, "has `tools`, which a run with tools or environments does not read", fix)

@@ -188,7 +188,7 @@ def shows_images(dataset: Any, thorough: bool = True) -> bool:
     if is_stream or not thorough:
         return False
     if isinstance(dataset, datasets.Dataset):  # Arrow has one type for all contents
-        if not (isinstance(prompt, list) and any(isinstance(part["content"], list) for part in prompt)):
+        if not (isinstance(prompt, list) and any(isinstance(part.get("content"), list) for part in prompt)):
             return False
         dataset = dataset.select_columns("prompt")
     return any(image_blocks(dataset[row].get("prompt")) for row in range(len(dataset)))

@@ -151,10 +151,9 @@ class PromptEncoder:
     def _settings(self, row: Mapping[str, object], index: int) -> dict[str, Any]:
         try:
             return template_settings(row, self.template_kwargs)
-        except ValueError as error:
-            self._fail(
-                index, f"has tools that are not JSON ({error})", "give a list of JSON schemas, or its JSON text"
-            )
+        except (TypeError, ValueError) as error:
+            fix = "give JSON schemas and template arguments as lists and dicts, or their JSON texts"
+            self._fail(index, f"has tools or chat_template_kwargs that are not JSON ({error})", fix)
 
     def _check_blocks(self, messages: Messages, index: int, settings: Mapping[str, object] | None = None) -> None:
         """Check that no message holds an image, a sound or another block that the template drops without an error."""
@@ -239,15 +238,17 @@ def template_settings(row: Mapping[str, Any], defaults: Mapping[str, object] | N
     """Return further arguments of the chat template for a row: those of the row, in TRL's columns, win.
 
     Args:
-        row: The row, perhaps with `tools`, a list or its JSON text, and `chat_template_kwargs`.
+        row: The row, perhaps with `tools`, a list or its JSON text, and
+            `chat_template_kwargs`, a dict or its JSON text.
         defaults: The arguments for all rows, or None.
 
     Raises:
-        ValueError: `tools` is a text that is not JSON.
+        ValueError: One of them is a text that is not JSON.
     """
-    tools: Any = row.get("tools")
+    tools, others = row.get("tools"), row.get("chat_template_kwargs")
     tools = json.loads(tools) if isinstance(tools, str) else without_none(tools)  # nulls of JSON text are the schema's
-    of_row = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+    others = json.loads(others) if isinstance(others, str) else others
+    of_row = {"tools": tools, **(others or {})}
     return {**(defaults or {}), **{key: value for key, value in of_row.items() if value is not None}}
 
 

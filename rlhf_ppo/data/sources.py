@@ -11,6 +11,9 @@ import datasets
 from datasets.exceptions import DatasetsError
 
 from rlhf_ppo.data.prompts import PROMPT_COLUMNS, is_conversation
+from rlhf_ppo.terminal import visible_logger
+
+logger = visible_logger(__name__)
 
 Rows = datasets.Dataset | datasets.IterableDataset
 """Rows of a data set, or a stream of them."""
@@ -43,7 +46,10 @@ def load_splits(
     try:
         if os.path.isfile(path):
             builder = BUILDERS[os.path.splitext(path)[1]]
-            return datasets.load_dataset(builder, data_files={"train": path}, streaming=streaming)
+            loaded = datasets.load_dataset(builder, data_files={"train": path}, streaming=streaming)
+            if builder == "json":
+                _warn_of_times(loaded["train"], name)
+            return loaded
         if any(os.path.isfile(os.path.join(path, file)) for file in ("dataset_dict.json", "dataset_info.json")):
             saved = datasets.load_from_disk(path)
             splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
@@ -59,6 +65,18 @@ def load_splits(
         raise ValueError(
             f"{argument}={name!r} cannot be loaded as a file ({', '.join(BUILDERS)}), directory or hub name: {reason}"
         ) from error
+
+
+def _warn_of_times(rows: Any, name: str) -> None:
+    """Warn of columns whose texts were read as times, as Arrow does with dates in JSON."""
+    features = rows.features or {}  # a stream may not know
+    if times := [
+        column for column, kind in features.items() if str(getattr(kind, "dtype", "")).startswith("timestamp")
+    ]:
+        logger.warning(
+            f"{name}: the texts of {times} were read as times, which no answer equals; to keep them as texts, write "
+            "the rows with datasets' save_to_disk or to_parquet"
+        )
 
 
 def choose_split(splits: Mapping[Any, Any], split: str, argument: str) -> Any:

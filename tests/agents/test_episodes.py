@@ -611,3 +611,10 @@ def test_rollout_func_gives_what_the_models_can_read(tmp_path: Any, changed: dic
     given = {"environment_factory": None, "rollout_func": wrong, "reward_funcs": [lambda **columns: [1.0, 0.0]]}
     with pytest.raises(ValueError, match=message):
         made(tmp_path, DONE, engine=None, **given).train()
+
+
+def test_a_prompt_that_ends_with_a_begun_answer_is_refused(tmp_path: Path) -> None:
+    """The policy would begin a new turn, but be shown and rewarded as if it continued that one."""
+    begun = [*ASKED, {"role": "assistant", "content": "Answer: 5"}]
+    with pytest.raises(ValueError, match="ends with an assistant's message: drop that message"):
+        made(tmp_path, train_dataset=[{"prompt": begun}] * 2)

@@ -193,7 +193,8 @@ def test_lengths_are_counted_in_tokens(row: dict[str, Any], argument: str, expec
     [
         ("--model base --prompts prompts.jsonl", "PPO has no reward"),
         (f"{ALL} --file there.yaml", "there.yaml already exists"),
-        (f"{ALL} --output_dir full", "full/data already exists"),
+        (f"{ALL} --output_dir full", "full/data already exists: name another output_dir, or move all of full, whose"),
+        (f"{ALL} --judge_preferences prompts.jsonl --judge_model base", "give one of them"),
         ("--model base --prompts gone.jsonl --reward_funcs length", "prompts='gone.jsonl'"),
     ],
 )

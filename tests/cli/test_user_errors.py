@@ -13,6 +13,7 @@ from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli.aitraining import LLMCommand
+from rlhf_ppo.cli.errors import user_errors
 from rlhf_ppo.cli.main import main
 from rlhf_ppo.compat.params import LLMTrainingParams
 from tests.conftest import save_models, tiny_policy, tiny_scorer, write_rows
@@ -210,6 +211,10 @@ MISTAKES = [
         "judge --dataset_name rows.jsonl --model base --opponent_column completion --judge_model nowhere",
         "judge_model='now",
     ),
+    (
+        f"{JUDGE} --judge_model m --judge_url http://127.0.0.1:1/v1 --judge_options temperature=0",
+        "judge_options='temperature=0' must be a dict or the JSON text of an object",
+    ),
     (f"{LLM} --rl-reward-fn custom", "--rl-reward-fn custom needs the function"),
     (f"{LLM} --rl-reward-weights '{{'", "rl_reward_weights='{' must be a dict or the JSON text of an object"),
     (f"{LLM} --rl-mini-batch-size 3", "--rl-mini-batch-size 3 does not divide the 8 episodes"),
@@ -315,3 +320,18 @@ def test_a_run_without_sample_tables_prints_neither_table_nor_bars(
         printed = capsys.readouterr()
         assert ("model response" in printed.out) == (places == 1)
         assert "Writing model shards" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ValueError("no such option"), ""), (RuntimeError("no memory"), "rlhf-ppo train, rank 5: error: no memory")],
+)
+def test_a_process_says_what_it_alone_may_have(
+    error: Exception, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all have, one on each machine says."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "5")
+    with pytest.raises(SystemExit, match="2"), user_errors("rlhf-ppo train"):
+        raise error
+    assert capsys.readouterr().err.strip() == said

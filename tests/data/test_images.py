@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image as Pillow
 
 from rlhf_ppo.data.images import IMAGES_COLUMN, ImageChats, data_url, shows_images
 from rlhf_ppo.data.prompts import ImageCollator, PromptCollator, PromptEncoder, prepare_prompts
+from rlhf_ppo.data.sources import load_splits
 from tests.vision import make_processor, picture
 
 ASKED = [{"role": "user", "content": "w3 w4"}]
@@ -94,10 +96,13 @@ def test_a_broken_file_is_named_and_pixels_stay_as_they_are(encode: PromptEncode
         assert prepared["input_ids"] == encode(given[1], 1)["input_ids"]
 
 
-def test_which_data_sets_have_images() -> None:
+def test_which_data_sets_have_images(tmp_path: Path) -> None:
     text = {"prompt": ASKED}
     assert shows_images([text, {"prompt": block()}]) and shows_images({"a": [text], "b": [text | {"image": None}]})
     assert shows_images(table(jpeg()).to_iterable_dataset()) and shows_images(table(b"no image"))
+    called = [*ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"prompt": called}))
+    assert not shows_images(load_splits(str(tmp_path / "chats.jsonl"))["train"])
     assert shows_images([text] * 2 + [{"prompt": block()}]) and not shows_images([text, {"prompt": block()}], False)
     assert not any(map(shows_images, ([text], Dataset.from_list([text]), iter([text]), None, [{"prompt": "w3"}])))
 

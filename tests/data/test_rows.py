@@ -114,8 +114,13 @@ def test_reward_models_and_judges_read_the_option_too(make_trainer: MakeTrainer)
 
 def test_tools_that_no_stage_could_read_are_refused() -> None:
     encode = PromptEncoder(chat_tokenizer(), "rows", None)
-    with pytest.raises(ValueError, match=r"row 3 of rows has tools that are not JSON \(.*\): give a list of JSON"):
+    with pytest.raises(ValueError, match=r"row 3 of rows has tools or chat_template_kwargs that are not JSON \("):
         encode(CHAT | {"tools": "look"}, 3)
+    with pytest.raises(ValueError, match=r"row 3 of rows has tools or chat_template_kwargs that are not JSON \("):
+        encode(CHAT | {"chat_template_kwargs": "[1]"}, 3)
+    given = {"enable_thinking": False}
+    as_text, as_dict = (encode(CHAT | {"chat_template_kwargs": one}, 3) for one in (json.dumps(given), given))
+    assert as_text == as_dict != encode(CHAT, 3)
     assert encode({"prompt": "Which?", "tools": "look"}, 3)  # of a text, the column is a reward function's
 
 

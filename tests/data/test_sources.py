@@ -67,3 +67,13 @@ def test_a_stream_gives_its_first_rows():
 
     assert [row["row"] for row in held_out] == [0, 1]
     assert [row["row"] for row in train] == [2, 3, 4, 5, 6]
+
+
+def test_dates_that_json_makes_times_of_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "days.jsonl"
+    path.write_text("".join(f'{{"prompt": "w{day}", "answer": "2021-03-0{day}"}}\n' for day in range(1, 5)))
+    with caplog.at_level("WARNING", logger="rlhf_ppo"):
+        load_splits(str(path))
+        load_splits(str(write(tmp_path, "jsonl")))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "the texts of ['answer'] were read as times" in told

@@ -168,6 +168,9 @@ def test_the_steps_that_are_left_are_named() -> None:
 
 def test_training_steps_alone_are_launched() -> None:
     Path("run.yaml").write_text(f"launch: zero2.yaml{TEXT}")
+    with pytest.raises(ValueError, match=r"launch='zero2.yaml' is no file: `rlhf-ppo configs .`"):
+        read_pipeline("run.yaml")
+    Path("zero2.yaml").touch()
     steps = Steps()
     run_pipeline(read_pipeline("run.yaml"), steps)
 
@@ -198,14 +201,23 @@ def never(*_: Any) -> int:
     pytest.fail("a step was run")
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ("ppo: {", "ppo: {kl_coeff: 1, ", "rlhf-ppo pipeline: ppo: error: there is no option --kl_coeff"),
+        ("judge: {dataset_name: rows", "judge: {dataset_name: gone", "judge: error: dataset_name='gone.jsonl'"),
+        ("judge: length", "judge_model: gpt-4o-mini", "judge: error: OPENAI_API_KEY is not set"),
+    ],
+)
 def test_a_mistake_in_a_later_step_is_reported_before_the_first_runs(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
+    right: str, wrong: str, words: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(REAL.replace("ppo: {", "ppo: {kl_coeff: 1, "))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    prepare(REAL.replace(right, wrong))
     monkeypatch.setattr("rlhf_ppo.cli.pipeline.start_python", never)
     with pytest.raises(SystemExit, match="2"):
         command(["run.yaml"])
-    assert "rlhf-ppo pipeline: ppo: error: there is no option --kl_coeff" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_second_pipeline_in_its_directory_is_refused(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

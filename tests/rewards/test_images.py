@@ -16,7 +16,7 @@ from rlhf_ppo.models.frozen import FrozenScorer
 from rlhf_ppo.models.loading import make_value_model
 from rlhf_ppo.rewards.endpoint import as_json
 from rlhf_ppo.rewards.reward_model import RewardModel
-from rlhf_ppo.rewards.scorer import ScoringBatch
+from rlhf_ppo.rewards.scorer import Answer, ScoringBatch
 from tests.vision import alone, image_rows, make_model, make_processor, picture
 
 
@@ -41,6 +41,19 @@ def test_a_score_is_that_of_the_conversation_with_its_images_alone(name: str) ->
         fields = alone(processor, row, tokenizer.decode(ids))
         expected = model.score(model.base_model(**fields).last_hidden_state)[0, -1, 0]
         assert score == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_raw_text_in_a_batch_of_conversations_is_read_as_it_is() -> None:
+    processor = make_processor("gemma3")
+    tokenizer = processor.tokenizer
+    model: Any = make_value_model(make_model("gemma3", processor))
+    torch.nn.init.normal_(model.score.weight)
+    reward_model = RewardModel(FrozenScorer(model), 3, chats=ImageChats(processor))
+    ids = tokenizer("w3 w4")["input_ids"]
+    text = Answer("w3 w4", "w5", prompt_ids=ids, response_ids=[5, 1], tokenizer=tokenizer, ended=True)
+    chat = Answer([{"role": "user", "content": "w3 w4"}], "w5", tokenizer=tokenizer)
+    both = reward_model.score_answers([chat, text], lambda _: None)
+    assert both[1] == pytest.approx(float(model(torch.tensor([[*ids, 5, 1]])).logits), abs=1e-4)
 
 
 def test_a_server_gets_images_as_urls() -> None:

@@ -16,7 +16,8 @@ from rlhf_ppo.data.prompts import PromptEncoder
 from rlhf_ppo.data.rollout import Prompts, Responses
 from rlhf_ppo.generation.engine_factory import BaselineCompletions
 from rlhf_ppo.models.frozen import FrozenScorer
-from rlhf_ppo.rewards.judges import FunctionJudge
+from rlhf_ppo.rewards.builtin import builtin_reward
+from rlhf_ppo.rewards.judges import FunctionJudge, PreferenceReward
 from rlhf_ppo.rewards.scorer import Answer
 from tests.conftest import make_tokenizer, tiny_policy, tiny_scorer, write_rows
 from tests.rewards.local_server import url
@@ -191,3 +192,31 @@ def test_a_function_judges_the_beginning_that_the_template_wrote() -> None:
     ids = tokenizer("w5 w4")["input_ids"]
     answers = [Answer(asked, "w6", prompt_ids=ids, response_ids=[6], tokenizer=tokenizer), Answer("w5", "w6")]
     assert FunctionJudge(begins).scores(answers, {}) == [1.0, 0.0]
+
+
+def test_a_function_that_reads_tokens_gets_them_of_both_sides_or_is_refused() -> None:
+    """A data set's text is read with the policy's tokenizer; without one it has no tokens, rather than none at all."""
+
+    def brief(completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("length", [len(ids) for ids in completion_ids])
+        return [-float(len(ids)) for ids in completion_ids]
+
+    judge = PreferenceReward(FunctionJudge(brief), "dataset")
+    columns = {"log_extra": lambda name, values: pytest.fail("the reward's own columns are of other rows")}
+    tokenizer = make_tokenizer()
+    long, short = (Answer("w5", text, tokenizer=tokenizer) for text in ("w6 w7 w8", "w6"))
+    assert judge.compare([short, long], [long, short], columns) == [(0.0, 1.0), (1.0, 0.0)]
+    with pytest.raises(ValueError, match="requires the argument 'completion_ids'"):
+        judge.compare([Answer("w5", "w6 w7")], [Answer("w5", "w6")], {})
+
+
+def test_a_format_is_read_once_where_a_data_set_has_the_whole_answer() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    asked = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "<think>"}]
+    ids = tokenizer("w5")["input_ids"]
+    answers = [
+        Answer(asked, text, prompt_ids=ids, tokenizer=tokenizer) for text in ("hm</think>4", "<think>hm</think>4")
+    ]
+    assert [answer.prefilled for answer in answers] == ["<think>"] * 2
+    assert FunctionJudge(builtin_reward("think_format_reward")).scores(answers, {}) == [1.0, 1.0]

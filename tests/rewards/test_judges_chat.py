@@ -105,3 +105,12 @@ def test_openais_key_goes_to_openai_alone(server: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr("rlhf_ppo.rewards.judges.OPENAI_URL", f"http://127.0.0.1:{server.server_port}/v1")
     ask(server, pairs=1)
     assert [headers["Authorization"] for headers, _ in server.requests] == [None, "Bearer other", "Bearer sk-key"]
+
+
+def test_a_question_with_other_braces_and_an_answer_without_a_reply_are_named(server: Any) -> None:
+    with pytest.raises(ValueError, match=r"the judge's question has other braces .*: write each as \{\{ or \}\}"):
+        judge(server, question='{prompt} {first} {second} Reply as {"verdict": "A"}')
+    assert judge(server, question='{prompt} {first} {second} Reply as {{"verdict": "A"}}')
+    server.replies = [says(json.dumps({"error": "no such model"}))]
+    with pytest.raises(ConnectionError, match=r"the judge 'judge' at .* answered without a reply: .*no such model"):
+        finished(judge(server).check())

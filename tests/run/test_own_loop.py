@@ -156,7 +156,9 @@ def test_the_loop_of_each_process_has_random_numbers_of_its_own(
 ) -> None:
     seeds: list[tuple[int, bool]] = []
     monkeypatch.setattr(construction, "set_seed", lambda seed, device_specific: seeds.append((seed, device_specific)))
-    make_stepper(seed=5).step(*rows(0))
+    trainer = make_stepper(seed=5)
+    assert seeds == [(5, True)]
+    trainer.step(*rows(0))
     assert seeds == [(5, True)]
 
 

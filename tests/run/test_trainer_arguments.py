@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from rlhf_ppo import PPOTrainer
-from tests.conftest import prompt_rows, tiny_scorer
+from tests.conftest import prompt_rows, tiny_policy, tiny_scorer
 from tests.runs import QUICK, MakeTrainer, SeenPrompts, assert_identical, end_of_run, history, logged, parameters
 
 EVALUATED: dict[str, Any] = {
@@ -238,3 +238,16 @@ def test_fsdp_that_accelerate_ignores_is_said(
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     make_trainer()
     assert "The launcher asked for FSDP, which accelerate lacks on CPUs" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["policy", "value model"])
+def test_a_model_that_trains_in_16_bits_is_named(
+    role: str, make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = {"model": tiny_policy(), "value_model": tiny_scorer()}
+    models["model" if role == "policy" else "value_model"].to(torch.bfloat16)
+    with caplog.at_level("WARNING", logger="rlhf_ppo"):
+        make_trainer(**QUICK, **models)
+    (told,) = [record.getMessage() for record in caplog.records if "16 bits" in record.getMessage()]
+    assert f"trainable tensors of the {role} are stored in 16 bits" in told
+    assert f"load the {role} with dtype=torch.float32" in told
