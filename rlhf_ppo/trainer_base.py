@@ -181,9 +181,8 @@ class TrainerBase(Steps, Trainer):
         self._critic_only.begin(self.optimizer, self._optimization.policy_groups)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
-        loss = progress.loss_of(args.process_index, self.accelerator.num_processes)
-        self._tr_loss = torch.tensor(loss, device=args.device)
-        self._total_loss_scalar = -math.fsum(progress.losses) / max(1, len(progress.losses))  # of before the resume
+        loss, of_earlier_run = progress.unlogged_loss(args.process_index, self.accelerator.num_processes)
+        self._tr_loss, self._total_loss_scalar = torch.tensor(loss, device=args.device), -of_earlier_run
         self._globalstep_last_logged = progress.last_logged_step
         self.model_wrapped.zero_grad()
         self._note_run()

@@ -208,11 +208,13 @@ class Progress:
     arguments: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
 
-    def loss_of(self, rank: int, num_processes: int) -> float:
-        """Return a rank's sum of losses; after a change of the number of processes, the mean over the ranks."""
-        if len(self.losses) == num_processes:
-            return self.losses[rank]
-        return math.fsum(self.losses) / max(1, len(self.losses))
+    def unlogged_loss(self, rank: int, num_processes: int) -> tuple[float, float]:
+        """Return the sum of losses of a rank, and the mean of the ranks' sums.
+
+        After a change of the number of processes the first is that mean, too.
+        """
+        mean = math.fsum(self.losses) / max(1, len(self.losses))
+        return (self.losses[rank] if len(self.losses) == num_processes else mean), mean
 
     def save(self, directory: str) -> None:
         """Write `ppo_state.json`."""
