@@ -55,9 +55,11 @@
 
   function choose(number) {
     Object.assign(now, { number, rows: data.judged[number].rows, all: false });
+    const { wins, losses, ties, failed } = data.judged[number];
+    const totals = { all: wins + losses + ties + failed, model: wins, opponent: losses, tie: ties, none: failed };
     const options = Object.entries(FILTERS).map(([name, [text, fits]]) => [name, text, now.rows.filter(fits).length]);
     byId("judged-filter").replaceChildren(...options.filter((option) => option[2] > 0)
-      .map(([name, text, count]) => make("option", { value: name }, `${text} (${count})`)));
+      .map(([name, text, count]) => make("option", { value: name }, `${text} (${count < totals[name] ? `${count} of ${totals[name]}` : count})`)));
     list();
   }
 
