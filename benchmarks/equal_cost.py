@@ -168,7 +168,7 @@ def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None
     from intervals import mean  # pyright: ignore
 
     plt.rcParams["svg.hashsalt"] = "equal-cost"  # the same rows give the same file
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(6, 4))
     for name, trial, description in described():
         points = {mark: runs for mark in MARKS if (runs := final_rows(name, trial, mark, rows))}
         seeds = min(map(len, points.values()), default=0)
@@ -180,7 +180,7 @@ def draw(rows: dict[tuple[str, int, float], dict[str, Any]], path: Path) -> None
         low, high = ([v + side * h for v, h in zip([START, *values], halves, strict=True)] for side in (-1, 1))
         axes.fill_between([0, *points], low, high, alpha=0.15, color=line.get_color())
     axes.set(xlabel="CPU minutes of training", ylabel="answers that satisfy all", ylim=(0, None), xlim=(0, None))
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside the bands
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
