@@ -132,6 +132,7 @@ class Data:
         responses: Tokens of texts or responses of the sample; of the longer response of a pair.
         is_split: Whether the rows are split off and `name` is the directory to write.
         num_dropped: Number of prompts that were too long.
+        train_split: The split that holds the rows: `train`, or the first one of a data set without it.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Data:
     responses: Sequence[int]
     is_split: bool = False
     num_dropped: int = 0
+    train_split: str = "train"
 
     def describe(self) -> str:
         """Return rows and lengths in one line."""
@@ -171,7 +173,8 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, colu
         ValueError: There are no such data, or a column is missing.
     """
     splits = load_splits(name, argument=argument)
-    rows = choose_split(splits, "train" if "train" in splits else next(iter(splits)), argument)
+    train_split = "train" if "train" in splits else next(iter(splits))
+    rows = choose_split(splits, train_split, argument)
     held_out = splits["test"] if "test" in splits and rows is not splits["test"] else None
     if argument == "prompts":
         rows, held_out = with_prompts(rows, name, column), held_out and with_prompts(held_out, name, column)
@@ -187,7 +190,8 @@ def read_data(name: str, argument: str, tokenizer: PreTrainedTokenizerBase, colu
         measured = num_tokens(sample.select_columns(sorted(columns)), tokenizer)
         prompts = measured.pop("prompt", prompts)
         responses = [*measured.values()]
-    return Data(name, rows, held_out, prompts, [max(lengths) for lengths in zip(*responses, strict=True)])
+    longest = [max(lengths) for lengths in zip(*responses, strict=True)]
+    return Data(name, rows, held_out, prompts, longest, train_split=train_split)
 
 
 def with_prompts(rows: Any, name: str, column: str | None) -> Any:
@@ -294,7 +298,8 @@ def split(args: argparse.Namespace, data: Mapping[str, Data]) -> dict[str, Data]
     """
 
     def part(source: Data, folder: str, rows: Dataset) -> Data:
-        return replace(source, name=str(Path(args.output_dir, "data", folder)), rows=rows, is_split=True)
+        name = str(Path(args.output_dir, "data", folder))
+        return replace(source, name=name, rows=rows, is_split=True, train_split="train")
 
     options = {"texts": "sft", "preferences": "reward", "judge_preferences": "judge_reward"}
     sections = {section: data[name] for name, section in options.items() if name in data}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from rlhf_ppo.cli.init import read_data
 from rlhf_ppo.cli.main import init
@@ -56,6 +56,15 @@ def test_the_pipeline_accepts_the_file(options: str, names: list[str], capsys: p
     assert ("sft: 60 rows: whole texts of 3 tokens (median), 95% up to 3\n" in printed) == ("sft" in names)
     assert ("reward_model_path" in ppo) == ("reward" in names) and ppo["total_episodes"] >= 20 * 64
     assert (judge.get("judge_model") == "runs/pipeline/judge_reward") == ("judge_reward" in names)
+
+
+def test_the_first_split_of_a_data_set_without_train_is_named() -> None:
+    DatasetDict({"train_sft": Dataset.from_list([{"text": "w4 w5 w6"}] * 60)}).save_to_disk("stories")
+    init(ALL.replace("texts.jsonl", "stories").split())
+    steps = {step.name: step for step in read_pipeline("run.yaml").steps}
+    check_steps(steps.values())
+    splits = {name: step.options.get("dataset_train_split") for name, step in steps.items()}
+    assert splits.pop("sft") == "train_sft" and set(splits.values()) == {None}
 
 
 def test_lora_is_one_switch() -> None:
