@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.reporting.run_log import step_of_policy
@@ -222,6 +223,10 @@ def test_the_best_checkpoint_is_found_where_the_run_is_now(
     assert {path.name for path in here.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-3"}
 
 
+@pytest.mark.skipif(
+    "num_steps_trained" not in inspect.getsource(Trainer._finalize_training),
+    reason="this transformers divides by the updates of all runs",
+)
 def test_the_loss_of_a_resumed_run_is_the_mean_over_its_own_updates(make_trainer: MakeTrainer) -> None:
     """Not of those before it whose losses were not logged yet."""
     run = RUN | {"train_dataset": rows()}
