@@ -79,12 +79,16 @@ def play(
     changes: dict[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Take one SGD step of rate 1 on episodes of 1 turn (the first rank's) and of 9 (the second's)."""
-    engine = Speaking()
+    """Take one SGD step of rate 1 on episodes of 1 turn (the first rank's) and of 9 (the second's).
+
+    PAD is not in the models' vocabulary.
+    """
+    engine, tokenizer = Speaking(), conftest.make_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     rows = [{"hangs": 0, "fails": "", **row, **(changes or {}).get(number, {})} for number, row in enumerate(ROWS)]
     arguments = {
         "train_dataset": Dataset.from_list(rows), "eval_dataset": None, "engine": engine,
-        "environment_factory": Walk, "reward_funcs": conftest.count_w4,
+        "processing_class": tokenizer, "environment_factory": Walk, "reward_funcs": conftest.count_w4,
     }  # fmt: skip
     trainer = make_trainer(
         output_dir, models, given=arguments,

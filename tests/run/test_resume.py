@@ -238,3 +238,20 @@ def test_the_loss_of_a_resumed_run_is_the_mean_over_its_own_updates(make_trainer
     resumed = make_trainer(**run, logging_strategy="no", output_dir=f"{whole.args.output_dir}-resumed")
     checkpoint = str(Path(str(whole.args.output_dir), "checkpoint-2"))
     assert resumed.train(resume_from_checkpoint=checkpoint).training_loss == pytest.approx(sum(losses[2:]) / 2)
+
+
+def test_an_engine_with_weights_of_its_own_is_told_of_the_best_model(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = QUICK | {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(), "load_best_model_at_end": True}
+    trainer = make_trainer(FallingScore, **run, save_strategy="steps", save_steps=1)
+    events: list[str] = []
+    for name in ("sample", "policy_changed"):
+        inner = getattr(trainer.sampler.engine, name)
+        monkeypatch.setattr(
+            trainer.sampler.engine,
+            name,
+            lambda *given, name=name, inner=inner: (events.append(name), inner(*given))[1],
+        )
+    trainer.train()
+    assert step_of_policy(trainer) == 1 and events[-1] == "policy_changed"
