@@ -333,3 +333,7 @@ def test_warmup_ratio_is_a_share_of_the_updates():
 def test_models_are_compared_by_score(asked: dict[str, Any]):
     args = make(**asked)
     assert (args.metric_for_best_model, args.greater_is_better) == ("score", True)
+
+
+def test_a_maximum_norm_of_none_clips_nothing() -> None:
+    assert PPOConfig("out", max_grad_norm=cast(Any, None)).max_grad_norm == 0.0

@@ -246,12 +246,13 @@ def test_an_engine_with_weights_of_its_own_is_told_of_the_best_model(
     run = QUICK | {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(), "load_best_model_at_end": True}
     trainer = make_trainer(FallingScore, **run, save_strategy="steps", save_steps=1)
     events: list[str] = []
-    for name in ("sample", "policy_changed"):
-        inner = getattr(trainer.sampler.engine, name)
-        monkeypatch.setattr(
-            trainer.sampler.engine,
-            name,
-            lambda *given, name=name, inner=inner: (events.append(name), inner(*given))[1],
-        )
+    engine = type(trainer.sampler.engine)
+    for name, method in ((name, getattr(engine, name)) for name in ("sample", "policy_changed")):
+
+        def noted(*given: Any, name: str = name, inner: Any = method) -> Any:
+            events.append(name)
+            return inner(*given)
+
+        monkeypatch.setattr(engine, name, noted)
     trainer.train()
     assert step_of_policy(trainer) == 1 and events[-1] == "policy_changed"
