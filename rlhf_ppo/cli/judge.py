@@ -324,12 +324,12 @@ def _better(verdict: Any) -> str:
 def keep_win_rate(
     win_rate: WinRate, args: JudgeArguments, judged: Path, identities: Sequence[str], run: str | Path | None
 ) -> None:
-    """Write the win rate beside its table, null if nothing was judged, and what was judged.
+    """Write the win rate (null if nothing was judged), the options, the judge's identities and the run's record.
 
     Args:
         win_rate: The win rate.
         args: The options.
-        judged: The table.
+        judged: The table, beside which the file is written.
         identities: Of the judge.
         run: The directory of the run that trained the policy, or None.
     """

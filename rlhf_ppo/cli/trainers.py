@@ -214,7 +214,7 @@ def has_reward_model(script_args: PPOScriptArguments, args: PPOConfig) -> bool:
 def load_scorers(script_args: PPOScriptArguments, args: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """Load the reward model and the value model, which learns in float32; None: the trainer makes it.
 
-    `model_revision` is the policy's: of their repositories they are read from `main`.
+    `model_revision` is the policy's; reward and value models are read from `main`.
 
     With `share_base_model`, paths are returned: the trainer puts the adapters over the policy's base. "policy" stays.
 

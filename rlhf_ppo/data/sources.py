@@ -74,7 +74,7 @@ def _warn_of_times(rows: Any, name: str) -> None:
         column for column, kind in features.items() if str(getattr(kind, "dtype", "")).startswith("timestamp")
     ]:
         logger.warning(
-            f"{name}: the texts of {times} were read as times, which no answer equals; to keep them as texts, write "
+            f"{name}: the texts of {times} were read as times, so no response equals them; to keep the texts, write "
             "the rows with datasets' save_to_disk or to_parquet"
         )
 

@@ -294,7 +294,7 @@ MAX_PAIRS = 40
 MAX_CHARACTERS = 4000
 
 _OF_RATES = ("win_rate", "interval", "length_controlled")
-_OF_A_SEED = ("model", "output_dir", "seed")
+_OF_A_SEED = ("model", "seed", "output_dir")
 _NAME = re.compile(rf"{JUDGED}(-\d+)?\.parquet")
 
 

@@ -257,7 +257,7 @@ def _ends(runs: Sequence[RecordedRun], key: str) -> tuple[float, float] | None:
 
 
 def _spread(runs: Sequence[RecordedRun]) -> float:
-    """Return the standard deviation of the score between responses in the first log, of unrelated rewards."""
+    """Return the standard deviation of the score between responses in the first log, if rewards are independent."""
     spreads = []
     for run in runs:
         first: Any = next((entry for entry in run.log if "loss" in entry), {})

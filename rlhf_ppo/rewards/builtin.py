@@ -282,7 +282,7 @@ def _whole_texts(completions: Sequence[str | Messages], policy_answers: Sequence
     texts = response_texts(completions)
     begun = [one.prefilled for one in policy_answers] if policy_answers else [""] * len(texts)
     return [
-        text if text.startswith(start.rstrip() or "\0") else start + text  # a data set's response may be whole
+        text if start.strip() and text.startswith(start.rstrip()) else start + text  # a data set's may be whole
         for start, text in zip(begun, texts, strict=True)
     ]
 

@@ -225,16 +225,14 @@ class RewardModel:
         """Return ids, mask and images, and which rows fit; one token replaces each other row, for equal passes."""
         rows: list[Tensor] = []
         fits: list[bool] = []
-        images = (
-            None
-            if (chats := self.chats) is None
-            else [
+        images: list[RowImages] | None = None
+        if (chats := self.chats) is not None:
+            images = [
                 encoded_answer(answer, chats)
                 if is_conversation(answer.prompt)
                 else chats.of_ids(reward_model_ids(answer, tokenizer_for(answer)))
                 for answer in answers
             ]
-        )
         for row, answer in enumerate(answers):
             ids = reward_model_ids(answer, tokenizer_for(answer)) if images is None else images[row].ids
             fits.append(self.max_positions is None or len(ids) <= self.max_positions)

@@ -191,6 +191,14 @@ def test_an_adapter_that_cannot_be_merged_and_sent_is_refused(
         start_vllm(make_vllm_args(), policy, Accelerator(cpu=True), make_tokenizer(), rows=16)
 
 
+def test_an_adapter_of_a_kind_that_cannot_be_merged_is_refused(make_vllm_args: MakeArgs) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM")
+    policy = peft.get_peft_model(tiny_policy(), config)
+    with pytest.raises(ValueError, match="cannot merge this kind of adapter: take LoRA, or set generation_engine"):
+        start_vllm(make_vllm_args(), policy, Accelerator(cpu=True), make_tokenizer(), rows=16)
+
+
 # ---- Server mode: TRL's own client, over HTTP; tests/vllm has a real server ----
 
 
