@@ -25,7 +25,17 @@ def set_up_backend(accelerator: Accelerator, model: nn.Module, max_grad_norm: fl
         accelerator: Has prepared nothing yet.
         model: Policy and value model.
         max_grad_norm: Norm to which DeepSpeed clips gradients, unless its configuration file gives one.
+
+    Raises:
+        ValueError: The launcher asks several processes to share a row.
     """
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise ValueError(
+            f"the launcher's tp_size={parallelism.tp_size}, cp_size={parallelism.cp_size}, "
+            f"sp_size={parallelism.sp_size} must be 1: rows are split over all processes; use deepspeed or fsdp to "
+            "shard the model"
+        )
     _keep_sums_in_float32(accelerator)
     processes.warn_of_missing_fsdp(accelerator)
     stage = processes.zero_stage(accelerator)

@@ -48,13 +48,16 @@ def test_without_a_critic_the_baseline_is_the_mean_at_the_same_position() -> Non
 
 
 def test_the_rate_with_the_highest_objective_is_chosen() -> None:
-    from credit import KL_COEF, MARKS, RATES, SELECTION, chosen_rate
+    from credit import KL_COEF, SELECTION, SETTINGS, chosen_rate
+
+    setting = SETTINGS["stories"]
+    (*_, last), rates = setting.marks, setting.rates
 
     def row(rate: float, reward: float, kl: float) -> dict[str, Any]:
-        return {"arm": "head", "seed": SELECTION[0], "rate": rate, "mark": MARKS[-1], "reward": reward, "kl": kl}
+        return {"arm": "head", "seed": SELECTION[0], "rate": rate, "mark": last, "reward": reward, "kl": kl}
 
     kl = 0.2 / KL_COEF  # nats that cost 0.2
-    rows = [row(rate, *figures) for rate, figures in zip(RATES, [(1.0, 0.0), (1.1, kl), (0.5, 0.0)], strict=True)]
-    assert chosen_rate("head", rows[:2]) is None
-    assert chosen_rate("head", rows) == RATES[0]
-    assert chosen_rate("head", [row(RATES[0], 1.0, 2 * kl), *rows[1:]]) == RATES[1]
+    rows = [row(rate, *figures) for rate, figures in zip(rates, [(1.0, 0.0), (1.1, kl), (0.5, 0.0)], strict=True)]
+    assert chosen_rate("head", rows[:2], setting) is None
+    assert chosen_rate("head", rows, setting) == rates[0]
+    assert chosen_rate("head", [row(rates[0], 1.0, 2 * kl), *rows[1:]], setting) == rates[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 
 from rlhf_ppo.run.placing import early_accelerator, set_up_backend
 from tests.conftest import tiny_policy
@@ -16,11 +17,20 @@ from tests.conftest import tiny_policy
 def test_deepspeed_clips_at_max_grad_norm_unless_its_file_says_otherwise(of_file: dict[str, Any], used: float):
     """DeepSpeed alone clips: without a value in its file it would at 1."""
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config=dict(of_file))
-    accelerator: Any = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin), parallelism_config=None)
 
     set_up_backend(accelerator, tiny_policy(), max_grad_norm=0.25)
 
     assert plugin.deepspeed_config["gradient_clipping"] == used
+
+
+@pytest.mark.parametrize("size", ["tp_size", "cp_size", "sp_size"])
+def test_processes_of_the_launcher_that_share_a_row_are_refused(size: str):
+    """They would train on different rows as if these were one."""
+    accelerator: Any = SimpleNamespace(parallelism_config=ParallelismConfig(**{size: 2}), state=None)
+
+    with pytest.raises(ValueError, match=f"{size}=2.* must be 1: rows are split over all processes"):
+        set_up_backend(accelerator, tiny_policy(), max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("version", [1, 2])
