@@ -364,12 +364,12 @@ class PPOTrainer(TrainerBase):
             statistics: Collects the metrics of each micro-batch.
 
         Returns:
-            Gradient norm before clipping; 0 without a step if no response has a score.
+            Gradient norm before clipping. If no response has a score, there is no step: the norm of the last one.
         """
         run, model = self._run, self.model_wrapped
         num_tokens = float(run.sum_over_ranks(minibatch.loss_mask.sum()))
         if num_tokens == 0:
-            return 0.0
+            return statistics.grad_norm
         losses: list[Tensor] = []
         ptx_loss = 0.0 if self.ptx is None else self.ptx.learn(model, statistics, self._forward_context)
         parts = learning.weighted_micro_batches(minibatch, num_tokens, run)

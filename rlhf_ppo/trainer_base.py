@@ -38,13 +38,13 @@ from rlhf_ppo.reporting.health import health_settings
 from rlhf_ppo.reporting.metrics import combined, named_apart
 from rlhf_ppo.reporting.model_card import names_of_parts, reward_origins, save_run_card
 from rlhf_ppo.reporting.run_log import save_settings, step_of_policy, where_results_are
-from rlhf_ppo.run import construction, datasets, evaluator, rollouts, saving
+from rlhf_ppo.run import construction, datasets, evaluator, optimization, rollouts, saving
 from rlhf_ppo.run.auditor import CriticAuditor
 from rlhf_ppo.run.checkpoints import is_unfinished
 from rlhf_ppo.run.external import ExternalRun
 from rlhf_ppo.run.inputs import TrainerInputs
 from rlhf_ppo.run.learning import CriticOnly
-from rlhf_ppo.run.optimization import Optimization, check_prepared, follow_metric, follows_metric, step_by_metric
+from rlhf_ppo.run.optimization import Optimization
 from rlhf_ppo.run.run_state import LoopState, PPOTrainerState, Progress, Stateful, count_update
 from rlhf_ppo.run.steps import Steps
 from rlhf_ppo.terminal import print_text
@@ -117,14 +117,12 @@ class TrainerBase(Steps, Trainer):
         self._run = run = construction.make_run(self, policy_and_value, loaded)
         self._critic_only, self._guard = CriticOnly(run), rollouts.DivergenceGuard(run)
         self._rollout_metrics = rollouts.RolloutMetrics(run)
-        self._progress = Progress()
-        self._external_run = ExternalRun(run)
+        self._progress, self._external_run = Progress(), ExternalRun(run)
         self._latest_prompts: Prompts | None = None
         self._printed = ""  # the latest sample table
-        self._signals = construction.add_callbacks(self, run, self.sizes, self.reward_models)
         parts = construction.make_parts(self, run, inputs, loaded, self._critic_only)
         self.sampler, self._preparation, self.scorer = parts.sampler, parts.preparation, parts.scorer
-        self._baselines, self._play, self.ptx = parts.baselines, parts.play, parts.ptx
+        self._baselines, self._play, self.ptx, self._signals = parts.baselines, parts.play, parts.ptx, parts.signals
         self.kl_controller, self.score_moments = parts.kl_controller, parts.score_moments
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -176,7 +174,7 @@ class TrainerBase(Steps, Trainer):
         self._init_training_state(max_steps, per_epoch, num_epochs, checkpoint, None)
         self._progress = progress = saving.resume(run, self.sizes, checkpoint, num_prompts or 0, per_epoch)
         _, loader = self._prepare_for_training(max_steps, loader, checkpoint)
-        check_prepared(self.optimizer, self.model_wrapped, args, self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        optimization.check_prepared(self.optimizer, self.model_wrapped, self.accelerator)
         progress.optimization = self._optimization.recorded()
         self._critic_only.begin(self.optimizer, self._optimization.policy_groups)
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
@@ -188,7 +186,6 @@ class TrainerBase(Steps, Trainer):
         self._note_run()
         run.stateful.start(checkpoint)
         batches = partial(datasets.batches_of_pass, loader, args, self.sizes)
-        self._schedule_follows_metric = follows_metric(self.lr_scheduler)
         self._loop = LoopState(batches, checkpoint, per_epoch, self.state.episode)
         run.fire("on_train_begin")
         if args.eval_on_start and checkpoint is None:
@@ -238,8 +235,8 @@ class TrainerBase(Steps, Trainer):
     def _note_run(self) -> None:
         """Write the run's settings and parts into its directory."""
         reference = None if self.reference is None else self.reference.separate_policy
-        names, funcs = self.scorer.names, self._reward_funcs
-        made_of = names_of_parts(self.policy_model, reference, self.reward_models, names, funcs, self.dataset_name)
+        weights, funcs = self.scorer.weights, self._reward_funcs
+        made_of = names_of_parts(self.policy_model, reference, self.reward_models, weights, funcs, self.dataset_name)
         made_of |= saving.trained_parts(self._run.models) | {"num_prompts": self._progress.num_prompts or None}
         if self.args.should_save:
             save_settings(self.args, made_of | self._own_parts, health_settings(self.callback_handler.callbacks))
@@ -254,7 +251,7 @@ class TrainerBase(Steps, Trainer):
         """Count an update, step the schedule, and keep the metrics for the next log."""
         loop, num_tokens = self._loop, self._rollout_metrics.num_response_tokens
         loop.grad_norm, loop.learning_rate = grad_norm, self._get_learning_rate()
-        if not self._schedule_follows_metric:
+        if not optimization.follows_metric(self.lr_scheduler):
             self.lr_scheduler.step()
         counted = count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens)
         self._progress.pending_metrics.append(metrics | counted)
@@ -430,7 +427,7 @@ class TrainerBase(Steps, Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
         """Make the scheduler; one that follows a metric maximizes it if greater is better."""
-        follow_metric(self.args)
+        optimization.follow_metric(self.args)
         if self.lr_scheduler is None:
             over = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = self._optimization.make_scheduler(over, num_training_steps)
@@ -562,9 +559,14 @@ class TrainerBase(Steps, Trainer):
         """Evaluate during training, and step a schedule that follows a metric."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run.agree_on_control()
-        if self._schedule_follows_metric and not skip_scheduler:
-            step_by_metric(self.lr_scheduler, self.args, metrics)
+        if optimization.follows_metric(self.lr_scheduler) and not skip_scheduler:
+            optimization.step_by_metric(self.lr_scheduler, self.args, metrics)
         return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Return whether an evaluation is the best so far; one without the metric is not."""
+        has_metric = optimization.has_best_metric(self.args, self.state, metrics)
+        return has_metric and super()._determine_best_metric(metrics, trial)
 
     @torch.no_grad()
     def evaluation_loop(
@@ -587,8 +589,9 @@ class TrainerBase(Steps, Trainer):
     def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
         """Respond greedily to prompts; print the table, save it and send it to the trackers in `report_to`.
 
-        The prompts are those of `eval_dataset`. Without it they are one batch of training prompts: the first rows, or
-        those of a stream's latest update. The title of the table names the source.
+        With `rollout_func`, responses are as it samples them. The prompts are those of `eval_dataset`. Without it they
+        are one batch of training prompts: the first rows, or those of a stream's latest update. The title of the table
+        names the source.
 
         Args:
             sampling: Whether to stop after one batch (TRL's name; responses are greedy either way).
@@ -625,7 +628,7 @@ class TrainerBase(Steps, Trainer):
 
         Returns:
             Explained variance and ranking with intervals, and the defects found. It is also written to
-            `output_dir/critic_audit.json`.
+            `output_dir/critic_audit.json`, which a new run moves into `output_dir/_earlier`.
 
         Raises:
             ValueError: There are no held-out prompts, a number is too small, or `whiten_rewards` or

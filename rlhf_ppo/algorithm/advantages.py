@@ -116,8 +116,16 @@ def token_rewards(
 
     Returns:
         `(non_score_reward, rewards)`, float32 `(B, T)`, 0 outside the mask.
+
+    Raises:
+        ValueError: There is a coefficient but no KL, as after a callback has raised `kl_coef` from 0.
     """
     if kl is None:
+        if kl_coef > 0:
+            raise ValueError(
+                f"kl_coef={kl_coef} has no effect without a reference: start the run with a kl_coef above 0, or pass "
+                "ref_model"
+            )
         non_score_reward = torch.zeros_like(response_mask, dtype=torch.float32)
     else:
         non_score_reward = zero_outside(-kl_coef * kl.float(), response_mask)

@@ -7,7 +7,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -37,13 +37,13 @@ class RunContext:
         explained_variance_logs: Number of consecutive logs in which the explained variance must be near 0 or below.
         reward_accuracy: State and accuracy, in words, of a reward model that may be at chance on held-out pairs;
             None: there is none.
-        reward_weights: The option, a list or a dict by name; None: each reward has weight 1.
+        reward_weights: The weight of each reward by name; one without has weight 1.
     """
 
     num_episodes: int = 64
     explained_variance_logs: int = 20
     reward_accuracy: str | None = None
-    reward_weights: Any = None
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class Check(NamedTuple):
@@ -131,20 +131,15 @@ def _repeated(logs: Sequence[Log], run: RunContext) -> str | None:
     return f"only {last[-1]:.0%} of the responses differ, where {first:.0%} did at first"
 
 
-def deviation_weights(entry: Log, reward_weights: Any) -> dict[str, float]:
+def deviation_weights(entry: Log, reward_weights: Mapping[str, float]) -> dict[str, float]:
     """Return the weight of each reward by the key of its standard deviation in a log.
 
     Args:
-        entry: A log of training, which has the rewards in the order of their list.
-        reward_weights: The option, a list or a dict by name; None: each reward has weight 1.
+        entry: A log of training.
+        reward_weights: The weight of each reward by name; one without has weight 1.
     """
     names = [key[len("rewards/") : -len("/std")] for key in entry if re.fullmatch("rewards/.*/std", key)]
-    weights = dict.fromkeys(names, 1.0)
-    if isinstance(reward_weights, Mapping):
-        weights |= {name: reward_weights.get(name, 1.0) for name in names}
-    elif reward_weights is not None:
-        weights |= zip(names, reward_weights, strict=False)  # those of environments come last, with weight 1
-    return {f"rewards/{name}/std": weight for name, weight in weights.items()}
+    return {f"rewards/{name}/std": reward_weights.get(name, 1.0) for name in names}
 
 
 def _reward_variance(logs: Sequence[Log], run: RunContext) -> str | None:
@@ -317,7 +312,11 @@ def _has_warned(check: Check, logs: Sequence[Log]) -> bool:
 
 
 def add_console_and_health(
-    trainer: Trainer, args: PPOConfig, sizes: Sizes, reward_models: Sequence[nn.Module]
+    trainer: Trainer,
+    args: PPOConfig,
+    sizes: Sizes,
+    reward_models: Sequence[nn.Module],
+    reward_weights: Mapping[str, float],
 ) -> None:
     """Print a trainer's logs as `log_console` says, and check its health before other callbacks get a log.
 
@@ -326,6 +325,7 @@ def add_console_and_health(
         args: Its arguments.
         sizes: The sizes of the run.
         reward_models: The reward models, which may have their accuracy beside them.
+        reward_weights: The weight of each reward by name.
     """
     use_console(trainer, args.log_console)
     if args.health_checks:
@@ -336,7 +336,7 @@ def add_console_and_health(
             sizes.batch_size,
             min(RunContext.explained_variance_logs, max(10, int(num_logs / 2))),  # a short run can be warned too
             next(problems, None),
-            args.reward_weights,
+            reward_weights,
         )
         trainer.callback_handler.callbacks.insert(0, HealthCallback(run))
 

@@ -240,7 +240,7 @@ def names_of_parts(
     policy: nn.Module,
     reference: nn.Module | None,
     reward_models: Sequence[nn.Module],
-    names: Sequence[str],
+    weights: Mapping[str, float],
     reward_funcs: RewardSpec | Sequence[RewardSpec] | None,
     dataset: str | None,
 ) -> dict[str, Any]:
@@ -250,16 +250,17 @@ def names_of_parts(
         policy: The policy.
         reference: The separate reference, if there is one; recorded if it is not the initial policy.
         reward_models: The reward models.
-        names: The names of all reward sources.
+        weights: The weight of each reward source by name.
         reward_funcs: The reward functions, as the trainer was given them; texts are recorded, without secrets.
         dataset: Hub name or path of the prompts, if known.
     """
     specs = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
     texts = [spec if isinstance(spec, str) and redacted(spec) == spec else None for spec in specs]
-    parts = {"policy": origin(policy), "rewards": reward_origins(reward_models, names)}
+    parts = {"policy": origin(policy), "rewards": reward_origins(reward_models, list(weights))}
     others = {
         "reward_funcs": texts,
         "reward_identities": reward_identities(reward_models, reward_funcs),
+        "reward_weights": dict(weights) if {*weights.values()} != {1.0} else None,
         "dataset": redacted(dataset),
     }
     if reference is not None and (its_origin := origin(reference)) != parts["policy"]:

@@ -107,9 +107,10 @@ class RunSettings:
         arguments: The arguments of `PPOConfig`, without secrets.
         versions: Package to version.
         made_of: Origins or names of `policy`, `value_model`, another `reference`, `rewards` and `dataset`;
-            `reward_identities`; `reward_funcs`, the texts that named reward functions, None for other functions;
-            `trained`, the kind of each trained model, with the settings of `adapters`; `own_parts`, the names of a
-            trainer subclass and of objects or functions that replace a part of PPO; and `num_prompts`.
+            `reward_identities`; `reward_weights` by name, unless all are 1; `reward_funcs`, the texts that named
+            reward functions, None for other functions; `trained`, the kind of each trained model, with the settings of
+            `adapters`; `own_parts`, the names of a trainer subclass and of objects or functions that replace a part of
+            PPO; and `num_prompts`.
         health: The run's properties for the health checks; empty without them.
     """
 

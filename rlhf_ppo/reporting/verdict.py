@@ -261,6 +261,6 @@ def _spread(runs: Sequence[RecordedRun]) -> float:
     spreads = []
     for run in runs:
         first: Any = next((entry for entry in run.log if "loss" in entry), {})
-        weights = deviation_weights(first, run.settings.arguments.get("reward_weights"))
+        weights = deviation_weights(first, run.settings.made_of.get("reward_weights", {}))
         spreads.append(math.hypot(*(weight * first[name] for name, weight in weights.items())))
     return fmean(spreads) if spreads else 0.0

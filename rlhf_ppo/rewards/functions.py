@@ -140,10 +140,11 @@ class RewardFunction:
         """
         check_not_arguments(batch.prompts.columns)
         answers = batch.answers
-        prompts = batch.prompts.columns.get("prompt")
-        if prompts is None:
-            prompts = batch.prompt_texts
         num_rows = len(batch)
+        prompts = batch.prompts.columns.get("prompt", [None] * num_rows)
+        if None in prompts:  # rows with `input_ids`
+            texts = batch.prompt_texts
+            prompts = [text if prompt is None else prompt for prompt, text in zip(prompts, texts, strict=True)]
         offered: dict[str, Any] = dict(
             **{key: list(values) for key, values in batch.prompts.columns.items() if key not in _NOT_PASSED},
             prompts=[prompt if isinstance(prompt, str) else [dict(part) for part in prompt] for prompt in prompts],

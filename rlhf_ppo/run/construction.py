@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -248,6 +248,7 @@ class Parts:
         ptx: The loss on `ptx_dataset`, or None.
         kl_controller: Sets the KL coefficient.
         score_moments: Mean and spread of the scores so far, for `score_scaling`.
+        signals: The callback that ends a run at a signal.
     """
 
     sampler: Sampler
@@ -258,6 +259,7 @@ class Parts:
     ptx: LanguageModeling | None
     kl_controller: KLController
     score_moments: ScoreMoments
+    signals: StopOnSignal
 
 
 def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) -> RunState:
@@ -286,10 +288,16 @@ def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) 
     )
 
 
-def add_callbacks(trainer: Trainer, run: RunState, sizes: Sizes, reward_models: Sequence[nn.Module]) -> StopOnSignal:
+def add_callbacks(
+    trainer: Trainer,
+    run: RunState,
+    sizes: Sizes,
+    reward_models: Sequence[nn.Module],
+    reward_weights: Mapping[str, float],
+) -> StopOnSignal:
     """Add the callbacks of console, health and signals; return the last. All draw their own random numbers."""
     set_up_callbacks(run.callbacks, run.streams.callbacks, run.models.policy)
-    add_console_and_health(trainer, run.args, sizes, reward_models)
+    add_console_and_health(trainer, run.args, sizes, reward_models, reward_weights)
     signals = StopOnSignal(run.sum_over_ranks, run.accelerator.num_processes)
     trainer.add_callback(signals)
     return signals
@@ -298,7 +306,7 @@ def add_callbacks(trainer: Trainer, run: RunState, sizes: Sizes, reward_models: 
 def make_parts(
     trainer: Trainer, run: RunState, inputs: TrainerInputs, loaded: LoadedInputs, critic_only: CriticOnly
 ) -> Parts:
-    """Set up the backend, place the frozen models, and make engine, sampler and scorer.
+    """Set up the backend, place the frozen models, make engine, sampler and scorer, and add the callbacks.
 
     Args:
         trainer: The trainer, after Trainer's constructor.
@@ -333,12 +341,13 @@ def make_parts(
     vocabulary = preparation.vocabulary
     play = None if episodes is None else episodes.player(run, sampler, limit, vocabulary, baselines.kinds)
     scorer = make_scorer(run, models.rewards, loaded.functions, chats)
+    signals = add_callbacks(trainer, run, loaded.sizes, [reward.model for reward in models.rewards], scorer.weights)
     texts = inputs.ptx_dataset
     ptx = None if texts is None else LanguageModeling(run, loaded.sizes, critic_only, longest, texts)
     if ptx is not None:
         run.stateful.register("ptx", ptx)
     set_seed(args.seed, device_specific=True)  # for an own loop; `train` seeds again
-    return Parts(sampler, scorer, preparation, baselines, play, ptx, kl_controller, score_moments)
+    return Parts(sampler, scorer, preparation, baselines, play, ptx, kl_controller, score_moments, signals)
 
 
 def make_scorer(

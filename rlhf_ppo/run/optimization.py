@@ -15,8 +15,12 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers.optimization import GreedyLR
+from transformers.trainer_callback import TrainerState
 
 from rlhf_ppo.config import PPOConfig
+from rlhf_ppo.ranks.processes import get_logger, is_fsdp, zero_stage
+
+logger = get_logger(__name__)
 
 _SCHEDULERS = (LRScheduler, GreedyLR)
 
@@ -225,13 +229,36 @@ def step_by_metric(scheduler: Any, args: PPOConfig, metrics: Mapping[str, float]
     Raises:
         ValueError: The metric is not among them, such as `score` if no response has a score.
     """
-    name = f"eval_{(args.metric_for_best_model or 'score').removeprefix('eval_')}"
+    name = _metric(args)
     if name not in metrics:
         raise ValueError(
             f"the schedule follows metric_for_best_model={args.metric_for_best_model!r}, but the evaluation has no "
             f"{name}, only {sorted(metrics)}: name one of these, or see why no response has a score"
         )
     scheduler.step(metrics[name])
+
+
+def _metric(args: PPOConfig) -> str:
+    """Return the key of the metric that chooses the best model."""
+    return f"eval_{(args.metric_for_best_model or 'score').removeprefix('eval_')}"
+
+
+def has_best_metric(args: PPOConfig, state: TrainerState, metrics: Mapping[str, float]) -> bool:
+    """Return whether an evaluation has the metric of the best model; warn if only an earlier one had it.
+
+    Args:
+        args: Gives `metric_for_best_model`.
+        state: Has the logs of earlier evaluations; without one Trainer raises its error.
+        metrics: Those of the evaluation.
+    """
+    name = _metric(args)
+    if name in metrics or not any(name in log for log in state.log_history):
+        return True
+    logger.warning(
+        f"The evaluation after update {state.global_step} has no {name}, so it is not the best: see why no response "
+        "has a score."
+    )
+    return False
 
 
 def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | None) -> Optimizer:
@@ -255,20 +282,9 @@ def with_critic_groups(optimizer: Optimizer, model: nn.Module, rate: float | Non
     return optimizer
 
 
-def check_prepared(optimizer: Optimizer, model: nn.Module, args: PPOConfig, is_sharding: bool) -> None:
-    """Check the final optimizer before the first update.
-
-    Args:
-        optimizer: The prepared optimizer.
-        model: The prepared model.
-        args: The arguments.
-        is_sharding: Whether DeepSpeed or FSDP runs, which replace the optimizer's tensors.
-
-    Raises:
-        ValueError: It lacks trainable parameters.
-    """
-    layer_by_layer = any(part in args.optim for part in ("layerwise", "lomo"))  # these optimizers hold no parameters
-    if not is_sharding and not layer_by_layer:
+def check_prepared(optimizer: Optimizer, model: nn.Module, accelerator: Accelerator) -> None:
+    """Check the prepared optimizer with `check_covers`, unless DeepSpeed or FSDP have replaced its tensors."""
+    if zero_stage(accelerator) is None and not is_fsdp(accelerator):
         check_covers(optimizer, model)
 
 

@@ -330,6 +330,7 @@ def writing_checkpoint(run: RunState, progress: Progress) -> Iterator[str]:
             shutil.rmtree(os.path.dirname(directory), ignore_errors=True)  # of a killed process
             os.makedirs(directory)
             progress.num_processes, progress.kinds = accelerator.num_processes, kinds_of(run.models)
+            progress.arguments = comparable_arguments(args)  # a callback may have changed them
             progress.save(directory)
             run.stateful.save(directory)
     with failing_together(accelerator):
@@ -433,7 +434,7 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 continues = start is not None and os.path.samefile(os.path.dirname(os.path.realpath(start)), directory)
                 if not continues and (earlier := directories.set_results_aside(directory)) is not None:
                     logger.warning(
-                        f"output_dir={directory!r} held results of an earlier policy: they are in {earlier}."
+                        f"output_dir={directory!r} held earlier results, from before this run: they are in {earlier}."
                     )
         run.last_checkpoint = broadcast_object_list([start])[0]
         run.logged.forget()  # what a failed update has left
@@ -491,6 +492,10 @@ _NOT_COMPARED = NOT_OF_TRAINING | {
 """Also derived sizes, and arguments that are compared with `Progress.optimization` instead."""
 
 
+_OF_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
+"""With other values of these, an earlier best figure is no longer comparable."""
+
+
 def comparable_arguments(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments that a resumed run is compared in, as JSON values and without secrets."""
     values = {
@@ -538,6 +543,8 @@ def resume(
         best = os.path.join(str(args.output_dir), os.path.basename(before or ""))
         if before and os.path.isdir(best):  # the run may have moved, or output_dir was relative
             run.state.best_model_checkpoint = best
+        if any(progress.arguments.get(name) != arguments[name] for name in _OF_BEST_MODEL):
+            run.state.best_metric = run.state.best_global_step = run.state.best_model_checkpoint = None
         if args.ignore_data_skip:
             progress.batches_in_epoch = 0
         has_other_data = (

@@ -18,6 +18,7 @@ from rlhf_ppo.reporting.health import (
     HealthCallback,
     RunContext,
     add_console_and_health,
+    deviation_weights,
     health_settings,
     warnings_of,
 )
@@ -116,7 +117,7 @@ def test_a_reward_model_is_at_chance_only_if_enough_pairs_say_so(make_trainer: M
         (0.57, 2000, None),
     ):
         RewardAccuracy.of(accuracy, num_pairs).save(tmp_path)
-        add_console_and_health(trainer, trainer.args, trainer.sizes, [scorer])
+        add_console_and_health(trainer, trainer.args, trainer.sizes, [scorer], {})
         assert health_settings(trainer.callback_handler.callbacks)["reward_accuracy"] == words, accuracy
 
 
@@ -183,7 +184,7 @@ def test_a_collapsing_run_is_warned_once_of_each_finding(
     of_trackers = [{key: log[key] for key in KEYS} for log in tracker.logs if "loss" in log]
     assert of_trackers == [{key: log[key] for key in KEYS} for log in updates]
     run = RunContext(**RunSettings.load(str(trainer.args.output_dir)).health)
-    assert run == RunContext(8, explained_variance_logs=10)
+    assert run == RunContext(8, explained_variance_logs=10, reward_weights={"count_w4": 1.0})
     again = warnings_of(read_log(str(trainer.args.output_dir)), run)
     messages = {check.message(words) for check in CHECKS for _, words in again.get(check.name, ())}
     assert messages == {*warned(caplog)}
@@ -202,11 +203,26 @@ def test_a_healthy_run_is_not_warned_and_the_checks_change_no_number(
     assert_identical(*ends)
 
 
-@pytest.mark.parametrize("weights", [[1.0, 0.0], {"a": 1.0, "b": 0.0}])
-def test_a_reward_that_is_only_logged_hides_no_constant_one(weights: Any) -> None:
+def test_the_weights_of_a_list_are_recorded_by_name(make_trained: MakeTrainer) -> None:
+    """The state of a run has the names in alphabetical order."""
+
+    def zeta(completions: list[str], **_: Any) -> list[float]:
+        return [2.0 * len(text) for text in completions]
+
+    def alpha(completions: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    trainer = make_trained(reward_funcs=[zeta, alpha], reward_weights=[0.5, 0.0], total_episodes=8)
+    settings, log = RunSettings.load(str(trainer.args.output_dir)), read_log(str(trainer.args.output_dir))
+    assert settings.made_of["reward_weights"] == settings.health["reward_weights"] == {"zeta": 0.5, "alpha": 0.0}
+    found = deviation_weights(log[0], settings.made_of["reward_weights"])
+    assert found == {"rewards/alpha/std": 0.0, "rewards/zeta/std": 0.5}
+
+
+def test_a_reward_that_is_only_logged_hides_no_constant_one() -> None:
     logs = [
         {**HEALTHY, "step": step, "rewards/a/std": std, "rewards/b/std": 1.0} for step, std in enumerate((1, 0, 0, 0))
     ]
     find = BY_NAME["reward_variance"].find
     assert find(logs, RUN) is None
-    assert "same reward (a)" in str(find(logs, dataclasses.replace(RUN, reward_weights=weights)))
+    assert "same reward (a)" in str(find(logs, dataclasses.replace(RUN, reward_weights={"a": 1.0, "b": 0.0})))

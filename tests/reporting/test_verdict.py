@@ -255,7 +255,7 @@ def test_rewards_that_are_only_logged_are_no_yardstick(make_run: MakeRun) -> Non
     """The score, of weight 1, has risen by 0.4 of its deviation; the judge of weight 0 has another unit."""
     run = make_run(0.4, objective__scores=0.4)
     run = dataclasses.replace(run, log=[{**entry, "rewards/held_out/std": 80.0} for entry in run.log])
-    settings = dataclasses.replace(run.settings, arguments={**run.settings.arguments, "reward_weights": [1.0, 0.0]})
-    weighted = dataclasses.replace(run, settings=settings)
+    made_of = {**run.settings.made_of, "reward_weights": {"held_out": 0.0}}
+    weighted = dataclasses.replace(run, settings=dataclasses.replace(run.settings, made_of=made_of))
     assert not any("exploits the reward" in reason for reason in verdict_of([run]).reasons)
     assert any("exploits the reward" in reason for reason in verdict_of([weighted]).reasons)

@@ -90,6 +90,15 @@ def test_texts_keep_special_tokens_that_the_policy_wrote(tokenizer: PreTrainedTo
         assert source(reward)(batch).tolist() == [1, 1]
 
 
+def test_a_row_of_ids_among_conversations_has_its_text_as_prompt(tokenizer: Any) -> None:
+    chat, ids = [{"role": "user", "content": "w1"}], torch.tensor([[3, 4, 5], [6, 7, 8]])
+    real, seen = torch.ones_like(ids).bool(), dict[str, Any]()
+    ended = torch.tensor([False, False])
+    source(recorder(seen))(scoring_batch(ids, real, real[:, 2:], {"prompt": [chat, None]}, ended, (EOS,), tokenizer))
+    assert seen["prompts"] == [chat, tokenizer.decode([6, 7])]
+    assert [type(completion) for completion in seen["completions"]] == [list, str]
+
+
 def test_a_text_and_its_completion_are_the_text_that_was_sampled() -> None:
     """SentencePiece's first word has no space; a message, and what follows a begun one, are texts of their own."""
     core = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["</s>", "▁Mom", "▁said", "▁that", "▁was"])}))

@@ -77,7 +77,7 @@ def test_runs_are_grouped_by_what_their_reward_does_wherever_its_file_is(tmp_pat
         (tmp_path / place).mkdir()
         (tmp_path / place / "rewards.py").write_text(text)
         function = f"{tmp_path / place}/rewards.py:length"
-        made_of = names_of_parts(tiny_policy(), None, [], ["length"], function, None)
+        made_of = names_of_parts(tiny_policy(), None, [], {"length": 1.0}, function, None)
         settings.append(RunSettings({"gamma": 1.0}, made_of=made_of).without_seed())
     assert settings[0] == settings[1] != settings[2]
 

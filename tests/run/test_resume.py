@@ -256,3 +256,27 @@ def test_an_engine_with_weights_of_its_own_is_told_of_the_best_model(
         monkeypatch.setattr(engine, name, noted)
     trainer.train()
     assert step_of_policy(trainer) == 1 and events[-1] == "policy_changed"
+
+
+def test_an_argument_that_a_callback_changed_is_told_on_resume(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cool(passed: Any) -> None:
+        passed.args.temperature = 0.5
+
+    with pytest.raises(RunDied):
+        make_trainer(**RUN, callbacks=[At("on_step_end", 1, cool), At("on_step_begin", 2, die)]).train()
+    with caplog.at_level("WARNING", logger="rlhf_ppo"):
+        make_trainer(**RUN).train(resume_from_checkpoint=True)
+    assert "resumed with other arguments: temperature=0.7 (was 0.5)" in caplog.text
+
+
+def test_a_best_figure_of_another_metric_is_forgotten(make_trainer: MakeTrainer) -> None:
+    run = QUICK | {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(), "load_best_model_at_end": True}
+    run |= {"save_strategy": "steps", "save_steps": 1}
+    with pytest.raises(RunDied):
+        make_trainer(FallingScore, **run, callbacks=[At("on_step_begin", 2, die)]).train()
+    trainer = make_trainer(**run, metric_for_best_model="response_length_mean", greater_is_better=False)
+    trainer.train(resume_from_checkpoint=True)
+    lengths = [log["eval_response_length_mean"] for log in trainer.state.log_history if "eval_score" in log]
+    assert trainer.state.best_metric == lengths[2] and trainer.state.best_global_step == 3

@@ -13,7 +13,7 @@ from rlhf_ppo.algorithm.advantages import AdaptiveKLController
 from rlhf_ppo.models.policy_and_value import Reference
 from rlhf_ppo.reporting.completion_files import find_completions, read_completions
 from tests.conftest import tiny_policy
-from tests.runs import QUICK, MakeTrainer, history, parameters, train_and_record
+from tests.runs import QUICK, At, MakeTrainer, history, parameters, train_and_record
 
 RUN: dict[str, Any] = QUICK | {"kl_coef": 0.0}
 
@@ -54,3 +54,15 @@ def test_a_given_reference_is_used(make_trained: MakeTrainer) -> None:
 def test_a_controller_of_the_coefficient_has_a_reference(make_trainer: MakeTrainer) -> None:
     controller = AdaptiveKLController(0.1, 3.0, 100)
     assert make_trainer(**RUN, kl_controller=controller).reference is not None
+
+
+def test_a_coefficient_that_a_callback_raises_later_is_refused(make_trainer: MakeTrainer) -> None:
+    """Without a reference there is no KL to penalize."""
+
+    def penalize(passed: Any) -> None:
+        passed.args.kl_coef = 0.1
+
+    trainer = make_trainer(**RUN, callbacks=[At("on_step_begin", 1, penalize)])
+    with pytest.raises(ValueError, match=r"kl_coef=0\.1 has no effect without a reference: start the run with"):
+        trainer.train()
+    assert trainer.state.global_step == 1
