@@ -33,7 +33,8 @@ python examples/sft.py \
     --output_dir Qwen2-0.5B-SFT \
     --push_to_hub
 
-Rows have `text`, `messages`, or `prompt` and `completion`. The directory is the `--sft_model_path` of `ppo.py`.
+Rows have `text`, `messages`, or `prompt` and `completion`. The directory is the
+`--sft_model_path` of `ppo.py`; after LoRA, that of `rlhf-ppo train`.
 """
 
 # pyright: reportPrivateImportUsage=false, reportArgumentType=false

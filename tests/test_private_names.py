@@ -13,10 +13,11 @@ PACKAGE = Path(__file__).parents[1] / "rlhf_ppo"
 NAMES = {
     Trainer: (
         "_clip_grad_norm _determine_best_metric _evaluate _finalize_training _finish_current_push "
-        "_get_collator_with_removed_columns _get_dataloader _get_grad_norm _get_learning_rate _get_train_sampler "
-        "_init_training_state _inner_training_loop _load_best_model _load_from_checkpoint "
+        "_get_collator_with_removed_columns _get_dataloader _get_grad_norm _get_learning_rate "
+        "_get_train_sampler _init_training_state _inner_training_loop _load_best_model _load_from_checkpoint "
         "_load_optimizer_and_scheduler _load_rng_state _maybe_log_save_evaluate _prepare_for_training "
-        "_push_from_checkpoint _remove_unused_columns _save _save_checkpoint _save_optimizer_and_scheduler _save_rng_state _save_scaler"
+        "_push_from_checkpoint _remove_unused_columns _save _save_checkpoint _save_optimizer_and_scheduler "
+        "_save_rng_state _save_scaler"
     ),
     TrainingArguments: "_setup_devices",
     PreTrainedModel: "_can_set_attn_implementation _from_config _get_dtype_plan _no_split_modules _supports_sdpa",

@@ -136,7 +136,7 @@ def empty_models(
     of_value = of_reward if scored else of_policy
     if script_args.value_model_path is not None:
         of_value = script_args.value_model_path, "value_model_path"
-    is_small = args.share_base_model or is_head_of_policy(of_value[0])
+    is_small = args.share_base_model or is_head_of_policy(script_args.value_model_path)
     value_model = nn.Module() if is_small else make(AutoClassifier, *of_value, dtype="float32")
     frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, *of_policy)]
     frozen += [make(AutoClassifier, *of_reward)] if scored else []

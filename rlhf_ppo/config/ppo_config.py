@@ -316,7 +316,8 @@ class AgentArguments:
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
         60.0,
-        "Seconds for a call; then a tool answers with an error, and an environment's episode is cut. None: no limit.",
+        "Seconds for a call; then a tool answers with an error, and a sync call of an environment cuts the episode. "
+        "None: no limit.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = _option(
         None,
@@ -361,8 +362,8 @@ class PPOConfig(
     logging_steps: float = _option(
         10,
         "PPO updates between two logs; below 1, a share of all updates, such as 0.1. With 10, the default, a run of "
-        "fewer than 200 updates logs 20 to 39 times. Unset eval_steps are the same, but "
-        "10 with load_best_model_at_end.",
+        "20 to 199 updates logs 20 to 39 times, a shorter one each update. Unset eval_steps are the same; "
+        "with load_best_model_at_end they are the number given here.",
     )
     gradient_checkpointing: bool = _option(
         True, "Recompute activations in the backward pass: less memory, one more forward pass."

@@ -38,10 +38,16 @@ def test_the_weights_are_those_of_the_four_models(estimated: Any) -> None:
     policy, scorer, found = tiny_policy(), tiny_scorer(), estimated()
     trained = size(policy, scorer)
     assert found["weights"] == 2 * trained and found["gradients"] == trained and found["optimizer"] == 2 * trained
-    without = estimated("--kl_coef 0 --reward_funcs length_penalty")  # the value model is made from the policy
-    assert without["weights"] < found["weights"]
+    assert estimated("--kl_coef 0")["weights"] == 2 * trained - size(policy)
     one_body = estimated("--value_model_path policy")
     assert one_body["weights"] == found["weights"] - size(scorer) and one_body["gradients"] == size(policy)
+
+
+def test_without_a_reward_model_the_value_model_is_made_from_the_policy(
+    estimated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.cli.test_estimate.OPTIONS", OPTIONS.replace("--reward_model_path reward ", ""))
+    assert estimated("--reward_funcs length")["weights"] == 2 * size(tiny_policy()) + size(tiny_scorer())
 
 
 def test_the_cache_is_that_of_a_generation_call(estimated: Any) -> None:

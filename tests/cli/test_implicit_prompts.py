@@ -25,8 +25,9 @@ FORMATS: Any = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("reader", ["reward", "train", "judge"])
+@pytest.mark.parametrize(
+    ("reader", "streaming"), [("reward", False), ("reward", True), ("train", False), ("train", True), ("judge", False)]
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_reader_separates_the_prompt(name: str, reader: str, streaming: bool, tmp_path: Path) -> None:
     row, expected = FORMATS[name]

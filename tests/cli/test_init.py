@@ -214,7 +214,7 @@ def test_a_wrong_option_writes_nothing(options: str, words: str, capsys: Any) ->
         init(options.split())
 
     assert words in capsys.readouterr().err
-    assert Path("there.yaml").read_text() == "mine" and not Path("run.yaml").exists()
+    assert Path("there.yaml").read_text() == "mine" and not Path("run.yaml").exists() and not Path("runs").exists()
 
 
 @pytest.mark.parametrize(

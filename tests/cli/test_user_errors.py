@@ -103,9 +103,9 @@ MISTAKES = [
     (f"{RUN} --stop_token foo", "stop_token='foo' must be one of 'eos'"),
     (rf"{RUN} --stop_strings '\n\n'", r"""write a line break in JSON, '["\n"]',"""),
     (f"{RUN} --config", "argument --config: expected one argument"),
-    (f"{RUN} --no_cuda", "no_cuda"),
+    (f"{RUN} --no_cuda", "no_cuda: use use_cpu"),
     (f"{RUN} --gamma 2", "gamma=2.0 must be in [0, 1]"),
-    (f"{RUN} --config nowhere.yaml", "nowhere.yaml"),
+    (f"{RUN} --config nowhere.yaml", "nowhere.yaml is no file and no preset: the presets are"),
     (
         f"{RUN} --config unknown.yaml",
         "--config unknown.yaml: there is no option --learning_rte (did you mean 'learning_rate'?)",
@@ -262,9 +262,9 @@ MISTAKES = [
     (f"{RUN} --config game.yaml", "cannot be used: AttributeError: type object 'Game' has no attribute 'reset'"),
     (f"{RUN} --reward_funcs custom", "reward_funcs holds 'custom', which needs settings"),
     (f"{RUN} --reward_funcs get_soft_overlong_punishment", "call builtin_reward('get_soft_overlong_punishment', ...)"),
-    ("plot nowhere", "nowhere"),
+    ("plot nowhere", "nowhere holds no run: neither it nor a checkpoint"),
     ("plot", "give directories of runs"),
-    ("report nowhere", "nowhere"),
+    ("report nowhere", "nowhere holds no run: neither it nor a checkpoint"),
     ("trian", "there is no command 'trian': use one of demo"),
 ]
 

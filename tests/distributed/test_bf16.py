@@ -1,4 +1,4 @@
-"""In bf16: what enters the losses is float32, a policy that has not learned is its reference, and ranks add up."""
+"""In bf16: what enters the losses is float32, a new policy is its reference, and DeepSpeed's ranks add up."""
 
 import numpy as np
 import pytest
@@ -50,6 +50,7 @@ def assert_in_float32_and_not_yet_learned(rank):
 
 def assert_added_up_in_float32(ranks):
     """The step is the mean of the ranks' gradients, up to what is lost in the float32 weights by which it is told."""
+    assert ranks[0]["own_gradients"]
     for name, total in ranks[0]["own_gradients"].items():
         expected = sum((rank["own_gradients"][name] for rank in ranks[1:]), total) / len(ranks)
         for rank in ranks:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
 from rlhf_ppo.data.rollout import Prompts
-from rlhf_ppo.generation.continuous import ContinuousEngine
+from rlhf_ppo.generation.continuous import ContinuousEngine, cache_for
 from rlhf_ppo.generation.protocol import Sampled
 from rlhf_ppo.generation.sampling import greedy_config, sampling_config
 from rlhf_ppo.generation.transformers_engine import TransformersEngine
@@ -43,6 +43,8 @@ def test_greedy_tokens_are_those_of_generate(make_args: MakeArgs, make_policy: C
     expected = TransformersEngine(rows_per_call=64).sample(policy, given, config).ids
     assert len({int((row == 29).any()) for row in expected}) == 2, "some rows end early, some do not"
     for max_rows in (2, 64):
+        cache = cache_for(RAGGED, 14, max_rows, policy.config)
+        assert cache.max_requests_per_batch == min(max_rows, len(RAGGED))
         sampled = sample(policy, given, config, max_rows).ids
         assert sampled.dtype == torch.long and sampled.tolist() == expected.tolist()
 

@@ -1,4 +1,4 @@
-"""The trainer with each generation engine: which one generates, how its log-probabilities are used, and refusals."""
+"""The trainer with each generation engine: which one generates, and when it is told of a new policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rlhf_ppo import PPOTrainer
 from rlhf_ppo.config.checks import EngineName
 from rlhf_ppo.generation.continuous import ContinuousEngine
 from rlhf_ppo.generation.engine_factory import make_engine
@@ -23,13 +22,12 @@ from tests.runs import QUICK, MakeArgs, MakeTrainer, assert_identical, history, 
 
 
 class Talkative:
-    """transformers' `generate`, with log-probabilities that are off by known amounts."""
+    """transformers' `generate`, with log-probabilities; counts its calls."""
 
     reads_sharded = False
 
-    def __init__(self, trainer: PPOTrainer, off: float) -> None:
-        self.inner, self.off, self.stop = TransformersEngine(64), off, trainer.tokens.stop
-        self.changes, self.calls = 0, 0
+    def __init__(self) -> None:
+        self.inner, self.changes, self.calls = TransformersEngine(64), 0, 0
 
     def sample(self, policy: nn.Module, prompts: Any, config: Any) -> Sampled:
         self.calls += 1
@@ -38,15 +36,10 @@ class Talkative:
         whole = torch.cat((prompts.input_ids, ids), dim=1), torch.cat((prompts.attention_mask, mask), dim=1), mask
         with torch.no_grad():
             logprobs = response_logprobs(policy, *whole, config.temperature or 1.0)[0]
-        return Sampled(ids, logprobs - self.off * (ids % 3 - 1))
+        return Sampled(ids, logprobs)
 
     def policy_changed(self) -> None:
         self.changes += 1
-
-
-def talkative(trainer: PPOTrainer, off: float) -> PPOTrainer:
-    trainer.sampler.engine = Talkative(trainer, off)
-    return trainer
 
 
 # ---- Names ----
@@ -88,8 +81,8 @@ def test_continuous_batching_trains_evaluates_and_fills_tables(make_trainer: Mak
 
 
 def test_the_engine_is_told_when_the_policy_may_have_changed(make_trainer: MakeTrainer) -> None:
-    trainer = talkative(make_trainer(**QUICK, eval_dataset=prompt_rows(9), per_device_eval_batch_size=2), off=0.0)
-    engine: Any = trainer.sampler.engine
+    trainer = make_trainer(**QUICK, eval_dataset=prompt_rows(9), per_device_eval_batch_size=2)
+    trainer.sampler.engine = engine = Talkative()
     trainer.train()
     assert (engine.calls, engine.changes) == (3, 1 + 3), "at the start, and after each update"
     trainer.evaluate()

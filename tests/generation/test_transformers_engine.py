@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from rlhf_ppo.data.rollout import Prompts
 from rlhf_ppo.generation.sampling import greedy_config, sampling_config
-from rlhf_ppo.generation.transformers_engine import TransformersEngine
+from rlhf_ppo.generation.transformers_engine import TransformersEngine, call_sizes
 from rlhf_ppo.models.packing import looked_at
 from tests import oracles
 from tests.conftest import tiny_policy
@@ -204,3 +204,30 @@ def test_samples_follow_the_softmax_of_logits_over_temperature(make_args: MakeAr
     observed, predicted = observed[predicted > 0], predicted[predicted > 0]
     statistic = ((observed - predicted) ** 2 / predicted).sum()
     assert statistic < chi_square_quantile(len(observed) - 1, FALSE_ALARM)
+
+
+# ---- Calls ----
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "equal", "sizes"),
+    [
+        ([3, 3, 3], 2, False, [2, 1]),
+        ([3, 3, 3], 64, False, [3]),
+        ([18, 2, 2, 2], 64, False, [2, 2]),  # with two new tokens 3 x 20 positions would hold 20 + 4 + 4 tokens
+        ([4, 4, 2], 64, True, [2, 1]),
+    ],
+)
+def test_at_most_half_of_the_positions_of_a_call_are_padding(
+    lengths: list[int], most: int, equal: bool, sizes: list[int]
+) -> None:
+    assert call_sizes(lengths, 2, most, equal) == sizes
+
+
+def test_a_call_has_no_more_rows_than_allowed(make_args: MakeArgs) -> None:
+    policy, rows = tiny_policy(), []
+    looked_at(policy)  # before the hook
+    policy.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    given = prompts(*[[3 + number] * 4 for number in range(5)])
+    sample(policy, given, greedy_config(make_args(response_length=2), stop_token_id=None), rows_per_call=2)
+    assert rows == [2, 2, 2, 2, 1, 1]

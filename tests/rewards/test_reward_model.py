@@ -52,7 +52,11 @@ def test_scores_equal_the_model_run_by_hand(family: str, rows_per_pass: int, pad
     model = scorer(family)
     expected = by_hand(model)
     assert max(expected) - min(expected) > 0.1
-    scores = RewardModel(FrozenScorer(model), rows_per_pass)(make_batch(pad, left, right))
+    rows: list[int] = []
+    frozen = FrozenScorer(model)
+    frozen.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    scores = RewardModel(frozen, rows_per_pass)(make_batch(pad, left, right))
+    assert max(rows) == min(rows_per_pass, len(ROWS)) and sum(rows) == len(ROWS)
     assert scores.dtype == torch.float32 and not scores.requires_grad
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 

@@ -1,4 +1,4 @@
-"""Each value that the guard watches is made not finite once: the error names it, and the last checkpoint stays."""
+"""Values that the guard watches are made not finite: the error names each, and the last checkpoint stays."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ class RolloutWith(PPOTrainer):
 
 
 class ExperienceWith(PPOTrainer):
-    """A return of response 1 is not finite."""
+    """A number of response 1 is not finite."""
+
+    field = "returns"
 
     def estimate_advantages(self, *args: Any) -> Any:
         experience = super().estimate_advantages(*args)
         if self.state.global_step == AT - 1:
-            experience.returns[1, 0] = math.inf
+            getattr(experience, self.field)[1, 0] = math.inf
         return experience
 
 
@@ -55,6 +57,14 @@ class LossWith(PPOTrainer):
     def value_loss(self, *args: Any) -> Any:
         value = super().value_loss(*args)
         return value._replace(loss=value.loss * (math.inf if self.state.global_step == AT - 1 else 1))
+
+
+class PolicyLossWith(PPOTrainer):
+    """A loss of one update is not finite."""
+
+    def policy_loss(self, *args: Any) -> Any:
+        policy = super().policy_loss(*args)
+        return policy._replace(loss=policy.loss * (math.inf if self.state.global_step == AT - 1 else 1))
 
 
 def nan_gradient(model: Any) -> None:
@@ -82,8 +92,11 @@ def variant(base: type, **changes: Any) -> dict[str, Any]:
         (variant(RolloutWith, field="sampling_logprobs"), "the sampling log-probabilities of response 1.* The engine"),
         (variant(RolloutWith, field="values", value=math.inf), "the values of response 1"),
         (variant(RolloutWith, field="scores", value=math.inf), "the score of response 1"),
+        (variant(RolloutWith, field="final_values"), "the value after the last token of response 1"),
         (variant(ExperienceWith), "the returns of response 1"),
+        (variant(ExperienceWith, field="advantages"), "the advantages of response 1"),
         (variant(LossWith), "the value loss became not finite"),
+        (variant(PolicyLossWith), "the policy loss became not finite"),
         (breaking("on_step_begin", nan_gradient), "the norm of the gradient became not finite"),
         (breaking("on_optimizer_step", nan_weight), "the policy's log-probabilities became not finite"),
     ],

@@ -40,6 +40,18 @@ def test_each_pass_has_an_order_of_its_own_that_the_seed_alone_decides(
     assert passes(make_trainer, train_sampling_strategy=strategy, **run) == others
 
 
+def test_prompts_of_similar_length_share_an_update(make_trainer: MakeTrainer) -> None:
+    def spread(strategy: str) -> float:
+        dataset = Dataset.from_dict({"input_ids": [[3 + row % 6] * (1 + row % 6) for row in range(96)]})
+        run = {**QUICK, "total_episodes": len(dataset), "response_length": 1, "per_device_train_batch_size": 4}
+        trainer = make_trainer(SeenPrompts, train_dataset=dataset, **run, train_sampling_strategy=strategy)
+        trainer.train()
+        lengths = [[len(ids) for ids in prompts] for prompts in trainer.seen]
+        return sum(max(each) - min(each) for each in lengths) / len(lengths)
+
+    assert spread("group_by_length") < 1.5 < 2.5 < spread("random")
+
+
 def test_episodes_epochs_and_tokens_are_counted(make_trainer: MakeTrainer) -> None:
     rows = prompt_rows(8)
     run = {**QUICK, "total_episodes": 12, "max_steps": 6}

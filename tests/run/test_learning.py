@@ -37,7 +37,7 @@ def test_the_policys_activations_are_gone_when_the_value_model_runs(make_trainer
         {},
         {"score_scaling": True},
         {"response_length": 1, "whiten_rewards": True},
-        {"importance_sampling_correction": True, "loss_aggregation": "sequence"},
+        {"loss_aggregation": "sequence"},
     ],
     ids=str,
 )

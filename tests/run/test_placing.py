@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rlhf_ppo.run.placing import early_accelerator, set_up_backend
 from tests.conftest import tiny_policy
@@ -36,7 +37,8 @@ def test_processes_of_the_launcher_that_share_a_row_are_refused(size: str):
 @pytest.mark.parametrize("version", [1, 2])
 def test_version_1_of_fsdp_is_refused_before_models_are_loaded(version: int, monkeypatch: pytest.MonkeyPatch):
     """It is what accelerate takes without `fsdp_version`."""
-    plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=None)
+    bf16 = torch.bfloat16  # as accelerate makes it
+    plugin = SimpleNamespace(fsdp_version=version, mixed_precision_policy=MixedPrecisionPolicy(bf16, bf16, bf16))
     accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
     trainer: Any = SimpleNamespace(accelerator=accelerator, create_accelerator_and_postprocess=lambda: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -44,6 +46,7 @@ def test_version_1_of_fsdp_is_refused_before_models_are_loaded(version: int, mon
 
     if version == 2:
         assert early_accelerator(trainer, args) is accelerator
+        assert plugin.mixed_precision_policy == MixedPrecisionPolicy(bf16, torch.float32, None)  # sums, then outputs
         return
     with pytest.raises(ValueError, match="fsdp_version=1 is not supported: set fsdp_version: 2 in the launcher's"):
         early_accelerator(trainer, args)

@@ -280,3 +280,13 @@ def test_a_best_figure_of_another_metric_is_forgotten(make_trainer: MakeTrainer)
     trainer.train(resume_from_checkpoint=True)
     lengths = [log["eval_response_length_mean"] for log in trainer.state.log_history if "eval_score" in log]
     assert trainer.state.best_metric == lengths[2] and trainer.state.best_global_step == 3
+
+
+def test_a_run_with_another_number_of_processes_draws_other_random_numbers(make_trainer: MakeTrainer) -> None:
+    """Not those of the first updates again, which the seed would give."""
+    trainer = make_trainer(**RUN)
+    torch.manual_seed(int(trainer.args.seed))
+    of_the_start = torch.rand(4)
+    trainer._progress.num_processes, trainer.state.global_step = 2, 2
+    trainer._load_rng_state("of two processes")
+    assert not torch.isin(torch.rand(4), of_the_start).any()
