@@ -87,6 +87,7 @@ class VLLMEngine:
 
         Raises:
             ConnectionError: The server has died or refuses the request.
+            ValueError: More ids must not be sampled than vLLM can suppress.
         """
         self._set_sampling(policy, config)
         with naming_server(self.address):

@@ -1,4 +1,4 @@
-"""Loading of models from objects, directories or hub names; value models; labels of reward models."""
+"""Loading of models from objects, directories or hub names; value models."""
 
 from __future__ import annotations
 

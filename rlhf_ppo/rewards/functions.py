@@ -217,7 +217,8 @@ def accepted_arguments(function: Callable[..., object], offered: Mapping[str, ob
             f"the reward function {function_name(function)!r} requires the argument {missing[0]!r}, but no column "
             f"has this name; there are {[*offered]}: rename it or a column, or give it a default"
         )
-    return {key: value for key, value in offered.items() if takes_any_argument(function) or key in named}
+    takes_all = takes_any_argument(function)
+    return {key: value for key, value in offered.items() if takes_all or key in named}
 
 
 def named_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:

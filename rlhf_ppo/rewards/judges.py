@@ -550,8 +550,10 @@ class PreferenceReward:
     def _verdicts(self, pairs: Sequence[tuple[Answer, Answer]], columns: Mapping[str, object]) -> list[float | None]:
         if not pairs:
             return []
-        verdicts = self._asked(pairs, columns)
-        return [_checked(value, self.__name__) for _, value in zip(pairs, verdicts, strict=True)]
+        verdicts = list(self._asked(pairs, columns))
+        if len(verdicts) != len(pairs):
+            raise ValueError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(pairs)} pairs: give one for each")
+        return [_checked(value, self.__name__) for value in verdicts]
 
     def _asked(self, pairs: Sequence[Pair], columns: Mapping[str, object]) -> Any:
         if isinstance(self.judge, ScoringJudge):

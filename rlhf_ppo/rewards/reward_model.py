@@ -38,7 +38,7 @@ class LoadedRewardModel:
 
     Attributes:
         argument: Name of the caller's argument, for errors.
-        model: The sequence-classification model, reduced to one label.
+        model: The sequence-classification model, with one label.
         tokenizer: Its own tokenizer; None if it reads the policy's tokens.
         template: Its saved tokenizer, if that has the policy's tokens and a chat template; None: the policy's is used.
         scorer: The module that computes its scores; None until all models, which may share its weights, are made, or
@@ -101,7 +101,7 @@ def _tokens_of_template(prompt: Answer, reader: Any, chats: ImageChats | None, s
 def load_reward_models(
     args: PPOConfig, reward_model: object, reward_processing_classes: object, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[LoadedRewardModel]:
-    """Load the reward models one by one, and choose their labels and tokenizers.
+    """Load the reward models one by one, and choose their tokenizers.
 
     Args:
         args: With `share_base_model`, adapters in directories are not merged into their base models.

@@ -240,8 +240,8 @@ def check_rows(dataset: Any, name: str, needs_prompts: bool = True) -> None:
         needs_prompts: Whether a column of a `datasets.Dataset` holds prompts.
 
     Raises:
-        TypeError: It is not a data set, or its first row is not a dict.
-        ValueError: It has no rows, or a `datasets.Dataset` has no column with prompts.
+        ValueError: It is no data set, has no rows, its first row is not a dict, or a `datasets.Dataset` has no column
+            with prompts.
     """
     if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
         return
@@ -260,8 +260,8 @@ def check_datasets(args: PPOConfig, train_dataset: Any, eval_dataset: Any, needs
         needs_prompts: Whether a column holds prompts; environments need none.
 
     Raises:
-        TypeError: A value is not a data set, or its rows are not dicts.
-        ValueError: Prompts are missing, or `metric_for_best_model` names none of several evaluation sets.
+        ValueError: A value is not a data set, its rows are not dicts, prompts are missing, or `metric_for_best_model`
+            names none of several evaluation sets.
     """
     if train_dataset is None:
         raise ValueError("train_dataset=None: pass the prompts to train on")
@@ -313,8 +313,7 @@ def load_data(
     """Load data sets given by name, and check them; environments may make the prompts.
 
     Raises:
-        TypeError: A value is not a data set, or its rows are not dicts.
-        ValueError: One cannot be loaded, or prompts are missing.
+        ValueError: A value cannot be loaded, is not a data set, its rows are not dicts, or prompts are missing.
     """
     train_dataset = load_named(train_dataset, "train_dataset", ("train",))
     eval_dataset = load_named(eval_dataset, "eval_dataset", HELD_OUT_SPLITS)

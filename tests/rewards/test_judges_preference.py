@@ -43,6 +43,14 @@ def test_the_mean_of_both_orders(first: float, second: float) -> None:
     assert compare(judge, ["ours"], ["theirs"]) == [pytest.approx(((1 - 2 * first) + (2 * second - 1)) / 2)]
 
 
+def test_a_judge_with_too_few_verdicts_is_named() -> None:
+    def first_alone(prompts: list[str], pairs: list[list[str]]) -> list[int]:
+        return [0]
+
+    with pytest.raises(ValueError, match="gave 1 verdicts for 4 pairs: give one for each"):
+        compare(first_alone, ["ours", "and ours"], ["theirs", "and theirs"])
+
+
 @pytest.mark.parametrize("failure", [-1, None, torch.tensor(-1)])
 @pytest.mark.parametrize("order", [0, 1, 2], ids=["first", "second", "both"])
 def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, order: int) -> None:
