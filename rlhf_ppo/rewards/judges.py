@@ -552,7 +552,8 @@ class PreferenceReward:
             return []
         verdicts = list(self._asked(pairs, columns))
         if len(verdicts) != len(pairs):
-            raise ValueError(f"{self.__name__} gave {len(verdicts)} verdicts for {len(pairs)} pairs: give one for each")
+            told = f"{len(verdicts)} verdicts for {len(pairs)} pairs"
+            raise ValueError(f"{self.__name__} gave {told}: give one for each")
         return [_checked(value, self.__name__) for value in verdicts]
 
     def _asked(self, pairs: Sequence[Pair], columns: Mapping[str, object]) -> Any:
