@@ -316,7 +316,8 @@ class AgentArguments:
     )
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
         60.0,
-        "Seconds for a call; then a tool answers with an error, and a sync call of an environment cuts the episode. "
+        "Seconds for a call; then a tool answers with an error; a sync tool of an environment, or `respond`, cuts "
+        "the episode. "
         "None: no limit.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = _option(

@@ -156,6 +156,10 @@ class Environments:
             raise ValueError(
                 f"an environment (a class with `reset`) or a tool cannot be used: {type(error).__name__}: {error}"
             ) from error
+        if alone and not any(kind.tools for kind in self.kinds.values()):
+            raise ValueError(
+                f"tools={[*alone]} can never be called: an environment with takes_messages reads whole messages"
+            )
 
     def start(self, rows: Sequence[Mapping[str, object]], seeds: Sequence[int] | None = None) -> list[Episode]:
         """Give each row an environment and reset all of them side by side; earlier episodes are over.
@@ -165,7 +169,7 @@ class Environments:
             seeds: Used where `reset` names `seed` and the row has none.
 
         Raises:
-            EpisodeError: A `reset` raised an error or took too long.
+            EpisodeError: A `reset` raised an error or took too long, or two rows share an environment.
         """
         lost = [episode.environment for episode in self._episodes if episode.lost]
         for name, pool in self._pools.items():
@@ -183,7 +187,9 @@ class Environments:
             episode.observation = None if observation is None else content_of(observation)
             episode.num_paid = len(getattr(episode.environment, "turn_rewards", None) or ())
 
-        side_by_side(reset, [episode for episode in self._episodes if episode.environment is not None])
+        played = [episode for episode in self._episodes if episode.environment is not None]
+        side_by_side(reset, played)
+        _check_apart(played)
         return self._episodes
 
     def _episode(self, number: int, row: Mapping[str, Any], used: Counter[str | None]) -> Episode:
@@ -214,6 +220,22 @@ class Environments:
     def time_up(self, name: str) -> str:
         """Return the answer of a call that took too long."""
         return f"{name} did not return within {self.timeout} seconds."
+
+
+def _check_apart(episodes: Sequence[Episode]) -> None:
+    """Check that no two episodes have the same environment or the same list `turn_rewards`.
+
+    Raises:
+        EpisodeError: Two have.
+    """
+    lists = [getattr(episode.environment, "turn_rewards", None) for episode in episodes]
+    if len({id(episode.environment) for episode in episodes}) < len(episodes):
+        raise EpisodeError(f"{episodes[0].description}: the factory returned an environment twice: make a new one")
+    lists = [each for each in lists if isinstance(each, list)]
+    if len({id(each) for each in lists}) < len(lists):
+        raise EpisodeError(
+            f"{episodes[0].description}: two environments have the same list turn_rewards: make a new one in reset"
+        )
 
 
 def _in_time(running: Future[Any], seconds: float | None) -> bool:
@@ -280,7 +302,7 @@ def _round(episode: Episode, turn: str | Sequence[Mapping[str, object]]) -> Roun
     if new and not episode.kind.has_turn_rewards:
         raise EpisodeError(
             f"{episode.description}: turn_rewards has amounts, but the class does not name it: define turn_rewards on "
-            "the class, as an attribute or a property"
+            "the class, as a property or as an attribute that reset replaces"
         )
     episode.num_paid = len(paid)
     reward = sum(0.0 if reward is None else float(reward) for reward in new)

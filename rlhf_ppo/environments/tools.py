@@ -69,7 +69,7 @@ def kind_of_class(name: str | None, cls: type, tools: dict[str, Tool]) -> Kind:
     Args:
         name: Key in the dict of factories, or None.
         cls: The class.
-        tools: Standalone tools, which the policy can call too.
+        tools: Standalone tools, which the policy can call too, unless the environment takes whole messages.
     """
     functions = dict(inspect.getmembers(cls, inspect.isfunction))
     takes_messages = getattr(cls, "takes_messages", False)
@@ -79,7 +79,7 @@ def kind_of_class(name: str | None, cls: type, tools: dict[str, Tool]) -> Kind:
     return Kind(
         name,
         cls,
-        tools | {key: _tool(key, functions[key]) for key in methods},
+        ({} if takes_messages else tools) | {key: _tool(key, functions[key]) for key in methods},
         has_reward="get_reward" in functions,
         has_turn_rewards="turn_rewards" in written or hasattr(cls, "turn_rewards"),
         takes_messages=takes_messages,

@@ -265,7 +265,7 @@ class EpisodePlayer:
                 before = record.prompt_ids + record.ids[: record.turn_start]
                 message = self.conversations.parse(turn, before, record.episode.kind.schemas)
                 record.messages.append(message)
-                act = message.get("tool_calls") or None
+                act = (message.get("tool_calls") or None) if stopped else None  # a cut call is not the policy's
                 record.ended = act is None and stopped
             if act is None:
                 record.cut = "" if record.ended else "length"

@@ -246,7 +246,7 @@ def warn_of_unscored(scores: Tensor) -> None:
     if num_unscored > 0:
         logger.warning(
             f"{num_unscored} of {len(scores)} responses have no score (every reward whose weight is not 0 returned "
-            "None). The losses and the score metrics leave them out."
+            "None, or the environment did not return). The losses and the score metrics leave them out."
         )
 
 

@@ -195,7 +195,7 @@ class FeedbackJudge:
     def __call__(self, prompts: list[str], pairs: list[list[str]]) -> list[float | None]:
         """Judge pairs."""
         values = [self.function(prompt, *pair) for prompt, pair in zip(prompts, pairs, strict=True)]
-        return [None if value is None else (1 - max(-1.0, min(1.0, value))) / 2 for value in values]
+        return [None if value is None else (1 - max(min(value, 1.0), -1.0)) / 2 for value in values]
 
 
 def as_judge(judge: Any) -> Any:

@@ -311,8 +311,9 @@ def _templated(answer: Answer, tokenizer: PreTrainedTokenizerBase | ProcessorMix
             return _rendered(whole, tokenizer, answer.settings, True)
         whole.append({"role": "assistant", "content": response})
     text, last = _rendered(whole, tokenizer, answer.settings), whole[-1]
-    if not answer.ended and last["role"] == "assistant" and last.get("content") and not last.get("tool_calls"):
-        marked = _rendered([*whole[:-1], {**last, "content": MARK}], tokenizer, answer.settings)
+    written = next((name for name in ("content", "reasoning_content", "thinking") if last.get(name)), None)
+    if not answer.ended and last["role"] == "assistant" and written and not last.get("tool_calls"):
+        marked = _rendered([*whole[:-1], {**last, written: MARK}], tokenizer, answer.settings)
         text = text.removesuffix(marked.rpartition(MARK)[2])
     return text
 

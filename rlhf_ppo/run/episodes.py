@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -189,10 +190,13 @@ class EpisodeRollouts:
         columns = prompts.columns
         rows = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
         with raise_on_all_ranks(run.accelerator), draws_apart():  # the first pass of a sharded policy waits for all
-            records = player.begin(prompts, self.environments.start(rows, self._seeds(run, len(rows))))
+            start = time.perf_counter()
+            episodes = self.environments.start(rows, self._seeds(run, len(rows)))
+            seconds = time.perf_counter() - start
+            records = player.begin(prompts, episodes)
         with raise_on_all_ranks(run.accelerator, EpisodeError):  # other errors come from passes
             responses, played = player.play(prompts, records)
-        self._log(run, played.columns[EPISODE_COLUMN], player.seconds)
+        self._log(run, played.columns[EPISODE_COLUMN], seconds + player.seconds)
         return responses, played
 
     def _needs_step(self, run: RunState, policy: nn.Module) -> bool:

@@ -98,6 +98,7 @@ def test_a_turn_is_paid_at_its_own_last_token_and_the_episode_at_its_end(tmp_pat
     assert rollout.ended.all()
 
 
+CUT_CALL = '<tool_call>\n{"name": "end", "arguments": {}}\n'  # which Qwen's parser takes for a call
 ENDS: dict[str, tuple[list[Any], dict[str, Any], bool, str]] = {
     "own words": ([[("add", {"x": 1.0})], DONE], {}, True, ""),
     "no call": ([DONE], {}, True, ""),
@@ -105,6 +106,7 @@ ENDS: dict[str, tuple[list[Any], dict[str, Any], bool, str]] = {
     "done": ([[("end", {})], DONE], {}, True, ""),
     "truncated": ([[("cut", {})], DONE], {}, False, "environment"),
     "length in a turn": (["word " * 20], {"response_length": 30}, False, "length"),
+    "length in a call": ([CUT_CALL], {"response_length": len(CUT_CALL) - len("tool_call>")}, False, "length"),
     "too long": ([[("long", {})], DONE], {"response_length": 400}, False, "length"),
     "calls": ([[("add", {"x": 1.0})]], {"max_tool_calling_iterations": 1}, False, "calls"),
     "time": ([[("add", {"x": 1.0})], [("hang", {})], DONE], {"tool_timeout": 0.3}, False, "time"),

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import traceback
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -49,7 +49,32 @@ def test_tools_without_environments() -> None:
     assert (found.done, found.truncated, found.turn_reward) == (False, False, 0)
 
 
+def test_tools_beside_an_environment_that_takes_messages_are_not_shown() -> None:
+    kinds = Environments({"talk": Parrot, "count": Counter}, [multiply]).kinds
+    assert kinds["talk"].schemas is None and "multiply" in kinds["count"].tools
+    with pytest.raises(
+        ValueError, match=r"tools=\['multiply'\] can never be called: an environment with takes_messages"
+    ):
+        Environments(Parrot, [multiply])
+
+
 # Rows
+
+
+def test_rows_have_environments_and_turn_rewards_of_their_own() -> None:
+    class Listed:
+        turn_rewards: ClassVar[list[float]] = []
+
+        def reset(self, **row: Any) -> None: ...
+
+    one = Counter()
+    with pytest.raises(EpisodeError, match="the factory returned an environment twice: make a new one"):
+        Environments(lambda: one).start([{}, {}])
+    with pytest.raises(
+        EpisodeError, match="two environments have the same list turn_rewards: make a new one in reset"
+    ):
+        Environments(Listed).start([{}, {}])
+    assert len(Environments(Counter).start([{}, {}])) == 2
 
 
 def test_reset_gets_a_copy_of_the_columns_and_a_seed_where_the_row_has_none() -> None:

@@ -51,6 +51,11 @@ def test_a_judge_with_too_few_verdicts_is_named() -> None:
         compare(first_alone, ["ours", "and ours"], ["theirs", "and theirs"])
 
 
+def test_feedback_that_is_not_a_number_is_no_tie() -> None:
+    with pytest.raises(ValueError, match="nan"):
+        compare(FeedbackJudge(lambda *_: math.nan), ["ours"], ["theirs"])
+
+
 @pytest.mark.parametrize("failure", [-1, None, torch.tensor(-1)])
 @pytest.mark.parametrize("order", [0, 1, 2], ids=["first", "second", "both"])
 def test_a_failed_verdict_leaves_the_row_unscored_and_is_counted(failure: Any, order: int) -> None:

@@ -150,6 +150,16 @@ def test_of_an_episode_each_message_goes_through_the_other_template() -> None:
     assert encoded({"prompt": CONVERSATIONS, EPISODE_COLUMN: records}) == expected
 
 
+def test_reasoning_that_was_cut_is_not_closed() -> None:
+    from tests.agents.chat import chat_tokenizer
+
+    tokenizer, asked = chat_tokenizer("qwen3"), [{"role": "user", "content": "Q"}]
+    thought = [{"role": "assistant", "reasoning_content": "Let me", "content": ""}]
+    of_policy = {"tokenizer": tokenizer, "prompt_ids": [1], "response_ids": [2], "messages": thought}
+    ids = reward_model_ids(Answer(asked, "", ended=False, **of_policy), None)
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\nLet me")
+
+
 def test_tokenizers_are_the_same_where_the_policys_tokens_have_the_same_ids() -> None:
     plain, eos_pads = make_tokenizer(), make_tokenizer(pad_token="<eos>")
     assert shares_tokens(plain, plain) and shares_tokens(plain, eos_pads) and shares_tokens(eos_pads, plain)
