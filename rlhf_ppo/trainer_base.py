@@ -186,6 +186,7 @@ class TrainerBase(Steps, Trainer):
         self._note_run()
         run.stateful.start(checkpoint)
         batches = partial(datasets.batches_of_pass, loader, args, self.sizes)
+        self._schedule_follows_metric = optimization.follows_metric(self.lr_scheduler)
         self._loop = LoopState(batches, checkpoint, per_epoch, self.state.episode)
         run.fire("on_train_begin")
         if args.eval_on_start and checkpoint is None:
@@ -251,7 +252,7 @@ class TrainerBase(Steps, Trainer):
         """Count an update, step the schedule, and keep the metrics for the next log."""
         loop, num_tokens = self._loop, self._rollout_metrics.num_response_tokens
         loop.grad_norm, loop.learning_rate = grad_norm, self._get_learning_rate()
-        if not optimization.follows_metric(self.lr_scheduler):
+        if not self._schedule_follows_metric:
             self.lr_scheduler.step()
         counted = count_update(self._run, loop, self._progress, self.sizes.batch_size, num_tokens)
         self._progress.pending_metrics.append(metrics | counted)
@@ -559,14 +560,13 @@ class TrainerBase(Steps, Trainer):
         """Evaluate during training, and step a schedule that follows a metric."""
         metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         self._run.agree_on_control()
-        if optimization.follows_metric(self.lr_scheduler) and not skip_scheduler:
+        if self._schedule_follows_metric and not skip_scheduler:
             optimization.step_by_metric(self.lr_scheduler, self.args, metrics)
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Return whether an evaluation is the best so far; one without the metric is not."""
-        has_metric = optimization.has_best_metric(self.args, self.state, metrics)
-        return has_metric and super()._determine_best_metric(metrics, trial)
+        return optimization.has_best_metric(self, metrics) and super()._determine_best_metric(metrics, trial)
 
     @torch.no_grad()
     def evaluation_loop(

@@ -82,6 +82,12 @@ class PPOArgumentParser(CommandParser, TrlParser):
                 takes_null = each.default is None or NoneType in get_args(kinds[each.name])
                 if each.name in values and values[each.name] is None and not takes_null:
                     raise yaml.YAMLError(f"{each.name} is null, but needs a value: write it, or delete the line")
+        for action in self._actions:
+            value = values.get(action.dest)
+            if isinstance(value, str) and action.choices is not None and value not in map(str, action.choices):
+                raise yaml.YAMLError(f"{action.dest}={value!r} must be one of {[*action.choices]}")
+            if value is False and action.choices is not None and "no" in map(str, action.choices):
+                values[action.dest] = "no"  # which YAML 1.1 reads as False
         return super().set_defaults_with_config(**values)
 
     def _config_file(self, name: str, words: list[str]) -> str:
@@ -155,6 +161,8 @@ def _check_models(model_args: ModelConfig, args: PPOConfig | None) -> None:
         is_of_lora = (name.startswith("lora_") or name in ("use_rslora", "use_dora")) and name != "lora_task_type"
         if is_of_lora and not model_args.use_peft and (value := getattr(model_args, name)) != of_class.default:
             raise ValueError(f"{name}={value!r} has no effect without use_peft: add --use_peft")
+        if "bnb" in name and not model_args.load_in_4bit and (value := getattr(model_args, name)) != of_class.default:
+            raise ValueError(f"{name}={value!r} has no effect without load_in_4bit: add --load_in_4bit")
     path, policy = model_args.model_name_or_path, PPOConfig.__dataclass_fields__["sft_model_path"].default
     if args is not None and path is not None and args.sft_model_path == policy != path:
         raise ValueError(

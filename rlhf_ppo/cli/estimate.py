@@ -17,7 +17,7 @@ from rlhf_ppo.cli.trainers import has_reward_model, lora_config
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.config.checks import AtLeastOne, Interval, check_ranges, option, ranges_of
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter, is_adapter_directory
-from rlhf_ppo.models.heads import is_head_of_policy
+from rlhf_ppo.models.heads import ValueHead, is_head_of_policy
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.models.policy_and_value import MAX_CHUNK_ELEMENTS_ON_GPU
 from rlhf_ppo.models.reference import asks_for_reference
@@ -137,7 +137,7 @@ def empty_models(
     if script_args.value_model_path is not None:
         of_value = script_args.value_model_path, "value_model_path"
     is_small = args.share_base_model or is_head_of_policy(script_args.value_model_path)
-    value_model = nn.Module() if is_small else make(AutoClassifier, *of_value, dtype="float32")
+    value_model = None if is_small else make(AutoClassifier, *of_value, dtype="float32")
     frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, *of_policy)]
     frozen += [make(AutoClassifier, *of_reward)] if scored else []
     if peft_config is not None:
@@ -148,4 +148,6 @@ def empty_models(
     frozen = [] if args.share_base_model else frozen
     for model in frozen:
         model.requires_grad_(False)
+    if value_model is None:  # a head, or a second adapter over the same base
+        value_model = policy if args.share_base_model else ValueHead(policy)
     return policy, value_model, frozen

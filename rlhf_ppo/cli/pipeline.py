@@ -249,7 +249,11 @@ def check_and_run(file: str, dry_run: bool) -> None:
     with user_errors(PROGRAM):
         pipeline = read_pipeline(file)
         record = read_record(pipeline.output_dir)
-        remaining = [step for step in pipeline.steps if not is_finished(step, pipeline, record)]
+        remaining: list[Step] = []
+        for step in pipeline.steps:
+            reads_newer = any(step.names(other.output_dir) for other in remaining)
+            if reads_newer or not is_finished(step, pipeline, record):
+                remaining.append(step)
     check_steps(remaining)
     if dry_run:
         for step in remaining:

@@ -33,6 +33,7 @@ from rlhf_ppo.config.checks import check_output_dir
 from rlhf_ppo.rewards.resolve import resolve_environments, resolve_rewards, resolve_tools
 from rlhf_ppo.run.checkpoints import find_start
 from rlhf_ppo.run.datasets import check_rows
+from rlhf_ppo.run.learning import resolve_policy_loss
 from rlhf_ppo.terminal import print_text
 from rlhf_ppo.trainer import PPOTrainer
 
@@ -93,6 +94,7 @@ def parse_step(command: str, argv: Sequence[str] | None, program: str) -> tuple[
         check_output_dir(args.output_dir)
         rows = train_and_eval_rows(script_args, command)
         if command == "train":
+            resolve_policy_loss(args.policy_loss)
             resolve_rewards(script_args.reward_funcs)
             resolve_tools(script_args.tools)
             if resolve_environments(script_args.environment) is None:

@@ -4,12 +4,12 @@ import importlib.util
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from transformers import TrainingArguments
 from trl.trainer.model_config import ModelConfig
 
-from rlhf_ppo.config.checks import AtLeastOne, ShareBelowOne, check_ranges, ranges_of
+from rlhf_ppo.config.checks import AtLeastOne, ShareBelowOne, check_ranges, check_type, ranges_of
 from rlhf_ppo.config.checks import option as _option
 from rlhf_ppo.terminal import redacted, visible_logger
 
@@ -132,6 +132,8 @@ class LLMTrainingParams:
 
     def __post_init__(self) -> None:
         """Check the parameters that require each other."""
+        for name, kind in get_type_hints(LLMTrainingParams).items():
+            check_type(name, getattr(self, name), kind, "")
         check_ranges(self, ranges_of(LLMTrainingParams))
         unused = [
             f"{option.name}={redacted(getattr(self, option.name), option.name)!r}"

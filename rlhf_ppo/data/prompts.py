@@ -204,7 +204,7 @@ def prompt_column(columns: Iterable[str], name: str) -> str:
             return column
     raise ValueError(
         f"{name} has the columns {names}, but none of `prompt` (text or conversation), `text` (text) or `input_ids` "
-        "(token ids): rename the column that holds the prompts, or on a command line name it with --prompt_column"
+        "(token ids): rename the column that holds the prompts, or name it with --prompt_column of `train` and `init`"
     )
 
 

@@ -229,7 +229,10 @@ def _is_reward_function(function: Callable[..., object]) -> bool:
     if isinstance(function, (*BUILTIN_REWARDS.values(), TrlReward, RewardEndpoint)):
         return True
     named = named_parameters(function)
-    return "completion_ids" in named or (takes_any_argument(function) and ("completions" in named or not named))
+    if takes_any_argument(function):
+        return "completions" in named or not named
+    is_pairwise = [*named] == ["prompts", "completions"]  # TRL's names; a reward function with these needs **kwargs
+    return "completion_ids" in named or ("completions" in named and not is_pairwise)
 
 
 def _as_completion(answer: Answer) -> Any:

@@ -132,7 +132,8 @@ def assemble_models(
     critic_rate = args.learning_rate if args.critic_learning_rate is None else args.critic_learning_rate
     _warn_of_low_precision("policy", policy, args.learning_rate)
     _warn_of_low_precision("value model", critic, critic_rate)
-    shares = False if args.torch_compile else args.share_prefixes  # each prefix tree would recompile a model
+    shares = args.device.type == "cpu" if args.share_prefixes is None else args.share_prefixes
+    shares = shares and not args.torch_compile  # each prefix tree would recompile a model
     share_prefixes(shares, policy, critic, separate_reference, *(reward.model for reward in rewards))
     loading.prepare_trainable(policy, critic)
     rates = {"vf_coef": args.vf_coef, "critic_learning_rate": args.critic_learning_rate}

@@ -59,4 +59,6 @@ class TrainerInputs:
         own = {
             name: getattr(part, "__name__", type(part).__name__) for name, part in parts.items() if part is not None
         }
+        if self.tools:
+            own["tools"] = ", ".join(sorted(tool.__name__ for tool in self.tools))
         return {"own_parts": own} if own else {}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import Trainer
 from transformers.optimization import GreedyLR
-from transformers.trainer_callback import TrainerState
 
 from rlhf_ppo.config import PPOConfig
 from rlhf_ppo.ranks.processes import get_logger, is_fsdp, zero_stage
@@ -238,20 +238,19 @@ def step_by_metric(scheduler: Any, args: PPOConfig, metrics: Mapping[str, float]
     scheduler.step(metrics[name])
 
 
-def _metric(args: PPOConfig) -> str:
+def _metric(args: Any) -> str:
     """Return the key of the metric that chooses the best model."""
     return f"eval_{(args.metric_for_best_model or 'score').removeprefix('eval_')}"
 
 
-def has_best_metric(args: PPOConfig, state: TrainerState, metrics: Mapping[str, float]) -> bool:
+def has_best_metric(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
     """Return whether an evaluation has the metric of the best model; warn if only an earlier one had it.
 
     Args:
-        args: Gives `metric_for_best_model`.
-        state: Has the logs of earlier evaluations; without one Trainer raises its error.
+        trainer: Has `metric_for_best_model`, and the logs of earlier evaluations; without one it raises its error.
         metrics: Those of the evaluation.
     """
-    name = _metric(args)
+    name, state = _metric(trainer.args), trainer.state
     if name in metrics or not any(name in log for log in state.log_history):
         return True
     logger.warning(

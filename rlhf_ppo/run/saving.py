@@ -217,10 +217,12 @@ def kinds_of(models: PolicyAndValue) -> dict[str, str]:
 
 
 def trained_parts(models: PolicyAndValue) -> dict[str, Any]:
-    """Return the kinds of the trained models, the adapters' settings and the value model's origin."""
+    """Return the kinds of the trained models, adapters' settings, the weights' types, and the value model's origin."""
     parts = {"policy": models.policy, "value_model": models.value_model}
     adapters = {name: adapter_settings(part) for name, part in parts.items() if is_peft_model(part)}
     described: dict[str, Any] = {"trained": kinds_of(models), "adapters": adapters or None}
+    types = {str(weight.dtype).removeprefix("torch.") for weight in models.policy.parameters()}
+    described["weights"] = sorted(types)
     if not isinstance(models.value_model, ValueHead):
         described["value_model"] = origin(models.value_model)
     return {name: value for name, value in described.items() if value is not None}

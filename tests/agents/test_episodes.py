@@ -20,6 +20,7 @@ from transformers import Qwen3ForSequenceClassification
 from rlhf_ppo import PPOTrainer
 from rlhf_ppo.data.conversation import Conversations
 from rlhf_ppo.data.rollout import Rollout
+from rlhf_ppo.reporting.run_log import RunSettings
 from rlhf_ppo.rewards.scorer import WrongRewardError
 from tests.agents.box import Box
 from tests.agents.chat import ScriptedEngine, chat_model, chat_tokenizer, ppo_config, turn_text
@@ -539,6 +540,8 @@ def test_tools_without_an_environment_read_the_prompt_in_every_column_of_prompts
     trainer.train()
     asked = trainer.processing_class.decode(trainer.kept.responses.query_responses[0])
     assert "<|im_start|>user\nQ<|im_end|>" in asked and "4.0" in asked
+    made_of = RunSettings.load(str(trainer.args.output_dir)).made_of
+    assert made_of["own_parts"]["tools"] == "double" and made_of["weights"] == ["float32"]
 
 
 # ---- rollout_func ----

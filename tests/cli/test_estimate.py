@@ -40,7 +40,12 @@ def test_the_weights_are_those_of_the_four_models(estimated: Any) -> None:
     assert found["weights"] == 2 * trained and found["gradients"] == trained and found["optimizer"] == 2 * trained
     assert estimated("--kl_coef 0")["weights"] == 2 * trained - size(policy)
     one_body = estimated("--value_model_path policy")
-    assert one_body["weights"] == found["weights"] - size(scorer) and one_body["gradients"] == size(policy)
+    head = 4 * 32 * (32 + 1 + 1)
+    assert one_body["weights"] == found["weights"] - size(scorer) + head
+    assert one_body["gradients"] == size(policy) + head
+    lora = "--use_peft --lora_target_modules all-linear"
+    alone, shared = estimated(f"{lora} --value_model_path policy"), estimated(f"{lora} --share_base_model")
+    assert shared["gradients"] == 2 * (alone["gradients"] - head)
 
 
 def test_without_a_reward_model_the_value_model_is_made_from_the_policy(

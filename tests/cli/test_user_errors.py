@@ -50,6 +50,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("open.yaml").write_text("reward_funcs: [length\n")
         Path("game.yaml").write_text("environment: own.py:Game\n")
         Path("list.yaml").write_text("- learning_rate\n")
+        Path("choice.yaml").write_text("dtype: bf16\n")
     return folder
 
 
@@ -119,6 +120,9 @@ MISTAKES = [
     ),
     (f"{RUN} --config steps.yaml", "--config steps.yaml is the file of a pipeline: rlhf-ppo pipeline steps.yaml"),
     (f"{RUN} --config list.yaml", "must contain a YAML mapping"),
+    (f"{RUN} --config choice.yaml", "--config choice.yaml: dtype='bf16' must be one of"),
+    (f"{RUN} --use_peft --use_bnb_nested_quant", "use_bnb_nested_quant=True has no effect without load_in_4bit"),
+    (f"{RUN} --policy_loss own.py:gspoo", "but own.py has no function or class 'gspoo'"),
     (f"{RUN} --dataset_train_split dev", "dataset_train_split='dev', but the data s"),
     (PPO, "dataset_name is not set"),
     (f"{PPO} --dataset_name nowhere.jsonl", "dataset_name='nowhere.jsonl'"),
@@ -168,7 +172,7 @@ MISTAKES = [
     (f"{PPO} --dataset_name blank.jsonl", "row 6 of train_dataset has an empty prompt: drop such rows, such as by"),
     (
         "init --model base --prompts questions.jsonl --reward_funcs length",
-        "or on a command line name it with --prompt_column",
+        "or name it with --prompt_column of `train` and `init`",
     ),
     (
         f"{PPO} --dataset_name questions.jsonl --prompt_column query",

@@ -47,3 +47,9 @@ def test_the_precision_is_the_launchers_if_none_is_set(monkeypatch: pytest.Monke
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert precisions() == (True, False)
     assert precisions(mixed_precision="fp16") == (False, True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("mixed_precision", "bfloat16"), ("quantization", "4bit")])
+def test_a_word_that_is_no_choice_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='{value}' must be one of"):
+        LLMTrainingParams(model="m", trainer="sft", **{name: value})

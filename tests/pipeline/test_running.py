@@ -91,6 +91,17 @@ def test_steps_begin_anew_after_a_step_that_they_read_and_no_other() -> None:
     ]  # fmt: skip
 
 
+def test_a_dry_run_shows_the_steps_that_begin_anew(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("rlhf_ppo.cli.pipeline.check_steps", lambda steps: None)
+    run()
+    shutil.rmtree("out/reward")
+    capsys.readouterr()
+    command(["run.yaml", "--dry_run"])
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "reward", "ppo", "judge", "report",
+    ]  # fmt: skip
+
+
 def test_a_finished_step_with_other_options_is_an_error_that_says_what_to_do() -> None:
     run()
     before, changed = dict(outputs()), TEXT.replace("prompts.jsonl", "other.jsonl")

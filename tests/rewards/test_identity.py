@@ -84,13 +84,17 @@ def test_runs_are_grouped_by_what_their_reward_does_wherever_its_file_is(tmp_pat
 
 def test_runs_that_train_other_weights_are_not_grouped(make_trained: Any, tmp_path: Path) -> None:
     lora = [LoraConfig(r=rank, target_modules=["q_proj"]) for rank in (2, 2, 4)]
-    kinds = [{"peft_config": config} for config in lora] + [{}, {"value_model": "policy"}]
+    kinds = [{"peft_config": config} for config in lora] + [
+        {},
+        {"value_model": "policy"},
+        {"model": tiny_policy().bfloat16()},
+    ]
     runs = [
-        make_trained(**QUICK, model=tiny_policy(), output_dir=str(tmp_path / f"run{seed}"), seed=seed, **kind)
+        make_trained(**QUICK | {"model": tiny_policy()} | kind, output_dir=str(tmp_path / f"run{seed}"), seed=seed)
         for seed, kind in enumerate(kinds)
     ]
     keys = [RunSettings.load(str(run.args.output_dir)).without_seed() for run in runs]
-    assert keys[0] == keys[1] and len({*keys}) == 4
+    assert keys[0] == keys[1] and len({*keys}) == 5
 
 
 class Reinforce(PPOTrainer):

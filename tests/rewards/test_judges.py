@@ -194,6 +194,14 @@ def test_a_function_judges_the_beginning_that_the_template_wrote() -> None:
     assert FunctionJudge(begins).scores(answers, {}) == [1.0, 0.0]
 
 
+def test_a_reward_function_that_names_its_columns_is_no_pairwise_judge() -> None:
+    def exact(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+    judge = PreferenceReward(exact, "dataset")
+    assert judge.compare([Answer("2+2?", "4")], [Answer("2+2?", "5")], {"answer": ["4"]}) == [(0.0, 1.0)]
+
+
 def test_a_function_that_reads_tokens_gets_them_of_both_sides_or_is_refused() -> None:
     """A data set's text is read with the policy's tokenizer; without one it has no tokens, rather than none at all."""
 
