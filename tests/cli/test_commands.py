@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_ppo import PPOConfig
 from rlhf_ppo.cli import main, training_commands
+from rlhf_ppo.cli.arguments import PPOArgumentParser
 from rlhf_ppo.models.adapters import adapter_config, base_of_adapter
 from rlhf_ppo.models.heads import ValueHead
 from rlhf_ppo.models.loading import load_classifier
@@ -297,3 +298,11 @@ def test_the_help_of_train_shows_the_options_of_ppo_in_groups_above_the_argument
     titles = re.findall(r"^(\S.*):$", ppo, re.MULTILINE)
     assert titles == ["options", "script", "models", "PPO", *(title for title in titles if title.startswith("PPO, "))]
     assert re.search(r"^options:\n  -h, --help .*\n\nscript:$", ppo, re.MULTILINE)  # all others are in a group
+
+
+def test_no_in_a_file_of_options_is_the_word(tmp_path):
+    """YAML 1.1 reads it as False."""
+    (tmp_path / "file.yaml").write_text("eval_strategy: no\nsave_strategy: no\nbf16: no\n")
+    words = ["--config", str(tmp_path / "file.yaml"), "--output_dir", str(tmp_path)]
+    (args,) = PPOArgumentParser((PPOConfig,)).parse_args_and_config(words)
+    assert (args.eval_strategy, args.save_strategy, args.bf16) == ("no", "no", False)
