@@ -74,7 +74,7 @@ class Setting:
         batch: Responses an update.
         epochs: Passes over them.
         mini_batches: Of a pass.
-        measured: Sampled responses at a mark.
+        num_measured: Sampled responses at a mark.
         adapter: Whether a LoRA adapter learns, with several responses a prompt.
     """
 
@@ -85,7 +85,7 @@ class Setting:
     batch: int
     epochs: int
     mini_batches: int
-    measured: int
+    num_measured: int
     adapter: bool = False
 
 
@@ -157,7 +157,13 @@ def adapter_of(setting: Setting) -> dict[str, Any]:
 
 
 def our_trainer(
-    arm: str, setting: Setting, policy: Any, tokenizer: Any, rows: Any, valence: dict[str, float], how: dict[str, Any]
+    arm: str,
+    setting: Setting,
+    policy: Any,
+    tokenizer: Any,
+    rows: Any,
+    valence: dict[str, float],
+    options: dict[str, Any],
 ) -> Any:
     """Make rlhf_ppo's trainer of an arm."""
     kind, *of_arm = arm.split("-")
@@ -169,7 +175,7 @@ def our_trainer(
         return [at_tokens(ids, valence, tokenizer.decode) for ids in completion_ids]
 
     args = PPOConfig(
-        **COMMON | how, per_device_train_batch_size=setting.batch, response_length=LENGTH, lam=lam,
+        **COMMON | options, per_device_train_batch_size=setting.batch, response_length=LENGTH, lam=lam,
         num_ppo_epochs=setting.epochs, num_mini_batches=setting.mini_batches, total_episodes=setting.batch * 1000,
         local_rollout_forward_batch_size=setting.batch, num_generations=4 if setting.adapter else 1,
     )  # fmt: skip
@@ -181,13 +187,13 @@ def our_trainer(
 
 
 def grpo_trainer(
-    setting: Setting, policy: Any, tokenizer: Any, rows: Any, valence: dict[str, float], how: dict[str, Any]
+    setting: Setting, policy: Any, tokenizer: Any, rows: Any, valence: dict[str, float], options: Any
 ) -> Any:
     """Make TRL's GRPOTrainer with as many passes and mini-batches."""
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    shared = {**how, "beta": how["kl_coef"]}
+    shared = {**options, "beta": options["kl_coef"]}
     same = {name: value for name, value in shared.items() if name not in ("kl_coef", "critic_learning_rate")}
     common = {name: value for name, value in COMMON.items() if name not in ("num_sample_generations", "stop_token")}
     config = GRPOConfig(
@@ -227,21 +233,21 @@ def run(arm: str, seed: int, rate: float, setting: Setting, data: Path) -> list[
         tokenizer, path, totals, totals, prompts_of(HEROES, tokenizer), prompts_of(HELD_OUT_HEROES, tokenizer),
         {"temperature": 1.0, "response_length": LENGTH},
     )  # fmt: skip
-    at_a_time = min(128, setting.measured // 4)  # whose log-probabilities of all tokens are in memory
-    evaluate = Evaluator(task, reference, totals, seed, at_a_time)
-    clock = Clock(lambda: evaluate(policy, setting.measured), setting.marks)
+    batch_size = setting.num_measured // 4  # the log-probabilities of the whole vocabulary are in memory
+    evaluate = Evaluator(task, reference, totals, seed, batch_size)
+    clock = Clock(lambda: evaluate(policy, setting.num_measured), setting.marks)
     before = {"mark": 0, "steps": 0, **clock.measure()}
     with tempfile.TemporaryDirectory() as folder:
-        how = {
+        options = {
             "output_dir": folder, "seed": seed, "learning_rate": rate, "kl_coef": KL_COEF, "temperature": 1.0,
             "critic_learning_rate": 5 * rate, "lr_scheduler_type": "constant",
         }  # fmt: skip
         if arm == "grpo":
             rows = Dataset.from_dict({"prompt": task.prompts * 3})
-            trainer = grpo_trainer(setting, policy, tokenizer, rows, valence, how)
+            trainer = grpo_trainer(setting, policy, tokenizer, rows, valence, options)
         else:
             rows = Dataset.from_dict({"input_ids": tokenizer(task.prompts * 3)["input_ids"]})
-            trainer = our_trainer(arm, setting, policy, tokenizer, rows, valence, how)
+            trainer = our_trainer(arm, setting, policy, tokenizer, rows, valence, options)
         trainer.add_callback(clock)
         trainer.train()
     return [{"arm": arm, "seed": seed, "rate": rate, **row} for row in (before, *clock.rows)]

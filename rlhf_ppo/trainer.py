@@ -364,7 +364,7 @@ class PPOTrainer(TrainerBase):
             statistics: Collects the metrics of each micro-batch.
 
         Returns:
-            Gradient norm before clipping. If no response has a score, there is no step: the norm of the last one.
+            Gradient norm before clipping. Without a step, if no response has a score, that of the last step.
         """
         run, model = self._run, self.model_wrapped
         num_tokens = float(run.sum_over_ranks(minibatch.loss_mask.sum()))

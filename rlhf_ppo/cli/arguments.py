@@ -83,11 +83,11 @@ class PPOArgumentParser(CommandParser, TrlParser):
                 if each.name in values and values[each.name] is None and not takes_null:
                     raise yaml.YAMLError(f"{each.name} is null, but needs a value: write it, or delete the line")
         for action in self._actions:
-            value = values.get(action.dest)
-            if isinstance(value, str) and action.choices is not None and value not in map(str, action.choices):
-                raise yaml.YAMLError(f"{action.dest}={value!r} must be one of {[*action.choices]}")
-            if value is False and action.choices is not None and "no" in map(str, action.choices):
+            value, choices = values.get(action.dest), [*map(str, action.choices or ())]
+            if value is False and "no" in choices:
                 values[action.dest] = "no"  # which YAML 1.1 reads as False
+            elif isinstance(value, str) and choices and value not in choices:
+                raise yaml.YAMLError(f"{action.dest}={value!r} must be one of {choices}")
         return super().set_defaults_with_config(**values)
 
     def _config_file(self, name: str, words: list[str]) -> str:

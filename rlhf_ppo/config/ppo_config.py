@@ -317,8 +317,7 @@ class AgentArguments:
     tool_timeout: Annotated[float, Interval(0, LONGEST_WAIT, open_low=True)] | None = _option(
         60.0,
         "Seconds for a call; then a tool answers with an error; a sync tool of an environment, or `respond`, cuts "
-        "the episode. "
-        "None: no limit.",
+        "the episode. None: no limit.",
     )
     chat_template_kwargs: dict[str, Any] | str | None = _option(
         None,
@@ -363,8 +362,8 @@ class PPOConfig(
     logging_steps: float = _option(
         10,
         "PPO updates between two logs; below 1, a share of all updates, such as 0.1. With 10, the default, a run of "
-        "20 to 199 updates logs 20 to 39 times, a shorter one each update. Unset eval_steps are the same; "
-        "with load_best_model_at_end they are the number given here.",
+        "20 to 199 updates logs 20 to 39 times, a shorter one each update. If eval_steps is not set, it "
+        "is the same; with load_best_model_at_end, the number that you set here, or 10.",
     )
     gradient_checkpointing: bool = _option(
         True, "Recompute activations in the backward pass: less memory, one more forward pass."

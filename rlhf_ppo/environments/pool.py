@@ -223,19 +223,14 @@ class Environments:
 
 
 def _check_apart(episodes: Sequence[Episode]) -> None:
-    """Check that no two episodes have the same environment or the same list `turn_rewards`.
-
-    Raises:
-        EpisodeError: Two have.
-    """
-    lists = [getattr(episode.environment, "turn_rewards", None) for episode in episodes]
-    if len({id(episode.environment) for episode in episodes}) < len(episodes):
-        raise EpisodeError(f"{episodes[0].description}: the factory returned an environment twice: make a new one")
-    lists = [each for each in lists if isinstance(each, list)]
-    if len({id(each) for each in lists}) < len(lists):
-        raise EpisodeError(
-            f"{episodes[0].description}: two environments have the same list turn_rewards: make a new one in reset"
-        )
+    """Raise an `EpisodeError` if two episodes have the same environment or the same list `turn_rewards`."""
+    environments = [episode.environment for episode in episodes]
+    paid = [getattr(environment, "turn_rewards", None) for environment in environments]
+    lists = [rewards for rewards in paid if isinstance(rewards, list)]
+    if len({*map(id, environments)}) < len(environments):
+        raise EpisodeError("environment_factory returned an environment twice: make a new one at each call")
+    if len({*map(id, lists)}) < len(lists):
+        raise EpisodeError("two environments have the same list turn_rewards: make a new one in reset")
 
 
 def _in_time(running: Future[Any], seconds: float | None) -> bool:

@@ -403,8 +403,8 @@ def _adapted_classifier(
 
 
 CODE_IS_RUN_IF = (
-    "comes with its own Python code, which is not run: read it, and allow it with --trust_remote_code of `train`, "
-    "`sft`, `reward` and `judge`, or in Python by loading the model yourself with trust_remote_code=True"
+    "comes with its own Python code, which is not run: read it, and allow it with --trust_remote_code (not in "
+    "`init` and `llm`), or in Python by loading the model yourself with trust_remote_code=True"
 )
 """Message for a model or tokenizer with code that may not run."""
 

@@ -109,7 +109,7 @@ class RunSettings:
         made_of: Origins or names of `policy`, `value_model`, another `reference`, `rewards` and `dataset`;
             `reward_identities`; `reward_weights` by name, unless all are 1; `reward_funcs`, the texts that named
             reward functions, None for other functions; `trained`, the kind of each trained model, with the settings of
-            `adapters`; `weights`, the types of the policy's; `own_parts`, the names of a trainer subclass, of tools,
+            `adapters`; `dtypes` of the policy's weights; `own_parts`, the names of a trainer subclass, of tools,
             and of objects or functions that replace a part of PPO; and `num_prompts`.
         health: The run's properties for the health checks; empty without them.
     """

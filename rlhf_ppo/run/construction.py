@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -288,21 +288,6 @@ def make_run(trainer: HoldsState, models: PolicyAndValue, loaded: LoadedInputs) 
     )
 
 
-def add_callbacks(
-    trainer: Trainer,
-    run: RunState,
-    sizes: Sizes,
-    reward_models: Sequence[nn.Module],
-    reward_weights: Mapping[str, float],
-) -> StopOnSignal:
-    """Add the callbacks of console, health and signals; return the last. All draw their own random numbers."""
-    set_up_callbacks(run.callbacks, run.streams.callbacks, run.models.policy)
-    add_console_and_health(trainer, run.args, sizes, reward_models, reward_weights)
-    signals = StopOnSignal(run.sum_over_ranks, run.accelerator.num_processes)
-    trainer.add_callback(signals)
-    return signals
-
-
 def make_parts(
     trainer: Trainer, run: RunState, inputs: TrainerInputs, loaded: LoadedInputs, critic_only: CriticOnly
 ) -> Parts:
@@ -341,7 +326,10 @@ def make_parts(
     vocabulary = preparation.vocabulary
     play = None if episodes is None else episodes.player(run, sampler, limit, vocabulary, baselines.kinds)
     scorer = make_scorer(run, models.rewards, loaded.functions, chats)
-    signals = add_callbacks(trainer, run, loaded.sizes, [reward.model for reward in models.rewards], scorer.weights)
+    set_up_callbacks(run.callbacks, run.streams.callbacks, run.models.policy)  # with random numbers of their own
+    reward_models = [reward.model for reward in models.rewards]
+    add_console_and_health(trainer, args, loaded.sizes, reward_models, scorer.weights)
+    trainer.add_callback(signals := StopOnSignal(run.sum_over_ranks, accelerator.num_processes))
     texts = inputs.ptx_dataset
     ptx = None if texts is None else LanguageModeling(run, loaded.sizes, critic_only, longest, texts)
     if ptx is not None:

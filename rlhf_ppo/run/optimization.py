@@ -229,7 +229,7 @@ def step_by_metric(scheduler: Any, args: PPOConfig, metrics: Mapping[str, float]
     Raises:
         ValueError: The metric is not among them, such as `score` if no response has a score.
     """
-    name = _metric(args)
+    name = _metric_of_best_model(args)
     if name not in metrics:
         raise ValueError(
             f"the schedule follows metric_for_best_model={args.metric_for_best_model!r}, but the evaluation has no "
@@ -238,24 +238,26 @@ def step_by_metric(scheduler: Any, args: PPOConfig, metrics: Mapping[str, float]
     scheduler.step(metrics[name])
 
 
-def _metric(args: Any) -> str:
-    """Return the key of the metric that chooses the best model."""
+def _metric_of_best_model(args: Any) -> str:
+    """Return the key of `metric_for_best_model` in an evaluation."""
     return f"eval_{(args.metric_for_best_model or 'score').removeprefix('eval_')}"
 
 
 def has_best_metric(trainer: Trainer, metrics: Mapping[str, float]) -> bool:
-    """Return whether an evaluation has the metric of the best model; warn if only an earlier one had it.
+    """Return False, with a warning, if an evaluation lacks the metric of the best model, which an earlier one had.
+
+    If no earlier evaluation had it either, the name may be wrong: Trainer then raises its error.
 
     Args:
-        trainer: Has `metric_for_best_model`, and the logs of earlier evaluations; without one it raises its error.
+        trainer: Gives `metric_for_best_model` and the log of earlier evaluations.
         metrics: Those of the evaluation.
     """
-    name, state = _metric(trainer.args), trainer.state
+    name, state = _metric_of_best_model(trainer.args), trainer.state
     if name in metrics or not any(name in log for log in state.log_history):
         return True
     logger.warning(
-        f"The evaluation after update {state.global_step} has no {name}, so it is not the best: see why no response "
-        "has a score."
+        f"The evaluation after update {state.global_step} has no {name}, so it is not the best: check the rewards, "
+        "which may have scored no response."
     )
     return False
 

@@ -217,12 +217,12 @@ def kinds_of(models: PolicyAndValue) -> dict[str, str]:
 
 
 def trained_parts(models: PolicyAndValue) -> dict[str, Any]:
-    """Return the kinds of the trained models, adapters' settings, the weights' types, and the value model's origin."""
+    """Return kinds of the trained models, settings of adapters, dtypes of the policy, and the value model's origin."""
     parts = {"policy": models.policy, "value_model": models.value_model}
     adapters = {name: adapter_settings(part) for name, part in parts.items() if is_peft_model(part)}
     described: dict[str, Any] = {"trained": kinds_of(models), "adapters": adapters or None}
-    types = {str(weight.dtype).removeprefix("torch.") for weight in models.policy.parameters()}
-    described["weights"] = sorted(types)
+    dtypes = {str(weight.dtype).removeprefix("torch.") for weight in models.policy.parameters()}
+    described["dtypes"] = sorted(dtypes)
     if not isinstance(models.value_model, ValueHead):
         described["value_model"] = origin(models.value_model)
     return {name: value for name, value in described.items() if value is not None}
@@ -436,7 +436,7 @@ def opened(run: RunState, train_dataset: Any, resume_from_checkpoint: str | bool
                 continues = start is not None and os.path.samefile(os.path.dirname(os.path.realpath(start)), directory)
                 if not continues and (earlier := directories.set_results_aside(directory)) is not None:
                     logger.warning(
-                        f"output_dir={directory!r} held earlier results, from before this run: they are in {earlier}."
+                        f"output_dir={directory!r} held the results of an earlier run or call: they are in {earlier}."
                     )
         run.last_checkpoint = broadcast_object_list([start])[0]
         run.logged.forget()  # what a failed update has left
@@ -495,7 +495,7 @@ _NOT_COMPARED = NOT_OF_TRAINING | {
 
 
 _OF_BEST_MODEL = ("metric_for_best_model", "greater_is_better")
-"""With other values of these, an earlier best figure is no longer comparable."""
+"""If one of these changes, the best figure so far cannot be compared with later ones."""
 
 
 def comparable_arguments(args: TrainingArguments) -> dict[str, Any]:
@@ -543,10 +543,10 @@ def resume(
         run.state.compute_steps(args, sizes.num_total_batches)
         before = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).best_model_checkpoint
         best = os.path.join(str(args.output_dir), os.path.basename(before or ""))
-        if before and os.path.isdir(best):  # the run may have moved, or output_dir was relative
-            run.state.best_model_checkpoint = best
         if any(progress.arguments.get(name) != arguments[name] for name in _OF_BEST_MODEL):
             run.state.best_metric = run.state.best_global_step = run.state.best_model_checkpoint = None
+        elif before and os.path.isdir(best):  # the run may have moved, or output_dir was relative
+            run.state.best_model_checkpoint = best
         if args.ignore_data_skip:
             progress.batches_in_epoch = 0
         has_other_data = (

@@ -541,7 +541,7 @@ def test_tools_without_an_environment_read_the_prompt_in_every_column_of_prompts
     asked = trainer.processing_class.decode(trainer.kept.responses.query_responses[0])
     assert "<|im_start|>user\nQ<|im_end|>" in asked and "4.0" in asked
     made_of = RunSettings.load(str(trainer.args.output_dir)).made_of
-    assert made_of["own_parts"]["tools"] == "double" and made_of["weights"] == ["float32"]
+    assert made_of["own_parts"]["tools"] == "double" and made_of["dtypes"] == ["float32"]
 
 
 # ---- rollout_func ----

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import make_tokenizer
+
 VALENCE = {"happy": 2.0, "sad": -2.0, "cried": -1.0}
 TEXT = "Lily was happy. Tim was sad and cried! Then happy. She was sad. They were happy. And"
 
@@ -61,3 +63,14 @@ def test_the_rate_with_the_highest_objective_is_chosen() -> None:
     assert chosen_rate("head", rows[:2], setting) is None
     assert chosen_rate("head", rows, setting) == rates[0]
     assert chosen_rate("head", [row(rates[0], 1.0, 2 * kl), *rows[1:]], setting) == rates[1]
+
+
+def test_a_chat_model_is_asked_to_continue_the_beginnings() -> None:
+    from credit import prompts_of
+
+    tokenizer = make_tokenizer()
+    plain = prompts_of(["a cat"], tokenizer)
+    assert plain[0] == "<s>Once upon a time, there was a cat."
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+    (first, *_), asked = prompts_of(["a cat"], tokenizer), "Continue with four short sentences: "
+    assert first == f"[system]Write short sentences.[user]{asked}Once upon a time, there was a cat.[assistant]"

@@ -68,7 +68,7 @@ def test_rows_have_environments_and_turn_rewards_of_their_own() -> None:
         def reset(self, **row: Any) -> None: ...
 
     one = Counter()
-    with pytest.raises(EpisodeError, match="the factory returned an environment twice: make a new one"):
+    with pytest.raises(EpisodeError, match="environment_factory returned an environment twice: make a new one"):
         Environments(lambda: one).start([{}, {}])
     with pytest.raises(
         EpisodeError, match="two environments have the same list turn_rewards: make a new one in reset"

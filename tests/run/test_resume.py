@@ -287,6 +287,7 @@ def test_a_run_with_another_number_of_processes_draws_other_random_numbers(make_
     trainer = make_trainer(**RUN)
     torch.manual_seed(int(trainer.args.seed))
     of_the_start = torch.rand(4)
+    torch.manual_seed(int(trainer.args.seed))
     trainer._progress.num_processes, trainer.state.global_step = 2, 2
     trainer._load_rng_state("of two processes")
     assert not torch.isin(torch.rand(4), of_the_start).any()
