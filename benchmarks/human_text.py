@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pandas as pd
@@ -51,7 +52,7 @@ def run(pairs: Path, work: Path) -> dict[str, float]:
     for line in process.stdout:
         print(line, end="", flush=True)
         started = re.match(r"([\w-]+): rlhf-ppo ", line)
-        if step is not None and (started or line.startswith("Win rates:")):
+        if step is not None and (started or line.startswith("All steps are finished")):
             seconds[step] = time.monotonic() - began
             kept.write_text(json.dumps(seconds))
         if started:
@@ -79,19 +80,21 @@ def accuracy(model: Path, pairs: Path) -> float:
 
 def written(work: Path, seconds: dict[str, float], accuracies: dict[str, float]) -> Iterator[str]:
     """Yield the lines of the page: win rates, what PPO did, the seconds, and samples as they come."""
-    results = json.loads((work / RUN / "results.json").read_text())
-    error = results["standard_error"]
+    seeds = [path.name.removeprefix("ppo-seed") for path in sorted((work / RUN).glob("ppo-seed*"))]
+    rates = {seed: json.loads((run_of(work, seed) / "judged" / "win_rate.json").read_text()) for seed in seeds}
     yield "| Seed | Win rate over SFT | 95 % interval | at equal length | reward on held-out prompts | KL |"
     yield "|---|---|---|---|---|---|"
-    for said in results["seeds"]:
-        first, last = evaluations(work / RUN / f"ppo-seed{said['seed']}")
+    for seed, said in rates.items():
+        first, last = evaluations(run_of(work, seed))
         low, high = said["interval"]
         yield (
-            f"| {said['seed']} | {said['win_rate']:.1%} | {low:.1%} to {high:.1%} | {said['length_controlled']:.1%} "
+            f"| {seed} | {said['win_rate']:.1%} | {low:.1%} to {high:.1%} | {said['length_controlled']:.1%} "
             f"| {first['eval_score']:.2f} to {last['eval_score']:.2f} | {last['eval_kl']:.1f} |"
         )
-    if error is not None:
-        yield f"| mean | {results['win_rate']:.1%}, standard error {100 * error:.1f} | | | | |"
+    if len(rates) > 1:
+        each = [said["win_rate"] for said in rates.values()]
+        error = stdev(each) / len(each) ** 0.5
+        yield f"| mean | {fmean(each):.1%}, standard error {100 * error:.1f} | | | | |"
     yield ""
     yield (
         f"The reward model orders {accuracies['reward']:.1%} of the judge's pairs as people did, the judge "
@@ -110,16 +113,21 @@ def written(work: Path, seconds: dict[str, float], accuracies: dict[str, float])
     yield ""
     yield "| Prompt | language model | policy | judge prefers |"
     yield "|---|---|---|---|"
-    table = pd.read_parquet(work / RUN / "ppo-seed0" / "judged" / "judged.parquet").astype(object)
+    table = pd.read_parquet(run_of(work, "0") / "judged" / "judged.parquet").astype(object)
     for row in table.head(NUM_SAMPLES).to_dict("records"):
         better = "policy" if row["verdict"] > 0 else "language model" if row["verdict"] < 0 else "neither"
         texts = [cell(row[name]) for name in ("prompt", "opponent", "model")]
         yield f"| {' | '.join(texts)} | {better} |"
 
 
+def run_of(work: Path, seed: str) -> Path:
+    """Return the directory of a seed's run."""
+    return work / RUN / f"ppo-seed{seed}"
+
+
 def evaluations(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the first and the last evaluation of a run."""
-    log = [json.loads(line) for line in (folder / "log_history.jsonl").read_text().splitlines()]
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     found = [entry for entry in log if "eval_score" in entry]
     return found[0], found[-1]
 

@@ -396,8 +396,13 @@ def reject_search(self: object, *args: object, **kwargs: object) -> NoReturn:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'close'?)` for the known name that is closest; empty if none is close."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(name, known)
+    return "" if near is None else f" (did you mean {near!r}?)"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest; None if none is close."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def hint_for(name: str, known: Collection[str], hints: Mapping[str, str], elsewhere: Mapping[str, str]) -> str:
@@ -413,8 +418,8 @@ def hint_for(name: str, known: Collection[str], hints: Mapping[str, str], elsewh
         return hints[name]
     if name in elsewhere:
         return f"it is an argument of {elsewhere[name]}"
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known)
+    return "" if near is None else f"did you mean {near!r}?"
 
 
 def reject_unknown(
@@ -546,7 +551,7 @@ INHERITED_RANGES: dict[str, Interval] = {
     **dict.fromkeys(("seed", "data_seed"), _SEEDS),
     **dict.fromkeys(("max_steps", "local_rank"), Interval(-1, math.inf)),
 }
-"""Range of each numeric argument."""
+"""Range of each numeric argument that `TrainingArguments` has."""
 
 
 # ---- Arguments that depend on others ----

@@ -49,7 +49,7 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, RecursionError) as error:
         fault = f"{type(error).__name__}: {error!s:.200}"
         raise ValueError(f"{path} cannot be read ({fault}): restore the file, or move it away") from error
 
@@ -67,10 +67,8 @@ def write_json(path: Path, content: object) -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object; raise a `ValueError` if it is missing, or holds something else."""
-    try:
+    with reading(path):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"its {path.name} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"its {path.name} holds no JSON object, but {content!r:.80}")
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds no JSON object, but {content!r:.80}")
     return content

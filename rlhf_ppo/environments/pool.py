@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 from rlhf_ppo.environments.tools import Kind, Tool, content_of, error_answer, kind_of_class, standalone
 from rlhf_ppo.environments.waiting import abandon_blocked_event_loop, in_daemon_thread, run_on_event_loop, without_exit
-from rlhf_ppo.terminal import escape_error
+from rlhf_ppo.terminal import escape_error, visible_logger
+
+logger = visible_logger(__name__)
 
 T = TypeVar("T")
 
@@ -62,8 +64,8 @@ class Episode:
         """Name for errors."""
         return f"row {self.row} of the batch, environment {getattr(self.kind.cls, '__name__', None)}"
 
-    def ask(self, method: str, **arguments: object) -> Any:
-        """Call `reset` or `get_reward`.
+    def ask(self, method: str, /, **arguments: object) -> Any:
+        """Call `reset` or `get_reward`; a column may have any name.
 
         Raises:
             EpisodeError: It raised an error or took too long.
@@ -150,8 +152,8 @@ class Environments:
             self._pools = {name: [make()] for name, make in self._factories.items()}
             alone = standalone(tools)
             self.kinds: dict[str | None, Kind] = {
-                name: kind_of_class(name, type(pool[0]), alone) for name, pool in self._pools.items()
-            } or {None: Kind(None, tools=alone)}
+                name: kind_of_class(type(pool[0]), alone) for name, pool in self._pools.items()
+            } or {None: Kind(tools=alone)}
         except Exception as error:
             raise ValueError(
                 f"an environment (a class with `reset`) or a tool cannot be used: {type(error).__name__}: {error}"
@@ -276,7 +278,11 @@ def side_by_side(function: Callable[..., T], episodes: Sequence[Episode], *argum
 
 def _round(episode: Episode, turn: str | Sequence[Mapping[str, object]]) -> Round:
     if isinstance(turn, str):
-        answers = [_called(episode, "respond", episode.environment.respond, {"text": turn}, of_environment=True)]
+        answer = _called(episode, "respond", episode.environment.respond, {"text": turn}, of_environment=True)
+        if answer.failed:  # no metric of tools counts it
+            kind = type(episode.environment).__name__
+            logger.warning_once(f"{kind}.respond failed, and the policy reads this as its answer: {answer.content}")
+        answers = [answer]
     else:
         answers = _answers(episode, turn)
     environment = episode.environment

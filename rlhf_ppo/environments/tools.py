@@ -33,7 +33,6 @@ class Kind:
     """An environment class and its tools; without environments, the tools alone.
 
     Attributes:
-        name: Key in the dict of factories; None for the only one.
         cls: The class, as found on its first instance; None without an environment.
         tools: Tools by name: standalone ones first.
         has_reward: Whether it defines `get_reward`.
@@ -42,7 +41,6 @@ class Kind:
         takes_seed: Whether `reset` names `seed`.
     """
 
-    name: str | None
     cls: type[Any] | None = None
     tools: dict[str, Tool] = field(default_factory=dict)
     has_reward: bool = False
@@ -61,13 +59,12 @@ def standalone(tools: Sequence[Callable[..., object]]) -> dict[str, Tool]:
     return {tool.__name__: _tool(tool.__name__, tool, tool) for tool in tools}
 
 
-def kind_of_class(name: str | None, cls: type, tools: dict[str, Tool]) -> Kind:
+def kind_of_class(cls: type, tools: dict[str, Tool]) -> Kind:
     """Find the tools and the optional parts of an environment's class.
 
     All public methods but `reset` and `get_reward` are tools, unless the class sets `takes_messages = True`.
 
     Args:
-        name: Key in the dict of factories, or None.
         cls: The class.
         tools: Standalone tools, which the policy can call too, unless the environment takes whole messages.
     """
@@ -77,7 +74,6 @@ def kind_of_class(name: str | None, cls: type, tools: dict[str, Tool]) -> Kind:
     own = [part for base in cls.__mro__ for part in vars(base).values() if inspect.isfunction(part)]
     written = {word for function in own for word in inspect.unwrap(function).__code__.co_names}
     return Kind(
-        name,
         cls,
         ({} if takes_messages else tools) | {key: _tool(key, functions[key]) for key in methods},
         has_reward="get_reward" in functions,
@@ -105,8 +101,12 @@ def content_of(result: object) -> Any:
         if any(isinstance(block, dict) and str(block.get("type")).startswith("image") for block in result):
             raise ValueError("an image was returned, which the policy cannot read; return text")
         if result and all(isinstance(block, dict) and block.get("type") == "text" for block in result):
-            return result
-    return str(result).encode("utf-8", "replace").decode()
+            return [{**block, "text": _encodable(block.get("text"))} for block in result]
+    return _encodable(result)
+
+
+def _encodable(text: object) -> str:
+    return str(text).encode("utf-8", "replace").decode()
 
 
 def error_answer(text: object) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -189,7 +188,10 @@ class EpisodePlayer:
         played_columns = {"prompt": [record.prompt for record in records], EPISODE_COLUMN: records}
         ids = [record.prompt_ids for record in records]
         played = Prompts.of_rows(ids, self.limits.pad, device, dict(prompts.columns) | played_columns)
-        return responses_of(played, records, self.limits.pad, self._knows_logprobs), played
+        logprobs = [record.logprobs for record in records] if self._knows_logprobs else None
+        ended = [record.ended for record in records]
+        ids, written = ([getattr(record, name) for record in records] for name in ("ids", "written"))
+        return responses_of(played, ids, written, logprobs, self.limits.pad, ended), played
 
     def _begun(self, episode: Episode, row: Mapping[str, Any]) -> EpisodeRecord:
         conversations = self.conversations.of_row(row)
@@ -318,28 +320,36 @@ class EpisodePlayer:
         return ids if len(ids) <= record.left else None
 
 
-def responses_of(prompts: Prompts, records: Sequence[EpisodeRecord], pad: int, has_logprobs: bool) -> Responses:
+def responses_of(
+    prompts: Prompts,
+    ids: Sequence[Sequence[int]],
+    written: Sequence[Sequence[bool]],
+    logprobs: Sequence[Sequence[float]] | None,
+    pad: int,
+    ended: Sequence[bool] | None = None,
+) -> Responses:
     """Stack episodes behind their prompts, with their masks.
 
     Args:
-        prompts: The prompts.
-        records: The episodes.
+        prompts: The prompts of `B` episodes.
+        ids: The tokens of each, `T_i` of the policy and of tools.
+        written: Whether the policy wrote each token.
+        logprobs: Log-probabilities of each token, nats; None if the engine has not returned all.
         pad: Id of the padding.
-        has_logprobs: Whether the engine has returned all log-probabilities.
+        ended: Whether each episode ended by itself, if known.
     """
-    device, width = prompts.input_ids.device, max(len(record.ids) for record in records)
+    device, width = prompts.input_ids.device, max(map(len, ids))
 
     def stacked(rows: Sequence[Sequence[float]], value: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype).to(device)
 
-    real = stacked([[True] * len(record.ids) for record in records], False, torch.bool)
-    logprobs = stacked([record.logprobs for record in records], 0.0, torch.float32) if has_logprobs else None
+    real = stacked([[True] * len(row) for row in ids], False, torch.bool)
     return Responses(
-        torch.cat((prompts.input_ids, stacked([record.ids for record in records], pad, torch.long)), dim=1),
+        torch.cat((prompts.input_ids, stacked(ids, pad, torch.long)), dim=1),
         torch.cat((prompts.attention_mask, real), dim=1),
-        stacked([record.written for record in records], False, torch.bool),
-        sampling_logprobs=logprobs,
-        ended=torch.tensor([record.ended for record in records], device=device),
+        stacked(written, False, torch.bool),
+        sampling_logprobs=None if logprobs is None else stacked(logprobs, 0.0, torch.float32),
+        ended=None if ended is None else torch.tensor(ended, device=device),
     )
 
 
@@ -384,22 +394,25 @@ def responses_of_function(returned: Any, num_rows: int, prompts: Prompts, pad: i
         for key, value in extra.items()
     }
     played = Prompts.of_rows(rows["prompt_ids"], pad, prompts.input_ids.device, columns)
-    completions = rows["completion_ids"]
-    masks = rows.get("env_mask", [[1] * len(ids) for ids in completions])
-    logprobs = rows.get("logprobs", [[0.0] * len(ids) for ids in completions])
-    records: list[Any] = []
-    for row, (ids, written, numbers) in enumerate(zip(completions, masks, logprobs, strict=True)):
-        # vLLM's NaN may be None; values of tokens that the policy did not write are ignored.
-        known = [math.nan if number is None else number for number in numbers]
-        known = [number if by_policy else 0.0 for number, by_policy in zip(known, written, strict=True)]
-        if any(number > MAX_ROUNDING for number in known):
-            raise ValueError(
-                f"rollout_func returned logprobs[{row}]={known!r:.80}: return natural logarithms of probabilities, "
-                "which are at most 0"
-            )
-        records.append(SimpleNamespace(ids=ids, written=list(map(bool, written)), logprobs=known, ended=False))
-    responses = responses_of(played, records, pad, "logprobs" in rows)
-    return replace(responses, ended=None, on_host=responses.masks), played
+    ids = rows["completion_ids"]
+    masks = [list(map(bool, mask)) for mask in rows.get("env_mask", [[1] * len(row) for row in ids])]
+    logprobs = None
+    if "logprobs" in rows:
+        logprobs = [_known(row, *each) for row, each in enumerate(zip(rows["logprobs"], masks, strict=True))]
+    responses = responses_of(played, ids, masks, logprobs, pad)
+    return replace(responses, on_host=responses.masks), played
+
+
+def _known(row: int, logprobs: list[Any], written: list[bool]) -> list[float]:
+    """Return a row's log-probabilities, NaN for None, as vLLM may write it, and 0 where the policy did not write."""
+    known = [math.nan if number is None else number for number in logprobs]
+    known = [number if by_policy else 0.0 for number, by_policy in zip(known, written, strict=True)]
+    if any(number > MAX_ROUNDING for number in known):
+        raise ValueError(
+            f"rollout_func returned logprobs[{row}]={known!r:.80}: return natural logarithms of probabilities, "
+            "which are at most 0"
+        )
+    return known
 
 
 def _plain_row(row: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Generation engines: the protocol, and checks of an engine's responses."""
+"""Generation engines: the protocol."""
 
 from __future__ import annotations
 

@@ -192,8 +192,10 @@ def sampling_config(
     Returns:
         A configuration that sets all fields that the model's own generation_config could fill in.
     """
-    sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    return changed(greedy_config(args, stop_token_id, never_sampled), do_sample=True, **sampling)
+    sampling = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p")}
+    temperature = float(args.temperature)  # transformers refuses an int
+    config = greedy_config(args, stop_token_id, never_sampled)
+    return changed(config, do_sample=True, temperature=temperature, **sampling)
 
 
 def warn_of_stored_settings(policy: nn.Module, args: PPOConfig) -> None:

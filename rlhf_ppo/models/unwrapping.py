@@ -27,7 +27,6 @@ from rlhf_ppo.ranks.processes import get_logger, mixed_precision_dtype
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftModel
-    from transformers import TrainingArguments
     from typing_extensions import TypeIs
 
 logger = get_logger(__name__)
@@ -259,9 +258,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if is_on else None
 
 
-def multiplied_dtype(source: Accelerator | TrainingArguments, policy: nn.Module) -> torch.dtype:
+def multiplied_dtype(accelerator: Accelerator, policy: nn.Module) -> torch.dtype:
     """Return the type of a policy's matrix products: that of mixed precision, or else that of its weights."""
-    return mixed_precision_dtype(source) or next(
+    return mixed_precision_dtype(accelerator) or next(
         weight.dtype for weight in policy.parameters() if weight.is_floating_point()
     )
 

@@ -62,9 +62,9 @@ def use_one_device(args: TrainingArguments) -> None:
         args._n_gpu = 1
 
 
-def mixed_precision_dtype(source: Accelerator | TrainingArguments) -> torch.dtype | None:
+def mixed_precision_dtype(accelerator: Accelerator) -> torch.dtype | None:
     """Return the 16-bit dtype of matrix products, which DeepSpeed also stores weights in; None: the weights' own."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(source.mixed_precision)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(accelerator.mixed_precision))
 
 
 def give_trained_one_type(model: nn.Module, accelerator: Accelerator) -> None:

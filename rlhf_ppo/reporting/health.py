@@ -222,12 +222,7 @@ CHECKS = (
         _reward_variance,
         "all responses have nearly the same reward",
         "the reward is saturated or too sparse: without differences there is no advantage to learn from",
-        (
-            "raise score_clip if it is set",
-            "raise per_device_train_batch_size",
-            "raise temperature",
-            "stop earlier (total_episodes)",
-        ),
+        ("raise per_device_train_batch_size", "raise temperature", "stop earlier (total_episodes)"),
     ),
     Check(
         "reward_accuracy",
@@ -329,7 +324,10 @@ def add_console_and_health(
     """
     use_console(trainer, args.log_console)
     if args.health_checks:
-        num_logs = sizes.num_total_batches / args.logging_steps if args.logging_steps >= 1 else 1 / args.logging_steps
+        num_logs = 0.0  # unknown
+        if args.logging_strategy == "steps":
+            every = args.logging_steps if args.logging_steps >= 1 else args.logging_steps * sizes.num_total_batches
+            num_logs = sizes.num_total_batches / every
         measured = filter(None, map(read_accuracy, filter(None, map(origin, reward_models))))
         problems = (f"{model.state}, {model}" for model in measured if model.state in (AT_CHANCE, TOO_FEW_PAIRS))
         run = RunContext(

@@ -53,7 +53,7 @@ def read_log(run: Run) -> History:
     if path is None:
         raise FileNotFoundError(f"{run} holds no run: neither it nor a checkpoint in it has a {TRAINER_STATE_NAME}")
     with reading(path):
-        return [dict(entry) for entry in json.loads(path.read_text(encoding="utf-8"))["log_history"]]
+        return [dict(entry) for entry in read_object(path)["log_history"]]
 
 
 def training_log(run: Run) -> History:
@@ -82,8 +82,7 @@ def find_state(run: str | os.PathLike[str]) -> Path | None:
 
 
 def _updates_of(state: Path) -> int:
-    with reading(state):
-        return read_object(state).get("global_step", 0)
+    return read_object(state).get("global_step", 0)
 
 
 def step_of_policy(trainer: Trainer) -> int:
@@ -124,7 +123,7 @@ class RunSettings:
         """Read the `ppo_settings.json` of a run, or of a checkpoint's run."""
         path = _root(Path(output_dir)) / SETTINGS_NAME
         with reading(path):
-            return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
+            return cls(**read_object(path)) if path.exists() else cls()
 
     def without_seed(self) -> str | None:
         """Return a text that is equal for runs that differ in seed, paths, names and display alone; None: none."""
@@ -230,8 +229,7 @@ def read_runs(directories: Sequence[str | os.PathLike[str]]) -> list[RecordedRun
 def read_audit(directory: str | Path) -> dict[str, Any] | None:
     """Read the `critic_audit.json` of a run; None without one."""
     path = Path(directory, AUDIT_NAME)
-    with reading(path):
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_object(path) if path.exists() else None
 
 
 def grouped(runs: Sequence[RecordedRun]) -> dict[str, list[RecordedRun]]:

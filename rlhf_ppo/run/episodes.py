@@ -217,29 +217,24 @@ class EpisodeRollouts:
         """Log metrics of the episodes of all ranks."""
         names = sorted({name for kind in self.environments.kinds.values() for name in kind.tools})
         calls = [call for record in records if not record.episode.kind.takes_messages for call in record.calls]
-        of_rank = [
-            len(records),
-            sum(len(record.turn_ends) for record in records),
-            sum(record.written.count(False) for record in records),
-            *(sum(record.cut == cut for record in records) for cut in CUTS),
-            len(calls),
-            sum(failed for _, failed, _ in calls),
-            sum(took for _, _, took in calls),
-            *(sum(called == name for called, _, _ in calls) for name in names),
-        ]
-        summed = run.sum_over_ranks(torch.tensor(of_rank, dtype=torch.float32, device=self.args.device)).tolist()
-        num, turns, others, *more = summed
-        cuts, (called, failed, took, *by_tool) = more[: len(CUTS)], more[len(CUTS) :]
-        run.timer.move(seconds, "generate", "environment")
-        logged = {"episode/turns_mean": turns / num, "environment/tokens_mean": others / num}
-        logged |= {f"episode/cut_by_{cut}_frac": count / num for cut, count in zip(CUTS, cuts, strict=True)}
-        of_calls: dict[str, float] = {}
+        per_episode = {
+            "episode/turns_mean": sum(len(record.turn_ends) for record in records),
+            "environment/tokens_mean": sum(record.written.count(False) for record in records),
+            **{f"episode/cut_by_{cut}_frac": sum(record.cut == cut for record in records) for cut in CUTS},
+        }
+        per_call: dict[str, float] = {}
         if names:
-            logged |= {"tools/call_frequency": called / num}
-            logged |= {f"tools/{name}/calls": count / num for name, count in zip(names, by_tool, strict=True)}
-            of_calls = {"tools/failure_frequency": failed / max(called, 1), "tools/latency_s": took / max(called, 1)}
-        for name, value in (logged | of_calls).items():
-            run.logged.log_metric(name, value, called if name in of_calls else num)
+            per_episode["tools/call_frequency"] = len(calls)
+            per_episode |= {f"tools/{name}/calls": sum(called == name for called, _, _ in calls) for name in names}
+            per_call["tools/failure_frequency"] = sum(failed for _, failed, _ in calls)
+            per_call["tools/latency_s"] = sum(took for _, _, took in calls)
+        of_rank = [len(records), len(calls), *per_episode.values(), *per_call.values()]
+        summed = run.sum_over_ranks(torch.tensor(of_rank, dtype=torch.float32, device=self.args.device)).tolist()
+        num_episodes, num_calls, *totals = summed
+        run.timer.move(seconds, "generate", "environment")
+        for name, total in zip([*per_episode, *per_call], totals, strict=True):
+            count = num_calls if name in per_call else num_episodes
+            run.logged.log_metric(name, total / max(count, 1), count)
         run.logged.log_extra(EPISODE_COLUMN, [record.summary for record in records])
 
     def _roll_out(
@@ -258,10 +253,12 @@ class EpisodeRollouts:
             )
         returned = rollout_func(copy.deepcopy(list(asked)), run.trainer)
         responses, played = responses_of_function(returned, len(prompts), prompts, run.tokens.pad)
-        rows = zip(responses.response_ids.cpu(), responses.episode_mask.cpu(), strict=True)
+        read = {
+            "prompt_ids": (played.input_ids, played.attention_mask),
+            "completion_ids": (responses.response_ids, responses.episode_mask),
+        }
         ids = {
-            "prompt_ids": [torch.tensor(each) for each in selected(played.input_ids, played.attention_mask)],
-            "completion_ids": [each[real] for each, real in rows],
+            name: [torch.tensor(row, dtype=torch.long) for row in selected(*masked)] for name, masked in read.items()
         }
         check_rows(ids, vocabulary, longest_sequence)
         return responses, played

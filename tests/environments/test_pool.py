@@ -86,10 +86,12 @@ def test_reset_gets_a_copy_of_the_columns_and_a_seed_where_the_row_has_none() ->
         {"environment": "counter", "seed": 5},
         {"environment": "counter"},
         {"environment": "plain", "prompt": asked, "spoil": True},
+        {"environment": "plain", "method": "GET"},
     ]
-    texts = [episode.observation for episode in pool.start(rows, [7, 8, 9, 10, 11])]
+    texts = [episode.observation for episode in pool.start(rows, [7, 8, 9, 10, 11, 12])]
 
     assert texts[:4] == ["[('prompt', 'Q'), ('size', 3)] 7", "{'size': 4}", "[] 5", "[] 10"]
+    assert texts[5] == "{'method': 'GET'}"
     assert asked == [{"role": "user", "content": "Q"}] and rows[0]["environment"] == "counter"
 
 
@@ -229,6 +231,7 @@ TEXTS = [{"type": "text", "text": "a"}]
         ([{"title": "Dune"}], "[{'title': 'Dune'}]"),
         ([{"type": "book"}], "[{'type': 'book'}]"),
         ([], "[]"),
+        ([{"type": "text", "text": "a\udcff"}], [{"type": "text", "text": "a?"}]),
     ],
 )
 def test_a_list_is_an_answer_s_text_unless_it_holds_blocks_of_text(returned: list[Any], content: Any) -> None:
@@ -269,12 +272,13 @@ def test_calls_that_start_at_once_share_one_event_loop(monkeypatch: pytest.Monke
     assert len(made) == 1
 
 
-def test_an_environment_that_takes_messages() -> None:
+def test_an_environment_that_takes_messages(caplog: pytest.LogCaptureFixture) -> None:
     pool = Environments(Parrot)
     assert pool.kinds[None].takes_messages and not pool.kinds[None].tools
     rounds = answer_turns(pool.start([{}] * 2), ["ab", "bad"])
 
     assert [(one.answers[0].content, one.turn_reward) for one in rounds] == [("abab", 2), ("{'error': 'bad word'}", 0)]
+    assert "Parrot.respond failed, and the policy reads this as its answer: {'error': 'bad word'}" in caplog.messages
 
 
 # Errors

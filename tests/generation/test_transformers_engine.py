@@ -175,6 +175,7 @@ def filtered(probabilities: Any, top_k: int, top_p: float, min_p: float | None) 
         {"temperature": 1.0},
         {"temperature": 0.6},
         {"temperature": 1.7},
+        {"temperature": 2},
         {"temperature": 1.0, "top_k": 4},
         {"temperature": 1.0, "top_p": 0.7},
         {"temperature": 1.0, "min_p": 0.2},

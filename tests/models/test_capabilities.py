@@ -1,4 +1,4 @@
-"""Checks of a model: independence of rows, longest sequence, vocabulary, finite weights and activations."""
+"""Checks of a model: independence of rows, longest sequence, vocabulary."""
 
 from __future__ import annotations
 

@@ -121,6 +121,18 @@ def test_a_reward_model_is_at_chance_only_if_enough_pairs_say_so(make_trainer: M
         assert health_settings(trainer.callback_handler.callbacks)["reward_accuracy"] == words, accuracy
 
 
+@pytest.mark.parametrize(
+    ("logging", "expected"),
+    [({"logging_steps": 1}, 20), ({"logging_steps": 0.02}, 20), ({"logging_steps": 4}, 12)]
+    + [({"logging_strategy": strategy, "logging_steps": 0}, 10) for strategy in ("no", "epoch")],
+)
+def test_a_run_that_logs_seldom_is_warned_earlier(
+    make_trainer: MakeTrainer, logging: dict[str, Any], expected: int
+) -> None:
+    trainer = make_trainer(per_device_train_batch_size=8, gradient_accumulation_steps=1, total_episodes=800, **logging)
+    assert health_settings(trainer.callback_handler.callbacks)["explained_variance_logs"] == expected
+
+
 class Tracker(TrainerCallback):
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []

@@ -99,7 +99,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         raise RuntimeError
     assert read_object(path) == {"a": 1} and list(tmp_path.iterdir()) == [path]
     path.write_text("[1]")
-    with pytest.raises(ValueError, match=r"holds no JSON object, but \[1\]"):
+    with pytest.raises(ValueError, match=r"values.json cannot be read .* it holds no JSON object, but \[1\]"):
         read_object(path)
 
 

@@ -43,10 +43,11 @@
   function winRates() {
     const judged = data.verdicts.map((each, group) => ({ each, group })).filter(({ each }) => each.win_rate !== null);
     if (judged.length === 0) return [];
+    const isOne = new Set(judged.map(({ each }) => each.opponent)).size === 1;
     const values = judged.map(({ each, group }) => make("div", {},
       make("div", { class: "value" }, ...(data.groups.length > 1 ? [make("span", { class: "dot", style: `--colour: ${colourOf(group)}` })] : []), percent(each.win_rate)),
-      make("div", { class: "within" }, `95%: ${percent(each.interval[0])} to ${percent(each.interval[1])}`), rateBar(each.win_rate, each.interval, colourOf(group))));
-    return [make("div", { class: "tile", "data-figure": "win_rate" }, make("h3", {}, `win rate against ${judged[0].each.opponent}`), ...values)];
+      make("div", { class: "within" }, `95%: ${percent(each.interval[0])} to ${percent(each.interval[1])}${isOne ? "" : `, against ${each.opponent}`}`), rateBar(each.win_rate, each.interval, colourOf(group))));
+    return [make("div", { class: "tile", "data-figure": "win_rate" }, make("h3", {}, isOne ? `win rate against ${judged[0].each.opponent}` : "win rate"), ...values)];
   }
 
   function health() {
