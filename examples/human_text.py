@@ -5,8 +5,8 @@ rlhf-ppo pipeline examples/human_text.yaml
 
 Each line of the file has one pair, such as `{"prompt": "I wore my mask when I visited the", "chosen": " pet store.",
 "rejected": " nursing home."}`: people find the first continuation more pleasant. ETHICS' utilitarianism pairs
-(Hendrycks et al., 2008.02275) give such pairs. The script writes these files; the reward model, the judge and the
-comparison have different prompts, `texts.jsonl` all but the held-out ones:
+(Hendrycks et al., 2008.02275) give such pairs. Reward model, judge and comparison share no prompt;
+`texts.jsonl` has all prompts except the held-out ones. The script writes:
 
 - `base/`: a tokenizer trained on the texts, and a Llama of four layers with random weights;
 - `texts.jsonl`: prompts with either continuation, for the language model;

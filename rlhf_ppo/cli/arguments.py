@@ -91,7 +91,11 @@ class PPOArgumentParser(CommandParser, TrlParser):
         return super().set_defaults_with_config(**values)
 
     def _config_file(self, name: str, words: list[str]) -> str:
-        """Return a preset's file, with LoRA's rates if only adapters are trained; any other name is a path."""
+        """Return a preset's file; any other name is a path.
+
+        If the policy trains adapters it is the preset for LoRA, whose rates are too large for all weights of a value
+        model: unless one is chosen, the value is then a head of the policy.
+        """
         for_all, for_lora = (PRESETS / f"{name.removesuffix('-lora')}{kind}.yaml" for kind in ("", "-lora"))
         if not for_lora.is_file():
             if not (for_all.is_file() or os.path.exists(name)) and PPOConfig in [*self.dataclass_types]:
@@ -102,6 +106,8 @@ class PPOArgumentParser(CommandParser, TrlParser):
         options = vars(self.parse_known_args(words)[0])
         policy = options.get("sft_model_path")
         if options.get("use_peft") or (policy is not None and is_adapter_directory(policy)):
+            if "value_model_path" in options and not (options["value_model_path"] or options["share_base_model"]):
+                self.set_defaults(value_model_path="policy")
             return str(for_lora)
         if name.endswith("-lora"):
             self.error(f"--config {name} has learning rates for LoRA adapters: add --use_peft, or use {name[:-5]}")

@@ -140,7 +140,8 @@ class EngineArguments:
     importance_sampling_correction: bool = _option(
         True,
         "Weight each token's policy loss by the ratio of its probabilities in training and in the engine (truncated "
-        "importance sampling). Needs log-probabilities of the sampler: generation_engine 'continuous' or 'vllm'.",
+        "importance sampling). Needs the sampler's log-probabilities: of 'continuous', 'vllm', your own engine, "
+        "rollout_func or step.",
     )
     importance_sampling_clip_max: Positive = _option(
         2.0, "Largest weight of importance_sampling_correction; larger weights are clipped."

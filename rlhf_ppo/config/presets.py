@@ -14,6 +14,7 @@ def preset(name: str) -> dict[str, Any]:
 
     Args:
         name: "trl", "nplus" (arXiv 2403.17031), "aitraining", "recommended" or "recommended-lora", whose learning
-            rates are too large for full weights: give the trainer a `peft_config` or a `PeftModel`.
+            rates are too large for full weights: give the trainer a `peft_config` or a `PeftModel`, and
+            `value_model="policy"` or `share_base_model=True`.
     """
     return yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"))

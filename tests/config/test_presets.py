@@ -10,7 +10,7 @@ import pytest
 from trl.trainer.model_config import ModelConfig
 
 from rlhf_ppo import PPOConfig, preset
-from rlhf_ppo.cli.arguments import PPOArgumentParser
+from rlhf_ppo.cli.arguments import PPOArgumentParser, PPOScriptArguments, parse
 from rlhf_ppo.compat.params import LLMTrainingParams, ppo_arguments
 
 CPU: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
@@ -75,6 +75,23 @@ def test_recommended_is_chosen_by_what_is_trained(
     wanted = preset(name) | ({"learning_rate": 1e-5} if "--learning_rate" in words else {})
     for line in ([*config, *words], [*words, *config]):
         assert options_of(parsed(*line), wanted) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "critic"),
+    [
+        ("--config recommended --use_peft", "policy"),
+        ("--config recommended --use_peft --value_model_path own", "own"),
+        ("--config recommended --use_peft --share_base_model", None),
+        ("--config recommended", None),
+        ("--use_peft", None),
+    ],
+)
+def test_rates_for_lora_do_not_train_all_weights_of_a_value_model(words: str, critic: str | None) -> None:
+    script, *_ = parse(
+        (PPOScriptArguments, PPOConfig, ModelConfig), "rlhf-ppo train", f"{words} --output_dir out --use_cpu".split()
+    )
+    assert script.value_model_path == critic
 
 
 @pytest.mark.parametrize("words", [["--config", "recommended-lora"], ["--config=recommended-lora", "--use_peft=no"]])
