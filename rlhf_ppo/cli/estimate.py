@@ -139,13 +139,14 @@ def empty_models(
     is_small = args.share_base_model or is_head_of_policy(script_args.value_model_path)
     value_model = None if is_small else make(AutoClassifier, *of_value, dtype="float32")
     frozen = [] if peft_config or not asks_for_reference(args) else [make(AutoModelForCausalLM, *of_policy)]
-    frozen += [make(AutoClassifier, *of_reward)] if scored else []
+    frozen = [] if args.share_base_model else frozen
+    if scored and not (args.share_base_model and is_adapter_directory(args.reward_model_path)):
+        frozen.append(make(AutoClassifier, *of_reward))
     if peft_config is not None:
         from peft import get_peft_model
 
         peft_config.inference_mode = False
         policy = get_peft_model(policy, peft_config)  # pyright: ignore[reportArgumentType]
-    frozen = [] if args.share_base_model else frozen
     for model in frozen:
         model.requires_grad_(False)
     if value_model is None:  # a head, or a second adapter over the same base

@@ -39,6 +39,7 @@ from rlhf_ppo.data.sources import (
     separate_prompts,
     with_prompts_from,
 )
+from rlhf_ppo.models.adapters import base_of_adapter, is_adapter_directory
 from rlhf_ppo.models.loading import load_pretrained
 from rlhf_ppo.rewards.resolve import resolve_rewards
 from rlhf_ppo.terminal import print_text
@@ -86,7 +87,8 @@ def write_file(args: argparse.Namespace, path: Path, folder: Path) -> None:
         tokenizer = load_tokenizer(args.model, False, "model")
         names = [name for name in ("texts", "preferences", "judge_preferences", "prompts") if getattr(args, name)]
         data = {name: read_data(getattr(args, name), name, tokenizer, args.prompt_column) for name in names}
-        config: Any = load_pretrained(AutoConfig, args.model, "model")
+        base = base_of_adapter(args.model) if is_adapter_directory(args.model) else args.model
+        config: Any = load_pretrained(AutoConfig, base, "model")
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
         response = response_length(data, positions)
         data["prompts"] = fitting(data["prompts"], tokenizer, positions - response)

@@ -165,6 +165,8 @@ def read_pipeline(path: str | Path) -> Pipeline:
             )
     seeds = content.get("seeds") or [0]
     seeds = seeds if isinstance(seeds, list) else [seeds]
+    if "report" in content and "ppo" not in content:
+        raise ValueError(f"{path} has a section `report` without `ppo`, whose runs it shows: leave it out")
     folder = Path(os.path.expanduser(content["output_dir"]))
     steps = tuple(_steps(folder, content, _policies(seeds, read_record(folder))))
     launch = content.get("launch")
@@ -290,13 +292,13 @@ def check_steps(steps: Iterable[Step]) -> None:
 
 
 def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:
-    """Return whether a step has finished, its output exists, and no step that it reads has run since.
+    """Return whether a step has finished, its output exists, and no step that it reads is new or has run since.
 
     Raises:
         ValueError: It was finished, or interrupted after its first checkpoint, with other options.
     """
     entry = record.get(step.name)
-    if entry is None or entry["inputs"] != pipeline.inputs_of(step, record):
+    if entry is None or _new_inputs(entry, pipeline.inputs_of(step, record)):
         return False
     finished = entry["finished"] is not None and step.has_output()
     if not finished and not step.has_checkpoint():
@@ -311,6 +313,12 @@ def is_finished(step: Step, pipeline: Pipeline, record: Record) -> bool:
             "keeps its files, and steps that read them run again too"
         )
     return finished
+
+
+def _new_inputs(entry: Mapping[str, Any], inputs: Mapping[str, str | None]) -> list[str]:
+    """Return the steps that a step reads now, and did not read as they are now when it was started."""
+    before = entry["inputs"]
+    return [name for name, finished in inputs.items() if name not in before or before[name] != finished]
 
 
 def run_pipeline(
@@ -375,11 +383,11 @@ def _run(
         for path in (table, win_rate_beside(table)):
             path.unlink(missing_ok=True)
     elif step.kind in TRAINING and step.output_dir.exists():
-        if before is not None and before["inputs"] != inputs:
+        if before is not None and (new := _new_inputs(before, inputs)):
             kept = free_path(pipeline.output_dir / REPLACED / step.name)
             kept.parent.mkdir(exist_ok=True)
             os.rename(step.output_dir, kept)
-            say(f"{step.name} starts over, because {' and '.join(inputs)} ran again; its earlier files are in {kept}")
+            say(f"{step.name} starts over, because {' and '.join(new)} ran again; its earlier files are in {kept}")
         elif step.has_checkpoint():
             words += ["--resume_from_checkpoint", "true"]
     entry = record[step.name] = {"options": step.recorded_options(), "inputs": inputs, "finished": None}

@@ -66,7 +66,7 @@ from rlhf_ppo.reporting.model_card import CARD, if_on_hub, model_origin, with_lo
 from rlhf_ppo.reporting.run_log import SETTINGS_NAME, where_results_are
 from rlhf_ppo.rewards.reward_model import shares_tokens, tokenizer_beside
 from rlhf_ppo.rewards.scorer import WrongRewardError
-from rlhf_ppo.run.checkpoints import parse_resume
+from rlhf_ppo.run.checkpoints import last_complete_checkpoint, parse_resume
 from rlhf_ppo.run.rollouts import DivergenceError
 from rlhf_ppo.run.saving import stopping_as_trained
 from rlhf_ppo.terminal import (
@@ -570,7 +570,10 @@ def train_and_save(
     dataset_name = redacted(dataset_name)  # for model cards
     if is_policy:
         trainer.dataset_name = dataset_name
-    trainer.train(resume_from_checkpoint=parse_resume(args.resume_from_checkpoint))
+    start = parse_resume(args.resume_from_checkpoint)
+    if start is True and not is_policy:  # Trainer would take the newest even if a kill has left it incomplete
+        start = last_complete_checkpoint(args.output_dir) or True
+    trainer.train(resume_from_checkpoint=start)
     trainer.save_model(args.output_dir, _internal_call=True)  # uploaded below, with its card
     trainer.save_state()
     cast(Any, trainer).create_model_card(dataset_name=dataset_name)

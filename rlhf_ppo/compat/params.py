@@ -14,6 +14,7 @@ from rlhf_ppo.config.checks import option as _option
 from rlhf_ppo.terminal import redacted, visible_logger
 
 TRAINERS = ("ppo", "reward", "sft")
+OF_LORA = ("lora_r", "lora_alpha", "lora_dropout", "target_modules")
 """Supported values of `trainer`."""
 
 
@@ -140,6 +141,7 @@ class LLMTrainingParams:
             for option in fields(self)
             if _is_set(self, option) and self.trainer not in _trainers_with(option.name)
         ]
+        of_lora = [each.name for each in fields(self) if each.name in OF_LORA and _is_set(self, each)]
         for is_made, mistake in (
             (
                 self.trainer not in TRAINERS,
@@ -167,6 +169,10 @@ class LLMTrainingParams:
                 self.use_flash_attention_2 and self.attn_implementation not in (None, "flash_attention_2"),
                 f"use_flash_attention_2=True contradicts attn_implementation={self.attn_implementation!r}: leave one "
                 "of them out",
+            ),
+            (
+                not self.peft and bool(of_lora),
+                f"leave out options that have no effect without peft: {', '.join(of_lora)}; or give --peft",
             ),
             (
                 bool(unused),

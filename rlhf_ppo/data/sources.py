@@ -59,7 +59,13 @@ def load_splits(
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = str(cause).strip().partition("\n")[0] or type(cause).__name__
+        first, _, others = (str(cause).strip() or type(cause).__name__).partition("\n")
+        reason = first
+        if first.startswith("Config name is missing"):  # the next line has the names
+            reason = (
+                f"{others.splitlines()[0]}; set dataset_config, or save one with datasets: "
+                "load_dataset(NAME, CONFIG).save_to_disk(DIRECTORY)"
+            )
         reason = "files of another kind are not read" if isinstance(cause, KeyError) else reason
         reason = "it has no rows" if isinstance(cause, StopIteration) or "no data" in reason else reason
         raise ValueError(

@@ -118,6 +118,16 @@ def test_texts_of_exactly_max_length_tokens_are_whole_if_they_end_as_others_do(p
     assert f"cut 1 of 5 texts to max_length={length} tokens" in caplog.text
 
 
+def test_sft_continues_from_its_newest_checkpoint_that_is_complete(places):
+    """A kill leaves one without `trainer_state.json`, which Trainer writes last."""
+    saving = [*TEXTS, *QUICK, "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "3"]
+    whole = training_commands.sft(saving).model.state_dict()
+    Path("out/checkpoint-3/trainer_state.json").unlink()
+    again = training_commands.sft([*saving, "--resume_from_checkpoint", "True"])
+    assert again.state.global_step == 3 and Path("out/checkpoint-3/trainer_state.json").is_file()
+    assert all(torch.equal(value, whole[name]) for name, value in again.model.state_dict().items())
+
+
 def test_a_short_run_has_curves_samples_and_a_card_and_ends_with_one_line_that_says_where(places, capsys):
     training_commands.train(
         [*PPO, "--reward_funcs", "length", "--num_sample_generations", "2", "--logging_steps", "10"]

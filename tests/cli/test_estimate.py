@@ -55,6 +55,13 @@ def test_without_a_reward_model_the_value_model_is_made_from_the_policy(
     assert estimated("--reward_funcs length")["weights"] == 2 * size(tiny_policy()) + size(tiny_scorer())
 
 
+def test_a_whole_reward_model_is_held_beside_the_shared_base(estimated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = "--use_peft --lora_target_modules all-linear --share_base_model"
+    with_scorer = estimated(shared)["weights"]
+    monkeypatch.setattr("tests.cli.test_estimate.OPTIONS", OPTIONS.replace("--reward_model_path reward ", ""))
+    assert with_scorer == estimated(f"{shared} --reward_funcs length")["weights"] + size(tiny_scorer())
+
+
 def test_the_cache_is_that_of_a_generation_call(estimated: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained("policy")
     cache: Any = model(torch.zeros(8, 16, dtype=torch.long), use_cache=True).past_key_values

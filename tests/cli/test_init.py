@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset, DatasetDict
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from rlhf_ppo.cli.init import read_data
 from rlhf_ppo.cli.main import init
@@ -56,6 +58,16 @@ def test_the_pipeline_accepts_the_file(options: str, names: list[str], capsys: p
     assert ("sft: 60 rows: whole texts of 3 tokens (median), 95% up to 3\n" in printed) == ("sft" in names)
     assert ("reward_model_path" in ppo) == ("reward" in names) and ppo["total_episodes"] >= 20 * 64
     assert (judge.get("judge_model") == "runs/pipeline/judge_reward") == ("judge_reward" in names)
+
+
+def test_a_saved_adapter_is_a_model_to_start_from() -> None:
+    base = AutoModelForCausalLM.from_pretrained("base")
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained("adapter")
+    make_tokenizer().save_pretrained("adapter")
+    init(ALL.replace("--model base", "--model adapter").split())
+    steps = {step.name: step for step in read_pipeline("run.yaml").steps}
+    assert steps["sft"].options["model_name_or_path"] == "adapter"
+    check_steps(steps.values())
 
 
 def test_the_first_split_of_a_data_set_without_train_is_named() -> None:

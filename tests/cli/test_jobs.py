@@ -102,7 +102,7 @@ EFFECTS: list[tuple[str, str, dict[str, Any]]] = [
     (SFT, "--model-max-length 77", {"max_length": 77}),
     (SFT, "--packing", {"packing": True}),
     (SFT, "--peft --lora-r 3 --lora-alpha 5", {"use_peft": True, "lora_r": 3, "lora_alpha": 5}),
-    (SFT, "--target-modules q_proj,v_proj", {"lora_target_modules": ["q_proj", "v_proj"]}),
+    (f"{SFT} --peft", "--target-modules q_proj,v_proj", {"lora_target_modules": ["q_proj", "v_proj"]}),
     (SFT, "--quantization int4", {"load_in_4bit": True}),
     (SFT, "--attn-implementation eager", {"attn_implementation": "eager"}),
     *(

@@ -240,6 +240,7 @@ MISTAKES = [
         f"{LLM} --use-flash-attention-2 --attn-implementation eager",
         "use_flash_attention_2=True contradicts attn_implementation='eager': leave one of them out",
     ),
+    (f"{LLM} --lora-r 8", "leave out options that have no effect without peft: lora_r; or give --peft"),
     ("llm --train --trainer dpo", "trainer='dpo' must be one of"),
     ("llm --train --trainer ppo --data-path rows.jsonl", "give --rl-reward-model-path"),
     (f"{JUDGE} --judge own.py:word", "the reward function 'word' returned '0.5' for row 0"),

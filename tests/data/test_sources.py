@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from rlhf_ppo.data.sources import hold_out, load_splits
+from tests.conftest import write_rows
 
 ROWS = [{"prompt": f"prompt {index}", "topic": index % 3} for index in range(5)]
 
@@ -67,6 +68,18 @@ def test_a_stream_gives_its_first_rows():
 
     assert [row["row"] for row in held_out] == [0, 1]
     assert [row["row"] for row in train] == [2, 3, 4, 5, 6]
+
+
+def test_a_data_set_with_several_configurations_names_them_and_says_what_to_do(tmp_path: Path) -> None:
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("main", "socratic"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for name in ("main", "socratic"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    with pytest.raises(
+        ValueError, match=r"available configs: \['main', 'socratic'\]; set dataset_config, or save one"
+    ):
+        load_splits(str(tmp_path))
+    assert load_splits(str(tmp_path), "socratic")["train"][0] == {"prompt": "socratic"}
 
 
 def test_dates_that_json_makes_times_of_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

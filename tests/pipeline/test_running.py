@@ -115,6 +115,19 @@ def test_a_finished_step_with_other_options_is_an_error_that_says_what_to_do() -
     assert run(changed)[0] == expect("ppo judge")
 
 
+def test_a_step_that_no_longer_reads_another_has_other_options(capsys: Any) -> None:
+    """Its finished result stays."""
+    run()
+    before = dict(outputs())
+    with pytest.raises(ValueError, match="judge was finished with other options: judge_model="):
+        run(TEXT.replace("judge: {", "judge: {judge_model: other, "))
+    assert dict(outputs()) == before
+
+    shutil.rmtree("out/reward")
+    run()
+    assert "ppo starts over, because reward ran again;" in capsys.readouterr().out
+
+
 def test_a_step_does_not_continue_with_other_options() -> None:
     """Interrupted before its first checkpoint it takes them; later it would mix two runs."""
     run(TEXT, at("ppo", "begins", lambda: fail(Killed)))

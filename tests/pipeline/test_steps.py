@@ -93,6 +93,7 @@ def test_what_the_judge_s_section_names_is_not_taken_from_other_steps(
         ("output_dir: x\nsft: {a: 1, a: 2}", "the key a is repeated"),
         ("output_dir: x\nppo: {sft_model_path: m}", "ppo has no reward"),
         ("output_dir: x\nppo: {reward_funcs: length}", "ppo has no language model to start from"),
+        ("output_dir: x\nsft: {}\nreport: {}", "has a section `report` without `ppo`"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(text: str, words: str, tmp_path: Path) -> None:
